@@ -11,7 +11,6 @@ A path is ``package.module:Class``. However a method is found, its name is its c
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.metadata
@@ -24,7 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax import methods
-from kvjax.protocol.fields import shown
+from kvjax.protocol.fields import nearest, shown
 from kvjax.protocol.method import Method
 from kvjax.wrappers.named import WRAPPERS
 
@@ -58,7 +57,7 @@ def register[M: Method](cls: type[M]) -> type[M]:
             `kvjax.protocol.typing.pytree`.
         ValueError: a built-in method, which is refused itself, or a class of another module has the name.
     """
-    if any(cls is own for own in _own().values()):
+    if any(cls is one for one in _of_kvjax().values()):
         raise ValueError(f"expected a method that kvjax does not have, got its own {cls.__name__}")
     _add(cls, _registered)
     return cls
@@ -77,7 +76,7 @@ def load(path: str) -> type[Method]:
     """
     cls = named_by(path, "class")
     try:
-        return cls if cls in _own().values() else register(cls)
+        return cls if cls in _of_kvjax().values() else register(cls)
     except TypeError as error:  # a path is text that a user wrote; commands turn a ValueError into one line
         raise ValueError(f"{path!r} names no method: {error}") from error
 
@@ -100,9 +99,8 @@ def named_by(path: str, what: str) -> Any:
     try:
         return operator.attrgetter(name)(module)
     except AttributeError as error:
-        close = difflib.get_close_matches(name, vars(module), n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"the module {module_name!r} has no {what} {name!r}{hint}, which {path!r} names") from error
+        near = nearest(name, vars(module))
+        raise ValueError(f"the module {module_name!r} has no {what} {name!r}{near}, which {path!r} names") from error
 
 
 def check_hooks(cls: type) -> None:
@@ -111,19 +109,18 @@ def check_hooks(cls: type) -> None:
     Raises:
         TypeError: the message names the function, and the arguments of both.
     """
-    for name, own in vars(cls).items():
+    for name, hook in vars(cls).items():
         replaced = next((vars(base)[name] for base in cls.__mro__[1:] if name in vars(base)), None)
-        if name.startswith("__") or not (inspect.isfunction(own) and inspect.isfunction(replaced)):
+        if name.startswith("__") or not (inspect.isfunction(hook) and inspect.isfunction(replaced)):
             continue
-        wanted, given = (inspect.signature(one).parameters for one in (replaced, own))
-        kinds = [one.kind for one in wanted.values()]
-        named = [at for at, kind in zip(wanted, kinds, strict=True) if kind is inspect.Parameter.KEYWORD_ONLY]
-        places = [at for at, kind in zip(wanted, kinds, strict=True) if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        expected, signature = inspect.signature(replaced).parameters, inspect.signature(hook)
+        named = [one.name for one in expected.values() if one.kind is inspect.Parameter.KEYWORD_ONLY]
+        places = [one.name for one in expected.values() if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
         try:
-            inspect.signature(own).bind(*places, **dict.fromkeys(named))
+            signature.bind(*places, **dict.fromkeys(named))
         except TypeError as error:
-            expected = f"({', '.join(wanted)}), as {replaced.__qualname__} does"
-            raise TypeError(f"{cls.__name__}.{name} must take {expected}, got ({', '.join(given)})") from error
+            must = f"must take ({', '.join(expected)}), as {replaced.__qualname__} does"
+            raise TypeError(f"{cls.__name__}.{name} {must}, got ({', '.join(signature.parameters)})") from error
 
 
 def class_path(cls: type) -> str:
@@ -136,7 +133,7 @@ def path_of(cls: type) -> str | None:
     return class_path(cls) if cls in (*outside().values(), *WRAPPERS.values()) else None
 
 
-def _own() -> dict[str, type[Method]]:
+def _of_kvjax() -> dict[str, type[Method]]:
     """Return the classes that kvjax has, by lower-case name."""
     return {**WRAPPERS, **builtin()}
 
@@ -166,7 +163,7 @@ def _add(cls: Any, known: dict[str, type[Method]]) -> None:
         raise TypeError(f"a method must be decorated with kvjax.protocol.typing.pytree, got {cls.__name__} without it")
     check_hooks(cls)
     name = cls.__name__.lower()
-    other = _own().get(name) or known.get(name)
+    other = _of_kvjax().get(name) or known.get(name)
     if other is not None and class_path(other) != class_path(cls):
         raise ValueError(f"the method name {name!r} belongs to {class_path(other)}, got {class_path(cls)}: rename the class")
     known[name] = cls
@@ -175,11 +172,11 @@ def _add(cls: Any, known: dict[str, type[Method]]) -> None:
 @functools.cache
 def _announced() -> Mapping[str, type[Method]]:
     """Load the methods of installed packages. A method that cannot be used is left out with a warning."""
-    found: dict[str, type[Method]] = {}
+    methods: dict[str, type[Method]] = {}
     for entry in importlib.metadata.entry_points(group=_GROUP):
         try:
-            _add(entry.load(), found)
+            _add(entry.load(), methods)
         except Exception as error:  # whatever happens in a foreign module
-            told = f"the method {entry.value!r} of an installed package is left out: {type(error).__name__}: {error}"
-            warnings.warn(told, stacklevel=2)
-    return found
+            text = f"the method {entry.value!r} of an installed package is left out: {type(error).__name__}: {error}"
+            warnings.warn(text, stacklevel=2)
+    return methods

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-import inspect
 import re
-import sys
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,18 +12,17 @@ from typing import Any
 from kvjax import plugins
 from kvjax.attention.patterns import Pattern
 from kvjax.plugins import builtin as builtin
-from kvjax.protocol.describe import describe, field_comments
-from kvjax.protocol.fields import at_length, check_names, has_shares, nearest, share, shown
+from kvjax.protocol.describe import describe
+from kvjax.protocol.fields import at_length, check_field, check_names, declared, has_shares, nearest, share, shown
 from kvjax.protocol.method import Method, check_method
 from kvjax.wrappers import named
-from kvjax.wrappers.named import PATTERNS as PATTERNS
 from kvjax.wrappers.named import WRAPPERS as WRAPPERS
 from kvjax.wrappers.named import inner_fields as inner_fields
 
 _SHARE = re.compile(r"0?\.\d+|\d+/[1-9]\d*")  # a budget as a share of the prompt
 _INDEX = re.compile(r"-?[0-9]{1,9}")  # of a layer
 _MOVED = "; a traced value that is too small or too large becomes the nearest allowed one"
-_WORDS = {type(None): {"none": None}, bool: {"true": True, "false": False}}  # values that are words
+_WORDS = {"none": None, "true": True, "false": False}  # values that are words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +54,11 @@ def canonical_name(name: str) -> str:
     return plugins.load(name).__name__.lower() if ":" in name else name.strip().lower()
 
 
+def known() -> dict[str, type[Method]]:
+    """Return all classes by the names that `find` knows: wrappers, papers whose method is `Prefill`, and `classes`."""
+    return {**dict.fromkeys(named.PATTERNS, WRAPPERS["prefill"]), **WRAPPERS, **classes()}
+
+
 def find(name: str) -> type[Method]:
     """Find the class of a method.
 
@@ -66,18 +68,15 @@ def find(name: str) -> type[Method]:
     Raises:
         ValueError: ``name`` is no text, or names no method; the message has the nearest known name.
     """
+    listed = ", ".join(sorted(classes()))
     if not isinstance(name, str):
-        names = ", ".join(sorted(classes()))
-        raise ValueError(f"name must be the name of a method, got {shown(name)}; known methods: {names}")
-    given = canonical_name(named.split_call(name)[0])  # which may import and register a class
-    known = {**dict.fromkeys(named.PATTERNS, WRAPPERS["prefill"]), **WRAPPERS, **classes()}
-    cls = known.get(given)
-    if cls is None:
-        names = f"{', '.join(sorted(classes()))}; wrappers: {', '.join(WRAPPERS)}"
+        raise ValueError(f"name must be the name of a method, got {shown(name)}; known methods: {listed}")
+    key = canonical_name(named.split_call(name)[0])  # which may import and register a class
+    if key not in known():
         module, dot, last = name.rpartition(".")
-        near = f" (did you mean {module}:{last}?)" if dot else nearest(given, known)
-        raise ValueError(f"unknown method {name!r}{near}; known methods: {names}")
-    return cls
+        near = f" (did you mean {module}:{last}?)" if dot else nearest(key, known())
+        raise ValueError(f"unknown method {name!r}{near}; known methods: {listed}; wrappers: {', '.join(WRAPPERS)}")
+    return known()[key]
 
 
 def parse_method(
@@ -86,7 +85,7 @@ def parse_method(
     """Parse a method and its knobs from a text: ``quest``, ``quest(budget=256)``, ``stages(snapkv, quest(budget=256))``.
 
     In the brackets stand the methods inside of a wrapper, in the order of its fields or by name (``evict=snapkv``), and
-    knobs as ``KNOB=VALUE``. A layer of `kvjax.PerLayer` is ``INDEX=METHOD``.
+    knobs as ``KNOB=VALUE``. A layer of `kvjax.wrappers.PerLayer` is ``INDEX=METHOD``.
 
     Args:
         text: a name or a path, with or without brackets.
@@ -98,20 +97,19 @@ def parse_method(
     Raises:
         ValueError: a malformed text, an unknown method, a method that the class has no field for, or a bad value.
     """
-    given, parts = named.split_call(text)
-    name, cls = canonical_name(given), find(given)
+    name, parts = named.split_call(text)
+    name, cls = canonical_name(name), find(name)
     knobs: dict[str, Any] = {}
     if name not in classes() and name in named.PATTERNS:
         knobs, name = {**named.PATTERNS[name][0]}, "prefill"
     fields = inner_fields(cls)
-    check_once([knob for part in parts if (knob := named.split_knob(part)[0])], text)
-    for part in parts:
-        knob, value = named.split_knob(part)
+    check_once([knob for knob, _ in parts if knob], text)
+    for knob, value in parts:
         if not knob:
             free = [field for field, by_layer in fields.items() if not by_layer and field not in knobs]
             if not free:
-                raise ValueError(f"{text!r}: {cls.__name__} takes no {'other ' * bool(fields)}method inside, got {part!r}")
-            knobs[free[0]] = _nested(part, parse)
+                raise ValueError(f"{text!r}: {cls.__name__} takes no {'other ' * bool(fields)}method inside, got {value!r}")
+            knobs[free[0]] = _nested(value, parse)
         elif knob in fields:
             check_once([*knobs, knob], text)
             knobs[knob] = _nested(value, parse)
@@ -151,8 +149,8 @@ def make(name: str, tokenizer: Any = None, vocab_size: int | None = None, **knob
 
     Args:
         name: a name, a path or a text with brackets; see `canonical_name` and `parse_method`.
-        tokenizer: a method with `Method.needs_tokenizer` takes some knobs from it, unless they are among ``knobs``. Other
-            methods ignore it.
+        tokenizer: a method that needs the text of tokens takes some knobs from it, unless they are among ``knobs``
+            (`Method.tokenizer_knobs`). Other methods ignore it.
         vocab_size: entries of the model's vocabulary; None means the size of the tokenizer's vocabulary.
         **knobs: hyper-parameters. A method inside of a wrapper may be a method, a name or ``{name: knobs}``.
 
@@ -170,10 +168,9 @@ def make(name: str, tokenizer: Any = None, vocab_size: int | None = None, **knob
             knobs[field] = _made_inner(knobs[field], tokenizer, vocab_size)
     if isinstance(pattern := knobs.get("pattern"), Mapping):
         knobs["pattern"] = pattern_of(pattern)
-    if cls.needs_tokenizer and tokenizer is not None:
-        size = 1 + max(tokenizer.get_vocab().values()) if vocab_size is None else vocab_size
-        made = cls.tokenizer_knobs(tokenizer, size)
-        knobs = made | {knob: x for knob, x in knobs.items() if x is not None or knob not in made}
+    if tokenizer is not None:
+        of_text = cls.tokenizer_knobs(tokenizer, vocab_size)
+        knobs = of_text | {knob: x for knob, x in knobs.items() if x is not None or knob not in of_text}
     return cls(**knobs)
 
 
@@ -213,7 +210,7 @@ def _made_inner(value: Any, tokenizer: Any, vocab_size: int | None) -> Any:
 
 
 def pattern_of(numbers: Mapping[str, Any]) -> Pattern:
-    """Build the pattern of prompts that settings give as ``{kind: ..., ...}``; see `kvjax.Pattern`.
+    """Build the pattern of prompts that settings give as ``{kind: ..., ...}``; see `kvjax.wrappers.Pattern`.
 
     Raises:
         ValueError: a name is unknown, or the pattern refuses a value.
@@ -236,48 +233,32 @@ def parse_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: a text without "=", or a value of the wrong type.
     """
-    given: dict[str, Any] = {}
-    name = canonical_name(named.split_call(method)[0])  # first, because it may import and register a class
-    cls = {**dict.fromkeys(named.PATTERNS, WRAPPERS["prefill"]), **WRAPPERS, **classes()}.get(name)
-    kinds = typing.get_type_hints(cls) if cls else {}
+    cls = known().get(canonical_name(named.split_call(method)[0]))
+    knobs: dict[str, Any] = {}
     for pair in pairs:
-        knob, equals, text = pair.partition("=")
-        if not equals or not knob.strip() or not text.strip():
+        knob, _, text = (part.strip() for part in pair.partition("="))
+        if not knob or not text:
             raise ValueError(f"--set takes KNOB=VALUE, got {pair!r}")
-        knob = knob.strip()
-        check_once([*given, knob], ", ".join(pairs))
-        if knob == "budget" in kinds and int in typing.get_args(kinds[knob]) and _SHARE.fullmatch(text.strip()):
-            top, _, bottom = text.partition("/")
-            given[knob] = share(float(top) / float(bottom or 1))
-            continue
-        given[knob] = _value(knob, text.strip(), kinds[knob]) if knob in kinds else text
-    return given
+        check_once([*knobs, knob], ", ".join(pairs))
+        knobs[knob] = text if cls is None else _value(cls, knob, text)
+    return knobs
 
 
-def _value(knob: str, text: str, kind: Any) -> Any:
-    """Convert ``text`` to the knob's annotated type; no text can stand for an array."""
-    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    for option in options:
-        if option in _WORDS and text.lower() in _WORDS[option]:
-            return _WORDS[option][text.lower()]
-    if knob == "pattern":
-        return text  # the name of a file of patterns, which commands read; `make` refuses it
-    tuples = [option for option in options if typing.get_origin(option) is tuple]
-    if any(typing.get_origin(typing.get_args(option)[0]) is tuple for option in tuples):
+def _value(cls: type[Method], knob: str, text: str) -> Any:
+    """Convert ``text`` to a kind that the knob may have. No text can stand for an array or for tuples in a tuple."""
+    if knob not in declared(cls):
+        return text
+    kinds, _, _ = declared(cls)[knob]
+    if knob == "budget" and int in kinds and _SHARE.fullmatch(text):
+        top, _, bottom = text.partition("/")
+        return share(float(top) / float(bottom or 1))
+    if any(typing.get_origin(kind) is tuple is typing.get_origin(typing.get_args(kind)[0]) for kind in kinds):
         return text  # the name of a file with such tuples, which commands read; `make` refuses it
-    listed = bool(tuples)
-    text = text.removeprefix("(").removesuffix(")") if listed else text
-    if listed and "," in text:
-        return tuple(_value(knob, part.strip(), typing.get_args(tuples[0])[0]) for part in text.split(","))
-    for option in (int, float, str):
-        if option in options:
-            try:
-                return option(text)
-            except ValueError:
-                continue
-    plain = sorted(option.__name__ for option in (int, float, str, bool) if option in options)
-    plain += ["numbers with commas between them"] * listed + ["none"] * (type(None) in options)
-    raise ValueError(f"knob {knob!r} takes {' or '.join(plain) or 'what no text can say'}, got {text!r}")
+    try:
+        value = _WORDS[text.lower()] if text.lower() in _WORDS else ast.literal_eval(text)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # it is no number and no tuple
+        value = text
+    return check_field(cls, knob, value)
 
 
 def resolve(method: Method | str, length: int | None = None, room: int | None = None) -> Method:
@@ -311,26 +292,13 @@ def resolve_each(
 
 
 def knobs(cls: type[Method]) -> list[Knob]:
-    """List the knobs of a method class. The comment behind a field is the meaning of the knob."""
-    comments = field_comments(cls)
+    """List the knobs of a method class, as its fields declare them."""
     return [
         Knob(
             name=field.name,
             default=field.default,
             traced=not field.metadata.get("static", False),
-            doc=comments.get(field.name, "") + _MOVED * (field.name == "budget" and not field.metadata.get("static", False)),
+            doc=field.metadata.get("doc", "") + _MOVED * (field.name == "budget" and not field.metadata.get("static", False)),
         )
         for field in dataclasses.fields(cls)
     ]
-
-
-def summary(cls: type[Method]) -> str:
-    """Return the idea of a method in one line: the first paragraph of its module's docstring, without the name.
-
-    If the module's docstring does not begin with the name of the class, it is the first paragraph of the class's docstring.
-    """
-    told = [inspect.getdoc(owner) or "" for owner in (sys.modules[cls.__module__], cls)]
-    text = told[0] if told[0].startswith(f"{cls.__name__}: ") else told[1]
-    if text.startswith(f"{cls.__name__}("):  # a dataclass without a docstring
-        return "no docstring"
-    return text.split("\n\n")[0].replace("\n", " ").removeprefix(f"{cls.__name__}: ") or "no docstring"

@@ -26,6 +26,7 @@ from kvjax.testing.layer import random_tokens as random_tokens
 from kvjax.testing.layer import stored as stored
 from kvjax.testing.subject import padded as padded
 from kvjax.testing.subject import random_prompts as prompts
+from kvjax.wrappers import DenseBelow, LayerBudgets, Pattern, Periodic, PerLayer, Prefill, Stages, Twilight
 from models import ModelConfig, random_params
 
 NAMES = sorted(registry.builtin())
@@ -63,23 +64,23 @@ def knobs_of(name: str, heads: int) -> dict[str, Any]:
     return knobs
 
 
-SMALL_PATTERNS = {"window": 4, "num_sink": 1, "num_recent": 1, "block": 4, "stride": 2, "chunk": 16}  # of `kvjax.Prefill`
+SMALL_PATTERNS = {"window": 4, "num_sink": 1, "num_recent": 1, "block": 4, "stride": 2, "chunk": 16}  # of `Prefill`
 
 WRAPPERS = {
-    "stages": kvjax.Stages(
+    "stages": Stages(
         evict=SnapKV(budget=20, obs_window=5), retrieve=Quest(budget=8, page_size=4, num_dense_layers=0)
     ),
-    "thinned": kvjax.Stages(evict=SnapKV(budget=20, obs_window=5), retrieve=small(ThinK, obs_window=5, num_recent=6)),
-    "thin_pages": kvjax.Stages(
+    "thinned": Stages(evict=SnapKV(budget=20, obs_window=5), retrieve=small(ThinK, obs_window=5, num_recent=6)),
+    "thin_pages": Stages(
         evict=small(ThinK, obs_window=5, num_recent=6), retrieve=Quest(budget=8, page_size=4, num_dense_layers=0)
     ),
-    "per_layer": kvjax.PerLayer(layers={0: small(StreamingLLM, budget=12, chunk=8)}, default=H2O(budget=12)),
-    "dense_below": kvjax.DenseBelow(length=20, method=Quest(budget=8, page_size=4, num_dense_layers=0)),
-    "periodic": kvjax.Periodic(evict=SnapKV(budget=12, obs_window=5), interval=4),
-    "layer_budgets": kvjax.LayerBudgets(method=SnapKV(budget=12, obs_window=5), shares=(0.5, 1.5)),
-    "twilight": kvjax.Twilight(method=Quest(budget=12, page_size=4, num_dense_layers=0), mass=0.7),
-    "prefill": kvjax.Prefill(
-        method=SnapKV(budget=12, obs_window=5), pattern=kvjax.Pattern(columns=3, diagonals=3), **SMALL_PATTERNS
+    "per_layer": PerLayer(layers={0: small(StreamingLLM, budget=12, chunk=8)}, default=H2O(budget=12)),
+    "dense_below": DenseBelow(length=20, method=Quest(budget=8, page_size=4, num_dense_layers=0)),
+    "periodic": Periodic(evict=SnapKV(budget=12, obs_window=5), interval=4),
+    "layer_budgets": LayerBudgets(method=SnapKV(budget=12, obs_window=5), shares=(0.5, 1.5)),
+    "twilight": Twilight(method=Quest(budget=12, page_size=4, num_dense_layers=0), mass=0.7),
+    "prefill": Prefill(
+        method=SnapKV(budget=12, obs_window=5), pattern=Pattern(columns=3, diagonals=3), **SMALL_PATTERNS
     ),
     "verified": kvjax.Verified(draft=SnapKV(budget=12, obs_window=5), depth=2, worth=None),
 }
@@ -153,27 +154,27 @@ def generous(name: str) -> Any:
     if name == "verified":
         return kvjax.Verified(draft=SnapKV(budget=big, obs_window=5), depth=2, worth=None)
     if name == "stages":
-        return kvjax.Stages(
+        return Stages(
             evict=SnapKV(budget=big, obs_window=5), retrieve=Quest(budget=big, page_size=4, num_dense_layers=0)
         )
     if name == "thinned":
-        return kvjax.Stages(evict=SnapKV(budget=big, obs_window=5), retrieve=small(ThinK, channels=1.0, obs_window=5))
+        return Stages(evict=SnapKV(budget=big, obs_window=5), retrieve=small(ThinK, channels=1.0, obs_window=5))
     if name == "thin_pages":
         retrieve = Quest(budget=big, page_size=4, num_dense_layers=0)
-        return kvjax.Stages(evict=small(ThinK, channels=1.0, obs_window=5, num_recent=6), retrieve=retrieve)
+        return Stages(evict=small(ThinK, channels=1.0, obs_window=5, num_recent=6), retrieve=retrieve)
     if name == "per_layer":
-        return kvjax.PerLayer(layers={0: small(StreamingLLM, budget=big, chunk=8)}, default=H2O(budget=big))
+        return PerLayer(layers={0: small(StreamingLLM, budget=big, chunk=8)}, default=H2O(budget=big))
     if name == "periodic":
-        return kvjax.Periodic(evict=SnapKV(budget=big, obs_window=5), interval=4)
+        return Periodic(evict=SnapKV(budget=big, obs_window=5), interval=4)
     if name == "layer_budgets":
-        return kvjax.LayerBudgets(method=SnapKV(budget=2 * big, obs_window=5), shares=(0.5, 1.5))
+        return LayerBudgets(method=SnapKV(budget=2 * big, obs_window=5), shares=(0.5, 1.5))
     if name == "dense_below":
-        return kvjax.DenseBelow(length=big, method=Quest(budget=8, page_size=4, num_dense_layers=0))
+        return DenseBelow(length=big, method=Quest(budget=8, page_size=4, num_dense_layers=0))
     if name == "prefill":  # fewer diagonals than slots, or the prompt would be read densely
         inner = SnapKV(budget=big, obs_window=5)
-        return kvjax.Prefill(method=inner, pattern=kvjax.Pattern(diagonals=60), **SMALL_PATTERNS)
+        return Prefill(method=inner, pattern=Pattern(diagonals=60), **SMALL_PATTERNS)
     if name == "twilight":
-        return kvjax.Twilight(method=Quest(budget=big, page_size=4, num_dense_layers=0), mass=1.0)
+        return Twilight(method=Quest(budget=big, page_size=4, num_dense_layers=0), mass=1.0)
     everything = {
         "chess": {"ratios": (1.0, 1.0, 1.0)},
         "duoattention": {"num_recent": big},

@@ -34,6 +34,7 @@ from experiments.answering.presets import PAPERS as PAPERS
 from experiments.answering.presets import QUESTIONS as QUESTIONS
 from experiments.answering.presets import SHARES as SHARES
 from experiments.answering.presets import Setting as Setting
+from experiments.answering.presets import budget_of as budget_of
 from experiments.answering.presets import budget_tokens as budget_tokens
 from experiments.answering.presets import knobs_by_method as knobs_by_method
 from experiments.answering.presets import paper_method as paper_method
@@ -41,6 +42,5 @@ from experiments.answering.presets import preset_knobs as preset_knobs
 from experiments.answering.presets import read_knobs as read_knobs
 from experiments.answering.presets import resolve_question as resolve_question
 from experiments.answering.presets import without_effect as without_effect
-from experiments.answering.row_budget import budget_of as budget_of
 from experiments.answering.teacher_forcing import follow as follow
 from experiments.answering.teacher_forcing import score as score

@@ -137,14 +137,19 @@ def ask_in_turn(
             share = (start // shape.rows * (1 + len(methods)) + number) / steps
             tell(phase, share, range(start, start + real), number)
 
+    def wait(methods: int) -> float:
+        """Wait for the programs that run until the first ``methods`` have answered; return the seconds."""
+        with Timer(clock) as waiting:
+            if ready is not None:
+                ready(num_programs(shape, methods))
+        return waiting.run + waiting.compile
+
     for start in range(0, len(contexts), shape.rows):
         real = min(shape.rows, len(contexts) - start)
         step("reading", 0)
         at = [start + (row if row < real else 0) for row in range(shape.rows)]
         tokens, lengths = pad([contexts[i] for i in at], shape.length)
-        with Timer(clock) as waiting:
-            if ready is not None:
-                ready(num_programs(shape, 0))
+        before = wait(0)
         with Timer(clock) as reading:
             sizes: dict[str, Any] = {"lengths": lengths, "max_new_tokens": shape.room, "kv_dtype": kv_dtype}
             sizes |= {"share_storage": True}
@@ -153,9 +158,7 @@ def ask_in_turn(
                 jax.block_until_ready(caches)
         for number, asked in enumerate(results):
             step("asking", 1 + number)
-            with Timer(clock) as waited:
-                if ready is not None:
-                    ready(num_programs(shape, 1 + number))
+            waiting = wait(1 + number)
             with Timer(clock) as answering:
                 answers, stats, decoding = _answer(
                     params, caches.pop(0), at, real, shape, questions, limits, eos_token_ids, clock, bool(caches)
@@ -165,11 +168,7 @@ def ask_in_turn(
                 asked.stats + stats,
                 asked.run_seconds + answering.run + reading.run / len(results),
                 asked.decode_seconds + decoding,
-                asked.compile_seconds
-                + answering.compile
-                + waited.run
-                + waited.compile
-                + (reading.compile + waiting.run + waiting.compile) / len(results),
+                asked.compile_seconds + answering.compile + waiting + (reading.compile + before) / len(results),
             )
             if start + shape.rows >= len(contexts):
                 yield results[number]

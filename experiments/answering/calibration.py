@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-import kvjax
 from experiments.answering.ask import pad
 from experiments.answering.model import LoadedModel
 from experiments.benchmarks import Cell, Reading, encode_cell
 from experiments.records import Results
 from experiments.tasks import get_task
 from kvjax import registry
+from kvjax.api.calibrate_chess import calibrate_chess
 
 CALIBRATION_SEED = 1_000_003  # added to the samples' seed, so that calibration and measurement use different prompts
 
@@ -74,7 +74,7 @@ def chess_thresholds(
         for task in calibration.tasks:
             get_task(task)
         tokens, lengths = calibration_tokens(model, calibration, reading)
-        method = kvjax.calibrate_chess(
+        method = calibrate_chess(
             model.params,
             tokens,
             config=model.config,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvjax import head_scores, patterns, registry
+import numpy as np
+
+from kvjax import head_scores, registry
 from kvjax.methods.budgets import SHARE
 from kvjax.protocol.method import Method
+from kvjax.wrappers import patterns
 
 PAPERS = ("chess", "sentencekv", "tokenselect", "mosaickv", "pariskv")
 _ORDER = ("quest", "snapkv", "streamingllm", "h2o", "keydiff")  # order of the tables; other baselines follow
@@ -45,7 +49,7 @@ def paper_method(
     """Make a method at its paper's budget, which is scaled down if it would fill more than half of the context.
 
     A method outside of kvjax that has a budget gets the budget of the baselines, and so do methods inside of a wrapper.
-    `kvjax.Stages` evicts to twice this budget, and then retrieves from twice as many tokens as it attends to.
+    `kvjax.wrappers.Stages` evicts to twice this budget, and then retrieves from twice as many tokens as it attends to.
 
     Args:
         name: a name, a path, or a text with brackets; see `kvjax.registry.parse_method`.
@@ -56,12 +60,12 @@ def paper_method(
             names or ``{name: knobs}``.
     """
     shown = registry.canonical_name(name)
-    name, own = registry.parse_method(shown, read_knobs)
-    cls, asked = registry.find(name), {**own, **(given or {})}
+    name, in_name = registry.parse_method(shown, read_knobs)
+    cls, asked = registry.find(name), {**in_name, **(given or {})}
     registry.check_inner(cls, asked)
     inner = registry.inner_fields(cls)
 
-    def made(field: str, value: Any) -> Any:
+    def inner_method(field: str, value: Any) -> Any:
         """Make the method inside of a wrapper."""
         if not isinstance(value, (str, Mapping)):
             return value
@@ -86,9 +90,9 @@ def paper_method(
         elif isinstance(value, SHARES.get(knob, ())):
             asked[knob] = budget_tokens(value, length)
         elif knob in inner and inner[knob] and isinstance(value, Mapping):
-            asked[knob] = {layer: made(knob, one) for layer, one in value.items()}
+            asked[knob] = {layer: inner_method(knob, one) for layer, one in value.items()}
         elif knob in inner:
-            asked[knob] = made(knob, value)
+            asked[knob] = inner_method(knob, value)
     try:
         size = None if config is None else config.vocab_size
         method = registry.make(name, tokenizer, size, **{**knobs, **read_files(asked, config)})
@@ -126,13 +130,13 @@ def read_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: see `kvjax.registry.parse_knobs`.
     """
-    made: dict[str, Any] = {}
+    knobs: dict[str, Any] = {}
     registry.check_once([pair.partition("=")[0].strip() for pair in pairs], ", ".join(pairs))
     for pair in pairs:
         knob, _, value = pair.partition("=")
         share = knob.strip() == "budget" and ("/" in value or "." in value)
-        made |= {"budget": value.strip()} if share else registry.parse_knobs(method, [pair])
-    return made
+        knobs |= {"budget": value.strip()} if share else registry.parse_knobs(method, [pair])
+    return knobs
 
 
 def without_effect(row: Mapping[str, Any]) -> bool:
@@ -170,8 +174,8 @@ def budget_tokens(share: str | int | float, length: int) -> int:
 def _factor(length: int, window: int) -> tuple[dict[str, Any], str]:
     """Divide by the length over the model's window, as the papers do, and by 1 within the window, which changes nothing."""
     factor = max(1.0, length / window)
-    told = "{} tokens over the model's {}" if factor > 1 else "as Full: {} tokens fit the model's {}"
-    return {"factor": factor}, told.format(length, window)
+    text = "{} tokens over the model's {}" if factor > 1 else "as Full: {} tokens fit the model's {}"
+    return {"factor": factor}, text.format(length, window)
 
 
 def knobs_by_method(
@@ -188,3 +192,23 @@ def knobs_by_method(
     for name in grouped:
         registry.find(name)  # refuses unknown names
     return {name: parse(name, texts) for name, texts in grouped.items()}
+
+
+def budget_of(row: Mapping[str, Any]) -> int:
+    """Return the tokens per KV head that a row's setting asks for.
+
+    Methods ask by ``budget`` in tokens (a mean, if layers differ), by a ``fraction`` of the tokens, or by ``ratios`` whose
+    product is the fraction. The budget of a setting that asks for none, as Full, ThinK or a wrapper, is what was measured:
+    the tokens attended.
+    """
+    knobs = row.get("knobs") or {}
+    if isinstance(budget := knobs.get("budget"), (int, float)) or (budget and _numbers(budget)):
+        return round(float(np.mean(budget)))
+    share = knobs.get("fraction", knobs.get("ratios"))
+    if isinstance(share, (int, float)) or (share and _numbers(share)):
+        return round(math.prod(np.atleast_1d(share).tolist()) * row["length_tokens"])
+    return round(row["attended_tokens"])
+
+
+def _numbers(values: Any) -> bool:
+    return isinstance(values, (list, tuple)) and all(isinstance(value, (int, float)) for value in values)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import json
+import sys
 import textwrap
 from typing import Any
 
@@ -88,14 +90,9 @@ def _methods(command: LsCommand) -> str:
 def entries() -> list[dict[str, Any]]:
     """Describe all methods, Full first, and then all wrappers, as JSON values."""
     from kvjax import registry
-    from kvjax.wrappers.named import PATTERNS
 
-    known = {**dict.fromkeys(PATTERNS, registry.WRAPPERS["prefill"]), **registry.WRAPPERS, **registry.classes()}
-    methods = registry.classes()
-    return [
-        _entry(name, known[name])
-        for name in sorted(known, key=lambda name: (name not in methods, name != "full", name))
-    ]
+    known, methods = registry.known(), registry.classes()
+    return [_entry(name, known[name]) for name in sorted(known, key=lambda name: (name not in methods, name != "full", name))]
 
 
 def _entry(name: str, cls: Any) -> dict[str, Any]:
@@ -104,7 +101,7 @@ def _entry(name: str, cls: Any) -> dict[str, Any]:
     from kvjax.wrappers.named import EXAMPLES, PATTERNS
 
     wrapper, (fixed, source) = cls in registry.WRAPPERS.values(), PATTERNS.get(name, ({}, ""))
-    idea, paper = registry.summary(cls), cls.PAPER
+    idea, paper = idea_of(cls), cls.PAPER
     if source:
         paper, _, pattern = source.partition(", ")
         idea = f"`Prefill` with the pattern of the paper: {pattern}."
@@ -130,6 +127,18 @@ def _entry(name: str, cls: Any) -> dict[str, Any]:
     }
 
 
+def idea_of(cls: Any) -> str:
+    """Return the idea of a method in one line: the first paragraph of its module's docstring, without the name.
+
+    If the module's docstring does not begin with the name of the class, it is the first paragraph of the class's docstring.
+    """
+    of_module, of_class = (inspect.getdoc(owner) or "" for owner in (sys.modules[cls.__module__], cls))
+    text = of_module if of_module.startswith(f"{cls.__name__}: ") else of_class
+    if text.startswith(f"{cls.__name__}("):  # a dataclass without a docstring
+        return "no docstring"
+    return text.split("\n\n")[0].replace("\n", " ").removeprefix(f"{cls.__name__}: ") or "no docstring"
+
+
 def _json(value: Any) -> Any:
     """Return a default as a JSON value: "required" if there is none; a dataclass becomes its fields."""
     if value is dataclasses.MISSING:
@@ -151,7 +160,8 @@ def _explained(entry: dict[str, Any]) -> str:
         (entry["path"], entry["class"]) if entry["outside"] else (entry["name"], f"kvjax.methods.{entry['class']}")
     )
     if entry["wrapper"]:
-        method, cls = f'"{entry["example"]}"', f"kvjax.{entry['class']}"
+        room = entry["path"].partition(":")[0].rpartition(".")[0]  # kvjax.wrappers or kvjax.exact
+        method, cls = f'"{entry["example"]}"', f"{room}.{entry['class']}"
     idea = textwrap.fill(f"{entry['idea'][0].upper()}{entry['idea'][1:]}", 100)
     lines = [f"{entry['class']} (--method {method})", "", idea, "", f"paper:  {entry['paper']}{link}"]
     lines.append(f"keeps:  {entry['keeps']}")

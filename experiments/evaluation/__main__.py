@@ -11,9 +11,8 @@ import sys
 
 from experiments.cli import Against, Job, option
 from experiments.evaluation.grid import run_grid, the_grid
-from experiments.evaluation.knobs import set_knobs
 from experiments.evaluation.output import Output, finish, make_runner
-from experiments.evaluation.settings import EvaluationSettings
+from experiments.evaluation.settings import EvaluationSettings, set_knobs
 from experiments.records import with_figures
 
 

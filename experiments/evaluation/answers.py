@@ -86,7 +86,7 @@ def make_batches(
     for unit in units:
         size = len(texts[unit[0]])
         by_length.setdefault(max(encoded.cell.length or padded_length(size), size), []).append(unit)
-    made = []
+    batches = []
     for length, members in sorted(by_length.items()):
         answer = new_tokens or max(encoded.examples[i].max_new_tokens for unit in members for i in unit)
         wanted = padded_length(max(answer, room), _NEW_TOKENS)
@@ -105,8 +105,8 @@ def make_batches(
                 question_length=padded_length(asked, _QUESTION_TOKENS),
                 keep=question == "turns",
             )
-        made.append(Batch(shape, tuple(members)))
-    return made
+        batches.append(Batch(shape, tuple(members)))
+    return batches
 
 
 def with_room(config: Any, shape: Shape, methods: Sequence[Method]) -> Any:
@@ -164,7 +164,7 @@ def answer_cell(
     for index, batch in enumerate(batches):
         part = None if tell is None else functools.partial(_tell_part, tell, done, len(batch.units), total, len(methods))
         texts = encoded.wholes if question == "prefill" else encoded.heads
-        made = ask_in_turn(
+        answered = ask_in_turn(
             model.params,
             with_room(model.config, batch.shape, methods),
             [texts[unit[0]] for unit in batch.units],
@@ -177,10 +177,10 @@ def answer_cell(
             tell=part,
             ready=None if ready is None else functools.partial(ready, index),
         )
-        for own, one in zip(asked, made, strict=True):
-            own.append(one)
-            if len(own) == len(batches):
-                yield _scored(model, encoded, batches, own, new_tokens)
+        for mine, one in zip(asked, answered, strict=True):
+            mine.append(one)
+            if len(mine) == len(batches):
+                yield _scored(model, encoded, batches, mine, new_tokens)
         done += len(batch.units)
 
 
@@ -229,11 +229,11 @@ def predict(
     Returns:
         A JSON object for each example.
     """
-    made = []
+    predictions = []
     for index, example in enumerate(encoded.examples):
         limit = new_tokens or example.max_new_tokens
         text = answer_text(model.tokenizer, ids[index], limit, model.config.eos_token_ids, example.stop)
-        made.append(
+        predictions.append(
             {
                 "key": encoded.keys[index],
                 "task": example.task,
@@ -250,7 +250,7 @@ def predict(
                 "ended": not set(model.config.eos_token_ids).isdisjoint(ids[index][:limit]),
             }
         )
-    return made
+    return predictions
 
 
 def summary(encoded: Encoded, predictions: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -287,14 +287,14 @@ def _measured(predictions: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def _by_label(predictions: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Compute the mean score, 0 to 100, for every value of every label that has more than one value."""
-    made: dict[str, dict[str, float]] = {}
+    means: dict[str, dict[str, float]] = {}
     for label in dict.fromkeys(name for line in predictions for name in line["labels"]):
         values: dict[Any, list[float]] = {}
         for line in predictions:
             values.setdefault(line["labels"].get(label), []).append(line["score"])
         if len(values) > 1:
-            made[label] = {str(value): round(100 * float(np.mean(scores)), 2) for value, scores in values.items()}
-    return made
+            means[label] = {str(value): round(100 * float(np.mean(scores)), 2) for value, scores in values.items()}
+    return means
 
 
 def _mean(accounts: Sequence[dict[str, Any]], weights: Sequence[int]) -> dict[str, Any]:
@@ -304,7 +304,7 @@ def _mean(accounts: Sequence[dict[str, Any]], weights: Sequence[int]) -> dict[st
         return round(float(np.average(values, weights=weights)), 4)
 
     names = [name for name in accounts[0] if name != "counters"]
-    made: dict[str, Any] = {name: mean([batch[name] for batch in accounts]) for name in names}
-    made["counters"] = {name: mean([batch["counters"][name] for batch in accounts]) for name in accounts[0]["counters"]}
-    made["no_effect"] = reads_all(made)
-    return made
+    costs: dict[str, Any] = {name: mean([batch[name] for batch in accounts]) for name in names}
+    costs["counters"] = {name: mean([batch["counters"][name] for batch in accounts]) for name in accounts[0]["counters"]}
+    costs["no_effect"] = reads_all(costs)
+    return costs

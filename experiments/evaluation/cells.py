@@ -23,7 +23,7 @@ def make_cells(settings: EvaluationSettings) -> list[Cell]:
 
     A group's tasks that need a file are left out if the file is not given. Depths are left out for tasks that take none.
     """
-    made = []
+    cells = []
     for spec in settings.tasks:
         if spec in settings.files:
             by_task: dict[str, list[Example]] = {}
@@ -31,7 +31,7 @@ def make_cells(settings: EvaluationSettings) -> list[Cell]:
             for file in files_of(name, path):
                 for example in _contexts(read(f"{name}:{file}"), settings.samples):
                     by_task.setdefault(example.task, []).append(example)
-            made += [Cell(task, None, settings.samples, source=spec, given=tuple(x)) for task, x in by_task.items()]
+            cells += [Cell(task, None, settings.samples, source=spec, given=tuple(x)) for task, x in by_task.items()]
             continue
         for length in settings.lengths:
             for name in expand((spec,)):
@@ -40,8 +40,8 @@ def make_cells(settings: EvaluationSettings) -> list[Cell]:
                     continue
                 questions = min(settings.questions, task.max_questions or settings.questions)
                 for depth in (settings.depths if task.takes_depth else ()) or (None,):
-                    made.append(Cell(name, length, settings.samples, settings.seed, kind, depth, questions))
-    return list({tuple(cell.identity.values()): cell for cell in made}.values())
+                    cells.append(Cell(name, length, settings.samples, settings.seed, kind, depth, questions))
+    return list({tuple(cell.identity.values()): cell for cell in cells}.values())
 
 
 def make_reading(
@@ -93,8 +93,8 @@ def without_file(settings: EvaluationSettings) -> list[str]:
 
 def _contexts(examples: Sequence[Example], count: int) -> list[Example]:
     """Select all questions about the first ``count`` contexts of each task, grouped by context."""
-    made: dict[str, dict[Any, list[Example]]] = {}
+    by_context: dict[str, dict[Any, list[Example]]] = {}
     for index, example in enumerate(examples):
-        made.setdefault(example.task, {}).setdefault(example.group or index, []).append(example)
-    kept = (list(groups.values())[:count] for groups in made.values())
+        by_context.setdefault(example.task, {}).setdefault(example.group or index, []).append(example)
+    kept = (list(groups.values())[:count] for groups in by_context.values())
     return [example for groups in kept for group in groups for example in group]

@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from experiments.answering import budget_of
+from experiments.answering import budget_of, without_effect
 from experiments.benchmarks import numbered
 from experiments.cli import read_record
 from experiments.evaluation.folder import read_examples
 from experiments.evaluation.same_examples import CELL, check_alike
 from experiments.evaluation.stored import check_rows
 from experiments.records import bootstrap_interval as interval
-from experiments.records import check_library
+from experiments.records import check_library, method_title
 
 _COMMON = (
-    "model", "dtype", "template", "template_variables", "system", "truncation", "max_length", "max_new_tokens",
+    "model", "dtype", "weights", "template", "template_variables", "system", "eos_token_ids", "truncation", "max_length",
+    "max_new_tokens",
 )  # fmt: skip
-_LATER = ("weights", "eos_token_ids")  # settings that the folders of the first versions lack
 BASELINE = "full"
 COUNTED = 60.0  # percent; a task with a lower score of Full is in no mean of the main table
 FEW = 20  # contexts; if fewer contexts all score alike, a bootstrap interval has no width, which is no evidence
@@ -57,7 +57,6 @@ class Compared:
 
     Attributes:
         row: the metric.
-        baseline: Full's value.
         difference: the row's score less Full's, in points.
         interval_95: of the difference, by paired bootstrap over examples (over contexts, where examples share them).
         same: percent of examples answered word for word as under Full.
@@ -65,7 +64,6 @@ class Compared:
     """
 
     row: dict[str, Any]
-    baseline: float
     difference: float
     interval_95: tuple[float, float]
     same: float
@@ -84,32 +82,31 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
     Raises:
         ValueError: a path that is no result folder, folders of different settings, missing predictions, or damaged files.
     """
-    made, first = [], None
+    entries, first = [], None
     for folder in folders:
         record = read_record(folder)
         if record["experiment"] != "eval" or not folder.is_dir():
             what = record["experiment"] if folder.is_dir() else "a file"
             raise ValueError(f"{folder} is {what}, expected a result folder of eval or sweep")
         check_rows(record, folder / "metrics.json")
-        told = {name: record["settings"].get(name) for name in _COMMON}
-        told |= {name: record["settings"][name] for name in _LATER if name in record["settings"]}
-        first = first or told
-        if other := {name: (first[name], told[name]) for name in told if first.get(name, told[name]) != told[name]}:
+        settings = {name: record["settings"].get(name) for name in _COMMON}
+        first = first or settings
+        if other := {name: (first[name], settings[name]) for name in _COMMON if first[name] != settings[name]}:
             raise ValueError(f"folders must have the same settings, but {folders[0]} and {folder} differ: {other}")
-        first = told | first
         for row, lines in read_examples(folder, record["metrics"]):
-            keys = numbered(line["key"] for line in lines)
-            scores = {key: line["score"] for key, line in zip(keys, lines, strict=True)}
-            answers = {key: line["answer"] for key, line in zip(keys, lines, strict=True)}
-            groups = {key: line["group"] for key, line in zip(keys, lines, strict=True)}
             if not lines:
                 raise ValueError(f"{folder / row['predictions']} lacks predictions: got none")
-            made.append(Entry(folder, row, scores, answers, groups))
-    check_library([entry.row for entry in made], " and ".join(map(str, folders)))
-    check_alike(entry.row for entry in made)
-    names = [row["name"] for row in told_apart([entry.row for entry in made])]
+            keys = numbered(line["key"] for line in lines)
+            scores, answers, groups = (
+                {key: line[name] for key, line in zip(keys, lines, strict=True)} for name in ("score", "answer", "group")
+            )
+            entries.append(Entry(folder, row, scores, answers, groups))
+    check_library([entry.row for entry in entries], " and ".join(map(str, folders)))
+    check_alike(entry.row for entry in entries)
+    rows = told_apart([entry.row for entry in entries])
     return [
-        dataclasses.replace(entry, row={**entry.row, "name": name}) for entry, name in zip(made, names, strict=True)
+        dataclasses.replace(entry, row={**entry.row, "name": row["name"]})
+        for entry, row in zip(entries, rows, strict=True)
     ]
 
 
@@ -167,7 +164,7 @@ def beside_full(entries: Sequence[Entry]) -> list[Compared]:
         if entry.row["method"] == BASELINE:
             full.setdefault((*entry.cell, entry.row["question"]), entry)
             full.setdefault(entry.cell, entry)  # for methods that were asked in another way than Full
-    made: dict[tuple, Compared] = {}
+    compared: dict[tuple, Compared] = {}
     for entry in entries:
         base = full.get((*entry.cell, entry.row["question"]), full.get(entry.cell))
         if base is None:
@@ -177,9 +174,9 @@ def beside_full(entries: Sequence[Entry]) -> list[Compared]:
                 "without its baseline a score says nothing"
             )
         key = (entry.row["method"], entry.row["question"], entry.cell)
-        made.setdefault(key, _against(entry, base))
-    place = place_of([item.row for item in made.values()])
-    return sorted(made.values(), key=lambda item: place(item.row))
+        compared.setdefault(key, _against(entry, base))
+    place = place_of([item.row for item in compared.values()])
+    return sorted(compared.values(), key=lambda item: place(item.row))
 
 
 def place_of(rows: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]], tuple[int, bool, float, str]]:
@@ -213,7 +210,7 @@ def _against(entry: Entry, base: Entry) -> Compared:
     same = round(100 * float(np.mean([entry.answers[key] == base.answers[key] for key in keys])), 1)
     contexts = len({group or key for group, key in zip(groups, keys, strict=True)})
     points = [round(100 * value, 2) for value in (difference, low, high)]
-    return Compared(entry.row, base.row["value"], points[0], (points[1], points[2]), same, contexts)
+    return Compared(entry.row, points[0], (points[1], points[2]), same, contexts)
 
 
 def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
@@ -232,12 +229,12 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
     for (method, _, *at), members in groups.items():
         if method == BASELINE:
             cells.setdefault(tuple(at), set()).update(_cell_names(members))
-    made = []
+    means = []
     for (method, question, length, drawn), members in groups.items():
         if set(_cell_names(members)) != cells.get((length, drawn)):
             continue
         halves = [(item.interval_95[1] - item.interval_95[0]) / 2 for item in members]
-        made.append(
+        means.append(
             {
                 "method": method,
                 "question": question,
@@ -255,7 +252,7 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
                 "no_effect": all(item.row["no_effect"] for item in members),
             }
         )
-    return made
+    return means
 
 
 _ACCOUNT = (
@@ -265,3 +262,36 @@ _ACCOUNT = (
 
 def _cell_names(members: Sequence[Compared]) -> list[tuple]:
     return [tuple(item.row.get(name) for name in CELL) for item in members]
+
+
+def flat(item: Compared) -> dict[str, Any]:
+    """Make a row of plain values of a cell: the task, the method, its scores beside Full's, and what it cost."""
+    row, full = item.row, item.row["method"] == BASELINE
+    low, high = row["interval_95"]
+    return {
+        "task": row["name"],
+        "length": row.get("length"),
+        "depth": row.get("depth"),
+        "question": row["question"],
+        "title": method_title(row["method"].partition("(")[0]),
+        "method": row["method"],
+        "budget": budget_of(row),
+        "score": row["value"],
+        "score_low": low,
+        "score_high": high,
+        "against_full": None if full else item.difference,
+        "against_full_low": None if full else item.interval_95[0],
+        "against_full_high": None if full else item.interval_95[1],
+        "same_answer": item.same,
+        "examples": row.get("examples"),
+        "answer_tokens": row.get("mean_answer_tokens"),
+        "unfinished": row.get("unfinished"),
+        "tokens_attended": row["attended_tokens"],
+        "tokens": row["length_tokens"],
+        "bytes_read": row["bytes_read_per_step"],
+        "bytes_read_full": row["full_bytes_read_per_step"],
+        "bytes_resident": row["resident_bytes_per_row"],
+        "no_effect": without_effect(row),
+        "seconds": row.get("seconds"),
+        "knobs": row.get("knobs"),
+    }

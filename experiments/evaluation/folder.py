@@ -28,7 +28,6 @@ class Folder:
 
     Args:
         path: the folder, which is created if need be.
-        kind: what the folder holds, "eval" or "sweep".
         common: settings that all cells of the folder share; JSON values.
         config: text of config.yaml, which is written with the first cell and keeps the settings of earlier runs.
         meta: more facts about this run for meta.json, in addition to commit, versions and device; JSON values.
@@ -39,18 +38,12 @@ class Folder:
     """
 
     def __init__(
-        self,
-        path: pathlib.Path,
-        kind: str,
-        common: Mapping[str, Any],
-        config: str,
-        meta: Mapping[str, Any],
-        force: bool = False,
+        self, path: pathlib.Path, common: Mapping[str, Any], config: str, meta: Mapping[str, Any], force: bool = False
     ) -> None:
         self.path = path
-        self.results = Results(path / "metrics.json", kind, common, fresh=force)
+        self.results = Results(path / "metrics.json", "eval", common, fresh=force)
         self._config, self._force = config, force
-        header = make_record(kind, {}, [])
+        header = make_record("eval", {}, [])
         self._run = {name: header[name] for name in ("date", "commit", "versions", "device")} | dict(meta)
         self._run |= {"cells": 0, "compile_seconds": 0.0, "seconds": 0.0}
         self._number: int | None = None  # this run's index in meta.json, as soon as it has a cell
@@ -163,11 +156,11 @@ def read_examples(folder: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> li
         ValueError: neither file has a row's examples, or a file is damaged.
     """
     kept = examples.unpacked(folder / examples.FILE)
-    made = []
-    for row in rows:
+
+    def of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         name = row["predictions"]
         if name in kept and not (folder / name).is_file():
-            made.append((row, kept[name]))
-        else:
-            made.append((row, [examples.brief(line) for line in read_predictions(folder, row)]))
-    return made
+            return kept[name]
+        return [examples.brief(line) for line in read_predictions(folder, row)]
+
+    return [(row, of(row)) for row in rows]

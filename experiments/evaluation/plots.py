@@ -11,7 +11,6 @@ import numpy as np
 
 from experiments.answering import BASELINES, PAPERS
 from experiments.evaluation.comparison import BASELINE, COUNTED, place_of, told_apart
-from experiments.evaluation.memory_plot import memory
 from experiments.evaluation.same_examples import check_alike
 from experiments.records import (
     FAINT,
@@ -140,37 +139,38 @@ def _points(rows: Sequence[Row], x: Callable[[Row], float]) -> dict[tuple[str, s
     A point is the mean over the tasks that Full ran. Methods that ran other tasks are left out, because means over different
     tasks cannot be compared.
     """
-    made: dict[tuple[str, str], list[Point]] = {}
+    points_of: dict[tuple[str, str], list[Point]] = {}
     names = {row["name"] for row in rows if row["method"] == BASELINE}
     for label, question in dict.fromkeys((row["method"], row["question"]) for row in rows):
         mine = [row for row in rows if (row["method"], row["question"]) == (label, question)]
         if names and {row["name"] for row in mine} != names:
             continue
         point = Point(float(np.mean([x(row) for row in mine])), _mean(mine), _ends(mine))
-        made.setdefault((label.partition("(")[0], question), []).append(point)
-    return {key: sorted(points, key=lambda point: (point.x, point.score)) for key, points in made.items()}
+        points_of.setdefault((label.partition("(")[0], question), []).append(point)
+    return {key: sorted(points, key=lambda point: (point.x, point.score)) for key, points in points_of.items()}
 
 
-def _curves(rows: Sequence[Row], x: Callable[[Row], float], xlabel: str, figure_of: str, frontier: str) -> Any:
+def curves(quantity: str, rows: Sequence[Row]) -> Any:
     """Plot scores against a quantity, a panel for each length: few methods with colours and names, all others in grey.
 
+    The dashed line is Full, the broad line the Pareto frontier.
+
     Args:
-        x: the quantity of a row.
-        xlabel: what the quantity is.
-        figure_of: what the figure is of, for an error.
-        frontier: the explanation of the Pareto frontier; "" for none.
+        quantity: a key of `_QUANTITIES`.
+        rows: the metrics.
     """
-    rows = _scored(rows, figure_of)
+    x, xlabel, frontier = _QUANTITIES[quantity]
+    rows = _scored(rows, quantity)
     lengths = _lengths(rows)
     questions = {row["question"] for row in rows}
     groups = [[row for row in rows if row.get("length") == length] for length in lengths]
-    curves = [_points(here, x) for here in groups]
-    order = _in_colour(curves)
+    points_of = [_points(here, x) for here in groups]
+    order = _in_colour(points_of)
     figure = new_figure(1 + 5.2 * len(lengths), 4.6)
     panels = figure.subplots(1, len(lengths), squeeze=False, sharey=True)[0]
     named: list[tuple[Any, list[Curve], list[tuple[float, float]]]] = []
     quiet: dict[str, None] = {}
-    for panel, length, here, points in zip(panels, lengths, groups, curves, strict=True):
+    for panel, length, here, points in zip(panels, lengths, groups, points_of, strict=True):
         shown, plain = [], []
         for (name, question), along in points.items():
             label = method_title(name) + (f" ({question})" if len(questions) > 1 else "")
@@ -238,23 +238,20 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return best
 
 
-def budget(rows: Sequence[Row]) -> Any:
-    """Plot the score against the share of tokens that a decode step attends to; the dashed line is Full."""
-    xlabel = "% of tokens attended"
-    return _curves(rows, lambda row: 100 * row["attended_tokens"] / row["length_tokens"], xlabel, "budgets", "")
-
-
-def bytes_read(rows: Sequence[Row]) -> Any:
-    """Plot the score against bytes read per decode step; the broad line is the Pareto frontier."""
-    frontier = "frontier: no setting reads fewer bytes and scores as high"
-    return _curves(rows, lambda row: row["bytes_read_per_step"] / 1e6, "MB read per decode step", "bytes", frontier)
-
-
-def resident(rows: Sequence[Row]) -> Any:
-    """Plot the score against resident bytes per row; the broad line is the Pareto frontier."""
-    xlabel = "MB of KV cache resident per row"
-    frontier = "frontier: no setting holds fewer bytes and scores as high"
-    return _curves(rows, lambda row: row["resident_bytes_per_row"] / 1e6, xlabel, "bytes", frontier)
+# The figures of scores over a quantity: the quantity of a row, what it is, and what the frontier says; "" for none.
+_QUANTITIES: dict[str, tuple[Callable[[Row], float], str, str]] = {
+    "budget": (lambda row: 100 * row["attended_tokens"] / row["length_tokens"], "% of tokens attended", ""),
+    "pareto": (
+        lambda row: row["bytes_read_per_step"] / 1e6,
+        "MB read per decode step",
+        "frontier: no setting reads fewer bytes and scores as high",
+    ),
+    "resident": (
+        lambda row: row["resident_bytes_per_row"] / 1e6,
+        "MB of KV cache resident per row",
+        "frontier: no setting holds fewer bytes and scores as high",
+    ),
+}
 
 
 def tasks(rows: Sequence[Row]) -> Any:
@@ -272,6 +269,41 @@ def tasks(rows: Sequence[Row]) -> Any:
     panels[0].set_ylabel("method", fontsize=9)
     figure.supxlabel("task", fontsize=9)
     figure.colorbar(image, ax=list(panels), label="score", shrink=0.9)
+    return figure
+
+
+def memory(rows: Sequence[Row]) -> Any:
+    """Plot resident bytes per row against tokens of prompt and answer, a line for each setting of each method.
+
+    A setting has a point for each length: the means over its tasks. A flat line needs no more memory for a longer answer.
+    """
+    if len({row.get("length") for row in rows}) < 2:
+        raise ValueError("a plot of memory needs rows of several lengths: run eval with --lengths 2048,4096")
+    settings: dict[str, dict[str, list[Row]]] = {}
+    for row in rows:
+        settings.setdefault(row["method"].partition("(")[0], {}).setdefault(row["method"], []).append(row)
+    others = [name for name in settings if name != BASELINE]
+    order = chosen(others, [*(name for name in PAPERS if name in others), *others])
+    figure = new_figure(6.5, 4.6)
+    panel = figure.subplots()
+    ends, values = [], []
+    for name, mine in settings.items():
+        style = QUIET if name != BASELINE else {"color": REFERENCE, "linestyle": "--", "linewidth": 1}
+        style = line_style(order.index(name)) if name in order else style
+        last = []
+        for cells in mine.values():
+            at_lengths = [[row for row in cells if row.get("length") == length] for length in _lengths(cells)]
+            points = sorted(
+                (_mean(at, "length_tokens"), _mean(at, "resident_bytes_per_row") / 1e6) for at in at_lengths
+            )
+            panel.plot(*zip(*points, strict=True), **style)
+            values += [held for _, held in points]
+            last.append(points[-1])
+        if style is not QUIET:
+            ends.append((*max(last, key=lambda point: point[1]), method_title(name), style["color"]))
+    amount_axis(panel, values)
+    tidy(panel, "memory of a row", "tokens of prompt and answer", "MB of KV cache resident per row")
+    label_lines(panel, ends)
     return figure
 
 
@@ -303,9 +335,10 @@ def turns(rows: Sequence[Row]) -> Any:
             style = {"color": REFERENCE, "linestyle": "--"} if method not in others else QUIET
             if method in order:
                 style = line_style(order.index(method))
-            panel.plot([turn + 1 for turn in asked], scores, label=_asked_title(method), **style)
+            line = [(turn + 1, score) for turn, score in zip(asked, scores, strict=True)]
+            panel.plot(*zip(*line, strict=True), label=_asked_title(method), **style)
             if style is not QUIET:
-                ends[-1].append((asked[-1] + 1, scores[-1], _asked_title(method), style["color"]))
+                ends[-1].append((*line[-1], _asked_title(method), style["color"]))
         panel.xaxis.get_major_locator().set_params(integer=True)
         _score_axis(panel)
         tidy(panel, _length_title(length), "question about the context", "score")
@@ -322,7 +355,7 @@ def _asked_title(method: str) -> str:
 
 
 def solved(rows: Sequence[Row]) -> Any:
-    """Plot as `bytes_read`, over the tasks that count in the main table, with the papers' methods and the best baselines.
+    """Plot the bytes read, over the tasks that count in the main table, with the papers' methods and the best baselines.
 
     A task counts at a length if Full scores at least `COUNTED` and its text is no code. A baseline ranks by its best setting.
     Settings that read a paper in another way than the default are left out, so that a line shows budgets alone.
@@ -334,15 +367,13 @@ def solved(rows: Sequence[Row]) -> Any:
     best = {name: max(point.score for point in along) for (name, _), along in _points(mine, lambda row: 0.0).items()}
     ranked = sorted((name for name in best if name in BASELINES), key=lambda name: -best[name])
     shown = {BASELINE, *PAPERS, *ranked[:_BEST]}
-    return bytes_read([row for row in mine if row["method"].partition("(")[0] in shown])
+    return curves("pareto", [row for row in mine if row["method"].partition("(")[0] in shown])
 
 
 KINDS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "tasks": tasks,
-    "budget": budget,
-    "pareto": bytes_read,
+    **{quantity: functools.partial(curves, quantity) for quantity in _QUANTITIES},
     "solved": solved,
-    "resident": resident,
     "memory": memory,
     "needle": needle,
     "turns": turns,
@@ -354,9 +385,9 @@ def default_kinds(rows: Sequence[Row]) -> list[str]:
     scored = [row for row in rows if row["unit"] == "percent"]
     if not scored:
         return []
-    made = ["tasks", "budget", "pareto", "resident"]
-    made += ["needle"] * any(row.get("depth") is not None for row in scored)
-    return made + ["turns"] * any("turn" in row.get("by", {}) for row in scored)
+    kinds = ["tasks", "budget", "pareto", "resident"]
+    kinds += ["needle"] * any(row.get("depth") is not None for row in scored)
+    return kinds + ["turns"] * any("turn" in row.get("by", {}) for row in scored)
 
 
 def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], list[str]]:

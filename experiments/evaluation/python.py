@@ -15,13 +15,13 @@ import numpy as np
 import models
 from experiments.answering import of_loaded, preset_knobs
 from experiments.evaluation.cells import make_cells
-from experiments.evaluation.comparison import beside_full, load, place_of
-from experiments.evaluation.flat import flat
+from experiments.evaluation.comparison import beside_full, flat, load, place_of
 from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import EvaluationSettings
-from kvjax import Pattern, plugins, registry
+from kvjax import plugins, registry
 from kvjax.protocol.fields import Share, shown
 from kvjax.protocol.method import Method
+from kvjax.wrappers import Pattern
 
 
 def evaluate_methods(

@@ -21,8 +21,8 @@ from kvjax.protocol.typing import pytree, static
 class Reversed(Eviction):
     """Keep the last tokens of the prompt as SnapKV does, and of the earlier tokens those with the fewest votes."""
 
-    obs_window: int = static(default=32, least=1)  # last prompt tokens, which vote and are always kept
-    kernel: int = static(default=5, least=1, odd=True)  # pooling window over neighbouring tokens
+    obs_window: int = static("last prompt tokens, which vote and are always kept", default=32, least=1)
+    kernel: int = static("pooling window over neighbouring tokens", default=5, least=1, odd=True)
 
     def check(self) -> None:
         check_budget(self, self.obs_window, f"the obs_window={self.obs_window} recent tokens")

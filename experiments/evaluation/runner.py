@@ -120,7 +120,7 @@ class Runner:
             "max_new_tokens": settings.max_new_tokens,
             "decoding": "greedy",
         }
-        self.folder = Folder(out, "eval", common, settings.to_yaml(), {**common, "settings": settings.as_dict()}, force)
+        self.folder = Folder(out, common, settings.to_yaml(), {**common, "settings": settings.as_dict()}, force)
         self._checked: set[Cell] = set()
         self._settings: dict[tuple[str, int], Setting] = {}
         self.cells = make_cells(settings) if cells is None else cells
@@ -286,7 +286,7 @@ class Runner:
 
     def _jobs(self, choices: Sequence[Choice]) -> list[Job]:
         """List the cells of every choice that the folder does not have."""
-        made = []
+        jobs = []
         for choice in choices:
             for cell in self.cells:
                 setting = self.setting(choice, cell)
@@ -298,8 +298,8 @@ class Runner:
                     **cell.identity,
                 }
                 if self.folder.find(identity) is None:
-                    made.append(Job(choice.label, setting, question, cell, identity))
-        return made
+                    jobs.append(Job(choice.label, setting, question, cell, identity))
+        return jobs
 
     def setting(self, choice: Choice, cell: Cell) -> Setting:
         """Make the method of a choice at a cell's length."""

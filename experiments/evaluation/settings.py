@@ -18,6 +18,7 @@ from experiments.answering import (
     MeshSettings,
     Setting,
     budget_tokens,
+    knobs_by_method,
     paper_method,
     read_knobs,
 )
@@ -110,6 +111,16 @@ def choices_of(entries: Any) -> tuple[Choice, ...]:
         else:
             raise ValueError(f"methods: expected names, or {{name: knobs}}, got {entry!r}")
     return tuple(choices)
+
+
+def set_knobs(choices: Sequence[Choice], pairs: Sequence[str]) -> tuple[Choice, ...]:
+    """Set knobs of some methods by texts ``method.knob=value``; a method that is not among ``choices`` is refused."""
+    results = tuple(choices)
+    for name, knobs in knobs_by_method(pairs, read_knobs).items():
+        if not any(choice.name == name for choice in results):
+            raise ValueError(f"--set names {name!r}, which is none of the methods {', '.join(c.name for c in results)}")
+        results = tuple(Choice(c.name, {**c.knobs, **knobs}) if c.name == name else c for c in results)
+    return results
 
 
 def written(choices: Sequence[Choice]) -> list[str | dict[str, Any]]:

@@ -6,6 +6,7 @@ import json
 import math
 import pathlib
 from collections.abc import Callable, Mapping
+from types import NoneType
 from typing import Any
 
 from models.files.directories import leaves_folder
@@ -13,27 +14,20 @@ from models.files.directories import leaves_folder
 _Kind = tuple[Callable[[Any], bool], str]
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+def _typed(expected: str, *types: type) -> _Kind:
+    """Describe values of some types; a number must be finite, and a truth value is no number."""
+    return lambda value: type(value) in types and (type(value) is not float or math.isfinite(value)), expected
 
 
-def _or_none(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or fits(value)
-
-
-_TEXT: _Kind = (lambda value: isinstance(value, str), "a text")
-_NUMBER: _Kind = (_is_number, "a number")
-_WHOLE: _Kind = (lambda value: type(value) is int, "a whole number")
-_POSITIVE: _Kind = (lambda value: _is_number(value) and value > 0, "a number above 0")
-_BOOL: _Kind = (lambda value: type(value) is bool, "true or false")
-_OBJECT: _Kind = (lambda value: isinstance(value, dict), "an object")
+_TEXT, _TEXT_OR_NULL = _typed("a text", str), _typed("a text or null", str, NoneType)
+_NUMBER, _NUMBER_OR_NULL = _typed("a number", int, float), _typed("a number or null", int, float, NoneType)
+_WHOLE, _WHOLE_OR_NULL = _typed("a whole number", int), _typed("a whole number or null", int, NoneType)
+_BOOL, _OBJECT = _typed("true or false", bool), _typed("an object", dict)
+_POSITIVE: _Kind = (lambda value: _NUMBER[0](value) and value > 0, "a number above 0")
 _PAIR: _Kind = (
-    lambda value: isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)),
+    lambda value: isinstance(value, list) and len(value) == 2 and all(map(_NUMBER[0], value)),
     "a list of two numbers",
 )
-_TEXT_OR_NULL: _Kind = (_or_none(_TEXT[0]), "a text or null")
-_NUMBER_OR_NULL: _Kind = (_or_none(_is_number), "a number or null")
-_WHOLE_OR_NULL: _Kind = (_or_none(_WHOLE[0]), "a whole number or null")
 
 _ROW: dict[str, _Kind] = {
     "name": _TEXT, "value": _NUMBER, "unit": _TEXT, "method": _TEXT, "question": _TEXT, "predictions": _TEXT,
@@ -83,10 +77,10 @@ def check_shown(record: Mapping[str, Any], where: pathlib.Path) -> None:
 def read_meta(file: pathlib.Path) -> list[dict[str, Any]]:
     """Read the runs in a folder's meta.json."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
-    runs = found.get("runs") if isinstance(found, dict) else None
+    runs = content.get("runs") if isinstance(content, dict) else None
     if not isinstance(runs, list):
         raise ValueError(f"{file} is damaged: expected a list of runs, got {_shown(runs)}")
     for number, run in enumerate(runs, 1):
@@ -96,17 +90,17 @@ def read_meta(file: pathlib.Path) -> list[dict[str, Any]]:
 
 def read_lines(file: pathlib.Path) -> list[dict[str, Any]]:
     """Read the predictions in a file, in the order of its lines."""
-    made = []
+    predictions = []
     for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
         if not line:
             continue
         try:
-            found = json.loads(line)
+            prediction = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{file} is damaged in line {number}: {error}") from error
-        _check(found, _LINE, _LINE_MAY, f"{file}, line {number}")
-        made.append(found)
-    return made
+        _check(prediction, _LINE, _LINE_MAY, f"{file}, line {number}")
+        predictions.append(prediction)
+    return predictions
 
 
 def _check(values: Any, must: Mapping[str, _Kind], may: Mapping[str, _Kind], where: str) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from experiments.answering import budget_of, without_effect
 from experiments.cli import read_record
-from experiments.evaluation.comparison import BASELINE, FEW, Compared, averages, beside_full, load
-from experiments.evaluation.flat import flat
+from experiments.evaluation.comparison import BASELINE, FEW, Compared, averages, beside_full, flat, load
 from experiments.evaluation.folder import read_runs
 from experiments.evaluation.stored import check_shown
 from experiments.records import csv_table, device_kinds, latex_table, markdown_rows, method_title, short_commit
@@ -61,13 +60,12 @@ def latex_report(folders: Sequence[pathlib.Path]) -> str:
 
 def _task_cells(compared: Sequence[Compared]) -> list[list[list[str]]]:
     """Make a table for each length and way of asking the question: a row for each method, a column for each task."""
-    made: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+    by_length: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
     for row in (item.row for item in compared):
-        table = made.setdefault((_length(row), row["question"]), {})
-        depth = "" if row.get("depth") is None else f", depth {row['depth']:.0%}"
-        table.setdefault(_method(row), {})[row["name"] + depth] = f"{row['value']:.1f}"
+        table = by_length.setdefault((_length(row), row["question"]), {})
+        table.setdefault(_method(row), {})[_task(row)] = f"{row['value']:.1f}"
     tables = []
-    for (length, question), lines in made.items():
+    for (length, question), lines in by_length.items():
         names = list(dict.fromkeys(name for scores in lines.values() for name in scores))
         body = [[method, *(scores.get(name, "") for name in names)] for method, scores in lines.items()]
         tables.append([[f"{length}{' tokens' * (length != 'as given')}, {question}", *names], *body])
@@ -79,38 +77,23 @@ def summary_table(compared: Sequence[Compared]) -> str:
     return "\n".join(markdown_rows(summary_cells(compared)))
 
 
-def summary_cells(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
+_MEANS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "method": lambda mean: _method(mean),
+    "budget": lambda mean: f"{mean['budget']:,}",
+    "question": lambda mean: mean["question"],
+    "length": lambda mean: ", ".join(filter(None, (_length(mean), mean["drawn"]))),
+    "score": lambda mean: f"{mean['score']:.1f}",
+    "against Full": lambda mean: "" if mean["method"] == BASELINE else against(mean),
+    "same answer": lambda mean: f"{mean['same']:.0f} %",
+    "tokens attended": lambda mean: f"{mean['attended_tokens']:,} of {mean['length_tokens']:,}",
+    "read": lambda mean: f"{_bytes(mean['bytes_read_per_step'])} ({_share(mean):.1f} %)",
+    "resident": lambda mean: _bytes(mean["resident_bytes_per_row"]),
+}
+
+
+def summary_cells(compared: Sequence[Compared]) -> list[list[str]]:
     """Make a row for each method and length: means over the tasks, for methods that ran all of Full's tasks."""
-    rows: list[tuple[str, ...]] = []
-    for mean in averages(compared):
-        full = mean["method"] == BASELINE
-        rows.append(
-            (
-                _method(mean),
-                f"{mean['budget']:,}",
-                mean["question"],
-                ", ".join(filter(None, (_length(mean), mean["drawn"]))),
-                f"{mean['score']:.1f}",
-                "" if full else against(mean),
-                f"{mean['same']:.0f} %",
-                f"{mean['attended_tokens']:,} of {mean['length_tokens']:,}",
-                f"{_bytes(mean['bytes_read_per_step'])} ({_share(mean):.1f} %)",
-                _bytes(mean["resident_bytes_per_row"]),
-            )
-        )
-    head = (
-        "method",
-        "budget",
-        "question",
-        "length",
-        "score",
-        "against Full",
-        "same answer",
-        "tokens attended",
-        "read",
-        "resident",
-    )
-    return [head, *rows]
+    return [[*_MEANS], *([column(mean) for column in _MEANS.values()] for mean in averages(compared))]
 
 
 def left_out(compared: Sequence[Compared]) -> list[str]:
@@ -128,9 +111,9 @@ def cut_short(compared: Sequence[Compared]) -> list[str]:
     for row in (item.row for item in compared if "cut_below_100" in item.row):
         mine = counts.setdefault(_method(row), [0, 0])
         mine[0], mine[1] = mine[0] + row["cut_below_100"], mine[1] + row["examples"]
-    told = [f"{method} {cut} of {asked}" for method, (cut, asked) in counts.items() if cut]
+    parts = [f"{method} {cut} of {asked}" for method, (cut, asked) in counts.items() if cut]
     hint = "a larger --max-new-tokens might score more"
-    return [f"Answers that reached their limit of tokens and scored below 100 ({hint}): {', '.join(told)}."] * bool(told)
+    return [f"Answers that reached their limit of tokens and scored below 100 ({hint}): {', '.join(parts)}."] * bool(parts)
 
 
 def _not_averaged(compared: Sequence[Compared]) -> list[str]:
@@ -145,40 +128,35 @@ def _method(row: Mapping[str, Any]) -> str:
     return method_title(row["method"]) + (" (no effect)" if without_effect(row) else "")
 
 
+_CELLS: dict[str, Callable[[Compared], str]] = {
+    "task": lambda item: _task(item.row),
+    "length": lambda item: _length(item.row),
+    "method": lambda item: _method(item.row),
+    "budget": lambda item: f"{budget_of(item.row):,}",
+    "question": lambda item: item.row["question"],
+    "score [95 %]": lambda item: f"{item.row['value']:.1f} {_interval(item.row['interval_95'], item.contexts, '.1f')}",
+    "against Full [95 %]": lambda item: "" if item.row["method"] == BASELINE else _change(item),
+    "same answer": lambda item: f"{item.same:.0f} %",
+    "answer tokens": lambda item: _trace(item.row),
+    "accepted": lambda item: _accepted(item.row),
+    "tokens attended": lambda item: f"{item.row['attended_tokens']:,.0f}",
+    "read": lambda item: _bytes(item.row["bytes_read_per_step"]),
+    "resident": lambda item: _bytes(item.row["resident_bytes_per_row"]),
+}
+
+
 def cell_table(compared: Sequence[Compared]) -> str:
     """Format a row for each cell and method, with intervals; differences beyond noise are bold."""
-    return "\n".join(markdown_rows(_cell_cells(compared)))
+    columns = dict(_CELLS)
+    if not any(item.row.get("mean_answer_tokens", 0) > LONG_ANSWER for item in compared):
+        del columns["answer tokens"]
+    if not any(_accepted(item.row) for item in compared):
+        del columns["accepted"]
+    return "\n".join(markdown_rows([[*columns], *([column(item) for column in columns.values()] for item in compared)]))
 
 
-def _cell_cells(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    long = any(item.row.get("mean_answer_tokens", 0) > LONG_ANSWER for item in compared)
-    drafts = any(_accepted(item.row) for item in compared)
-    for item in compared:
-        row = item.row
-        full = row["method"] == BASELINE
-        rows.append(
-            (
-                row["name"] + ("" if row.get("depth") is None else f", depth {row['depth']:.0%}"),
-                _length(row),
-                _method(row),
-                f"{budget_of(row):,}",
-                row["question"],
-                f"{row['value']:.1f} {_interval(row['interval_95'], item.contexts, '.1f')}",
-                "" if full else _change(item),
-                f"{item.same:.0f} %",
-                *([_trace(row)] * long),
-                *([_accepted(row)] * drafts),
-                f"{row['attended_tokens']:,.0f}",
-                _bytes(row["bytes_read_per_step"]),
-                _bytes(row["resident_bytes_per_row"]),
-            )
-        )
-    head = (
-        "task", "length", "method", "budget", "question", "score [95 %]", "against Full [95 %]", "same answer",
-        *(["answer tokens"] * long), *(["accepted"] * drafts), "tokens attended", "read", "resident",
-    )  # fmt: skip
-    return [head, *rows]
+def _task(row: Mapping[str, Any]) -> str:
+    return row["name"] + ("" if row.get("depth") is None else f", depth {row['depth']:.0%}")
 
 
 def _trace(row: Mapping[str, Any]) -> str:
@@ -231,23 +209,24 @@ def _bytes(count: float) -> str:
 def _about(folder: pathlib.Path) -> str:
     record = read_record(folder)
     check_shown(record, folder / "metrics.json")
-    told = record["settings"]
+    settings = record["settings"]
     facts = (
-        f"model {told['model']}, {told['dtype']}",
+        f"model {settings['model']}, {settings['dtype']}",
         f"{' and '.join(device_kinds(record))}, JAX {record['versions']['jax']}",
         *_origins(read_runs(folder) or [record]),
-        f"template {told.get('template') or 'none'}, truncation {told.get('truncation')}, {told.get('decoding')} decoding",
+        f"template {settings.get('template') or 'none'}, truncation {settings.get('truncation')}, "
+        f"{settings.get('decoding')} decoding",
     )
     return f"* `{folder.name}`: " + "; ".join(facts)
 
 
 def _origins(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Describe each commit that made cells: its name, days and number of cells."""
-    made: dict[str, list[Mapping[str, Any]]] = {}
+    by_commit: dict[str, list[Mapping[str, Any]]] = {}
     for run in runs:
-        made.setdefault(short_commit(run["commit"]), []).append(run)
+        by_commit.setdefault(short_commit(run["commit"]), []).append(run)
     texts = []
-    for commit, mine in made.items():
+    for commit, mine in by_commit.items():
         days = " to ".join(dict.fromkeys((min(run["date"] for run in mine)[:10], max(run["date"] for run in mine)[:10])))
         cells = sum(run.get("cells", 0) for run in mine)
         texts.append(f"commit {commit}, {days}" + (f", {cells} cells in {len(mine)} runs" if len(runs) > 1 else ""))

@@ -28,5 +28,3 @@ class BesideFull(LayerMethod):
     def room(self, state: Any) -> Array | None:
         return Full().room(state.inner)
 
-    def max_tokens(self, in_prompt: bool) -> int | None:
-        return None

@@ -1,11 +1,11 @@
 """How much does attention turn the hidden states of each layer? `python -m experiments.heads.layers`, for `LayerBudgets`.
 
 The model prefills prompts of a task. For each layer the cosine of the residual stream before and after attention is taken at
-every token; its mean over all tokens is SqueezeAttention's measure of the layer. `kvjax.layer_shares` turns the means into
-shares of the budget, which are printed in the form that `kvjax.LayerBudgets` takes. In Python::
+every token; its mean over all tokens is SqueezeAttention's measure of the layer. `kvjax.wrappers.layer_shares` turns the
+means into shares of the budget, which are printed in the form that `kvjax.wrappers.LayerBudgets` takes. In Python::
 
     similarity = attention_similarity(params, prompts, config)
-    method = kvjax.LayerBudgets(method=SnapKV(budget=1024), shares=kvjax.layer_shares(similarity))
+    method = kvjax.wrappers.LayerBudgets(method=SnapKV(budget=1024), shares=kvjax.wrappers.layer_shares(similarity))
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows
 from kvjax.decoding.prefill import run_prefill
 from kvjax.methods import Full
+from kvjax.wrappers import layer_shares
 from models import ModelConfig
 from models.layers.transformer import Block
 
@@ -76,7 +77,7 @@ def _similarity(params: Any, tokens: Array, lengths: Array, *, config: ModelConf
 def _layers(settings: LayerSettings) -> None:
     model = settings.load()
     similarity = attention_similarity(model.params, encode_prompts(model, settings).wholes, model.config)
-    shares = kvjax.layer_shares(similarity, settings.share)
+    shares = layer_shares(similarity, settings.share)
     each = enumerate(zip(similarity, shares, strict=True))
     rows = [(str(layer), f"{cosine:.4f}", f"{share:.4f}") for layer, (cosine, share) in each]
     print("\n".join(markdown_rows([("layer", "cosine", "share"), *rows])))

@@ -2,7 +2,7 @@
 
 The model prefills prompts of a task densely. A candidate pattern lets each query see some keys. The attention that the
 candidate keeps in a query head is the probability of these keys, as a mean over all queries. The candidate that keeps most,
-as a mean over the prompts, becomes the head's pattern. `kvjax.patterns` and microsoft/MInference read the file.
+as a mean over the prompts, becomes the head's pattern. `kvjax.wrappers.patterns` and microsoft/MInference read the file.
 
 The candidates come from search_pattern in microsoft/MInference fb56c91 and cost about the same work; their sizes are
 multiplied by ``scale``. "block_sparse" has here as many blocks as the A-shape needs for its tokens. Prompts should have
@@ -27,12 +27,11 @@ from experiments.cli import Job
 from experiments.heads.beside_full import BesideFull
 from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows, write_bytes
-from kvjax import Pattern
 from kvjax.attention.patterns import FILE, Table, to_file
 from kvjax.methods import Full
 from kvjax.protocol.method import Inputs, LayerSpec
 from kvjax.protocol.typing import method_layers, pytree, static
-from kvjax.rope import rotate
+from kvjax.wrappers import Pattern, Prefill
 from models.files.directories import locate_gguf
 from models.hub.progress import progress_bar
 from pallas_kernels.attend.prefix_attention import prefix_attention
@@ -46,7 +45,7 @@ class PatternSettings(PromptSettings):
 
     Attributes:
         scale: factor of the sizes of all candidates
-        with_model: write patterns.json into the model's folder, where `kvjax.patterns` finds it
+        with_model: write patterns.json into the model's folder, where `kvjax.wrappers.patterns` finds it
         out: the file of patterns (default: runs/patterns.json, unless --with-model is given)
     """
 
@@ -86,8 +85,8 @@ class Kept:
 class Measuring(BesideFull):
     """Full attention that measures how much attention each candidate keeps. A prompt is prefilled in one chunk."""
 
-    patterns: Any = static()  # the candidates
-    knobs: Any = static(default=())  # pairs of a knob of `kvjax.Prefill` and its value
+    patterns: Any = static("the candidates")
+    knobs: Any = static("pairs of a knob of `kvjax.wrappers.Prefill` and its value", default=())
 
     def init(self, spec: LayerSpec) -> Kept:
         shape = (spec.batch, spec.num_kv_heads, spec.group_size, len(self.patterns))
@@ -97,8 +96,7 @@ class Measuring(BesideFull):
         out, inner = Full().attend(state.inner, inputs)
         share = state.share
         if isinstance(inputs.start, int):
-            query = rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)
-            key = rotate(inputs.key, inputs.position[:, None], inputs.inv_freq)
+            query, key = inputs.rotated()
             share = self.kept(query, key, inputs.value, jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32))
         return out, Kept(inner=inner, share=share)
 
@@ -113,7 +111,7 @@ class Measuring(BesideFull):
         _, whole = prefix_attention(query, key, value, start=0, length=length, scale=scale)
         each = []
         for pattern in self.patterns:
-            prompt = kvjax.Prefill(method=Full(), pattern=pattern, **dict(self.knobs)).sparse_prompt
+            prompt = Prefill(method=Full(), pattern=pattern, **dict(self.knobs)).sparse_prompt
             _, kept = prompt.attend(query, key, value, 0, length)
             real = jnp.isfinite(whole)
             share = jnp.where(real, jnp.exp(jnp.where(real, kept, 0) - jnp.where(real, whole, 0)), 0)

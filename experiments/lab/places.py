@@ -24,7 +24,8 @@ from experiments.cli import Job, option, read_record
 from experiments.evaluation import examples
 from experiments.evaluation.comparison import BASELINE
 from experiments.evaluation.folder import read_predictions
-from experiments.records import bootstrap_interval, commit, markdown_rows, method_title, write_bytes
+from experiments.records import bootstrap_interval, commit, method_title, write_bytes
+from experiments.records.report import Column, row_table
 from experiments.tasks import TASKS, get_task, quarter_shares
 
 _ABOUT = (
@@ -113,17 +114,21 @@ def _predictions(
     raise ValueError(f"{places[-1] / name} holds other answers than {folder} has in {examples.FILE}")
 
 
+_COLUMNS: dict[str, Column] = {
+    "method": lambda row: method_title(row["method"]),
+    "score": ("value", 1, ".1f"),
+    **{name: lambda row, at=at: f"{row['quarters'][at]:.1f}" for at, name in enumerate(("1st quarter", "2nd", "3rd", "4th"))},
+    "drift [95 %]": lambda row: _drift(row),
+}
+
+
 def report(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """Format the rows of `places` as a page: a table for each task and length."""
     parts = [f"# By place in the answer: {title}", _ABOUT]
     for name, length, question in dict.fromkeys((row["name"], row["length"], row["question"]) for row in rows):
         mine = [row for row in rows if (row["name"], row["length"], row["question"]) == (name, length, question)]
-        lines = [("method", "score", "1st quarter", "2nd", "3rd", "4th", "drift [95 %]")]
-        for row in mine:
-            shares = (f"{share:.1f}" for share in row["quarters"])
-            lines.append((method_title(row["method"]), f"{row['value']:.1f}", *shares, _drift(row)))
         asked = "" if question == "prefill" else f", question {question}"
-        parts += [f"## {name}, {length:,} tokens{asked}", "\n".join(markdown_rows(lines))]
+        parts += [f"## {name}, {length:,} tokens{asked}", "\n".join(row_table(mine, _COLUMNS))]
     return "\n\n".join(parts) + "\n"
 
 

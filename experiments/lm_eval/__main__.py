@@ -25,14 +25,14 @@ def _evaluate(arguments: list[str]) -> None:
     ours = argparse.ArgumentParser(prog="python -m experiments.lm_eval", add_help=False, allow_abbrev=False)
     ours.add_argument("--no-cache", action="store_true")
     ours.add_argument("--implementation", choices=("xla",))
-    given, arguments = ours.parse_known_args(arguments)
-    CompiledPrograms(cache=not given.no_cache).switch_on()
+    switches, arguments = ours.parse_known_args(arguments)
+    CompiledPrograms(cache=not switches.no_cache).switch_on()
     register()
     from lm_eval.__main__ import cli_evaluate
 
     before, sys.argv = sys.argv, ["python -m experiments.lm_eval", *arguments]  # the harness reads its arguments from there
     try:
-        with Operations(given.implementation).in_force():
+        with Operations(switches.implementation).in_force():
             cli_evaluate()
     finally:
         sys.argv = before

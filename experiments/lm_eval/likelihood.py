@@ -81,10 +81,10 @@ def likelihoods(
         counts = np.zeros(len(contexts), np.int32)
         for row, last in enumerate(held):
             text = texts[row][min(turn, len(texts[row]) - 1)]
-            given = [*last, *text[:-1]]
-            fed[row, : len(given)] = given
+            tokens = [*last, *text[:-1]]
+            fed[row, : len(tokens)] = tokens
             targets[row, len(last) : len(last) + len(text)] = text
-            counts[row] = len(given)
+            counts[row] = len(tokens)
         logprob, greedy, now = _score(params, now, fed, counts, targets)
         scored.append(jax.device_get((logprob, greedy)))
         stats.append(jax.device_get(measure(now)))

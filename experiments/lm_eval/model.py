@@ -208,10 +208,10 @@ class KvjaxLM(TemplateLM):
         )
         with progress_bar(total=len(requests), disable=disable_tqdm, desc=f"{NAME}: generating") as bar:
             for batch in order.get_batched(n=self.batch_size):
-                made = self._generate([prompt for prompt, _ in batch], batch[0][1], tally)
-                for (prompt, wanted), text in zip(batch, made, strict=True):
+                answers = self._generate([prompt for prompt, _ in batch], batch[0][1], tally)
+                for (prompt, wanted), text in zip(batch, answers, strict=True):
                     self.cache_hook.add_partial("generate_until", (prompt, wanted), text)
-                texts += made
+                texts += answers
                 bar.update(len(batch))
         self.last_stats = tally.summary(f"the answer in max_length={self.max_length}")
         return order.get_original(texts)
@@ -244,7 +244,7 @@ class KvjaxLM(TemplateLM):
             cache = kvjax.extend(params, cache, last)
         ends = (*config.eos_token_ids, *self._special(stop))
         ids: list[list[int]] = [[] for _ in prompts]
-        made = [""] * len(prompts)
+        answers = [""] * len(prompts)
         done, stats = np.zeros(len(prompts), bool), None
         while not done[:real].all():
             self._key, key = jax.random.split(self._key)
@@ -257,13 +257,13 @@ class KvjaxLM(TemplateLM):
             stats = measured if stats is None else jax.tree.map(lambda a, b: np.where(done, a, b), stats, measured)
             for row in np.flatnonzero(~done):
                 ids[row] += tokens[row, : counts[row]].tolist()
-                made[row] = self.tokenizer.decode([token for token in ids[row] if token not in ends])
+                answers[row] = self.tokenizer.decode([token for token in ids[row] if token not in ends])
                 full = len(ids[row]) >= limit or ids[row][-1] in ends
                 # A stopping text ends the answer, not the thinking before it.
-                answer = made[row].partition(self._think_end)[2] if self._think_end else made[row]
+                answer = answers[row].partition(self._think_end)[2] if self._think_end else answers[row]
                 done[row] = full or any(text in answer for text in stop)
         tally.add(real, stats, sum(map(len, ids[:real])))
-        return [postprocess_generated_text(text, stop, self._think_end) for text in made[:real]]
+        return [postprocess_generated_text(text, stop, self._think_end) for text in answers[:real]]
 
     def _special(self, stop: Sequence[str]) -> list[int]:
         """Find the stopping texts that are special tokens, which decoded text does not contain."""

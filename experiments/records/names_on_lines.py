@@ -15,6 +15,7 @@ from experiments.records.plotting import text_color
 MOST = 7  # curves of a panel that have a colour and a name: as many as there are colours
 QUIET = {"color": "#c4c4c4", "linewidth": 0.9, "marker": "o", "markersize": 2.2, "zorder": 1}  # of all other curves
 _SMALL = 8  # points, size of a name
+_GAP = 0.05  # least distance of two names, as a share of a panel's height
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +57,10 @@ def name_curves(panel: Any, curves: Sequence[Curve], others: Sequence[tuple[floa
         panel.plot(*ends, color=curve.color, linewidth=0.5, alpha=0.6, zorder=0, scalex=False, scaley=False)
 
 
-def label_lines(panel: Any, ends: Sequence[tuple[float, float, str, str]], gap: float = 0.05) -> None:
+def label_lines(panel: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
     """Write the name of each line (x, y, name, colour) at its right end, in the panel, which is widened.
 
-    Close names move apart. Call it when the panel has its final limits. ``gap`` is the least distance of two names, as a
-    share of its height.
+    Close names move apart. Call it when the panel has its final limits.
     """
     if not ends:
         return
@@ -72,7 +72,7 @@ def label_lines(panel: Any, ends: Sequence[tuple[float, float, str, str]], gap: 
     panel.set_xlim(right=float(scale.inverted().transform([left + (right - left) / (1 - free)])[0]))
     to_share = panel.transData + panel.transAxes.inverted()
     at = to_share.transform([(x, y) for x, y, _, _ in ends])
-    heights = gap / 2 + (1 - gap) * spread((at[:, 1] - gap / 2) / (1 - gap), gap / (1 - gap))
+    heights = _GAP / 2 + (1 - _GAP) * spread((at[:, 1] - _GAP / 2) / (1 - _GAP), _GAP / (1 - _GAP))
     for (x, y, name, color), height in zip(ends, heights.tolist(), strict=True):
         panel.annotate(
             name,

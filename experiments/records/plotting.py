@@ -149,18 +149,16 @@ def legend(figure: Any, panels: Sequence[Any], most: int = 4) -> None:
         )
 
 
-def heat_map(
-    panel: Any, grid: np.ndarray, *, low: float = 0.0, high: float = 100.0, numbers: bool = True, **options: Any
-) -> Any:
-    """Draw a table of values, float [rows, columns], as colours, dark for ``low``.
+def heat_map(panel: Any, grid: np.ndarray, *, numbers: bool = True, **options: Any) -> Any:
+    """Draw a table of scores, 0 to 100, float [rows, columns], as colours, dark for low ones.
 
     NaN is blank. Return the image for a colour bar.
     """
-    image = panel.imshow(grid, **{"cmap": COLOR_MAP, "vmin": low, "vmax": high, "aspect": "auto", **options})
+    image = panel.imshow(grid, **{"cmap": COLOR_MAP, "vmin": 0.0, "vmax": 100.0, "aspect": "auto", **options})
     if numbers:
         for (row, column), value in np.ndenumerate(grid):
             if not np.isnan(value):
-                ink = "white" if value < (low + high) / 2 else "black"
+                ink = "white" if value < 50 else "black"
                 panel.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=6.5, color=ink)
     return image
 

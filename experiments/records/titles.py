@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 from kvjax import registry
-from kvjax.wrappers.named import TITLES
+
+# Papers whose method is `kvjax.wrappers.Prefill` at some knobs, by their names in `kvjax.wrappers.named.PATTERNS`.
+_TITLES = {"minference": "MInference", "xattention": "XAttention", "flexprefill": "FlexPrefill"}
 
 
 def method_title(label: str) -> str:
@@ -18,8 +20,8 @@ def method_title(label: str) -> str:
     if at:
         return f"{method_title(base)} ({dtype})"
     name, underscore, variant = label.partition("_")
-    if underscore and name in registry.classes() | registry.WRAPPERS | registry.PATTERNS:
+    if underscore and name in registry.known():
         return f"{method_title(name)} ({variant.replace('_', ' ')})"
     classes = registry.WRAPPERS | registry.classes()
-    titles = {name: cls.TITLE or cls.__name__ for name, cls in classes.items()} | TITLES
+    titles = {name: cls.TITLE or cls.__name__ for name, cls in classes.items()} | _TITLES
     return re.sub(r"(?<![\w.:])[a-z]\w*\b(?!=)", lambda match: titles.get(match[0], match[0]), label)

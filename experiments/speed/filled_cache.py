@@ -87,15 +87,17 @@ def filled_cache(
     for m, spec, where, key in zip(methods, specs, split.layers, keys, strict=True):
         kind = str((jax.tree.structure(m), spec, *jax.tree.flatten(where)))
         maker = makers.setdefault(kind, _maker(plan, spec, model.vocab_size, where))
-        shards.append(maker(m, _frequencies(model), key, length))
+        shards.append(maker(method=m, inv_freq=_frequencies(model), key=key, length=length))
 
     def join(_: tuple, layers: tuple, method: Method) -> Cache:
         cache = observe(_start(method, part, specs, layers, length, weights, seed), decoding=False)
         return dataclasses.replace(cache, model=model, plan=plan)
 
-    places = (split.layers, SAME), dataclasses.replace(split, weights=weights)
-    joined = jax.jit(lambda *parts: spread(plan, join, (), parts, *places), donate_argnums=0)
-    return joined(tuple(shards), method)
+    def joined(layers: tuple, method: Method) -> Cache:
+        whole = dataclasses.replace(split, weights=weights)
+        return spread(plan, join, (), whole, layers=(split.layers, layers), method=(SAME, method))
+
+    return jax.jit(joined, donate_argnums=0)(tuple(shards), method)
 
 
 def _maker(plan: Plan, spec: LayerSpec, vocab_size: int, split: Any) -> Any:
@@ -109,7 +111,7 @@ def _maker(plan: Plan, spec: LayerSpec, vocab_size: int, split: Any) -> Any:
 
         return lax.map(row, jnp.arange(spec.batch))
 
-    return jax.jit(lambda *args: spread(plan, fill, (), args, (SAME,) * len(args), split))
+    return jax.jit(lambda **args: spread(plan, fill, (), split, **{name: (SAME, x) for name, x in args.items()}))
 
 
 def _start(

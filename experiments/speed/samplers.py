@@ -23,7 +23,7 @@ class Forced:
     """
 
     rates: Array  # float32 [N], probability that a drafted token is kept if all tokens before it are; N = depth, at least 2
-    rows: int = static()  # B
+    rows: int = static("B")
 
     @classmethod
     def keeping(cls, kept: Sequence[float], rows: int) -> Forced:

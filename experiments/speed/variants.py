@@ -18,6 +18,7 @@ from kvjax import registry
 from kvjax.decoding.layers import check_quantisable, layer_methods
 from kvjax.protocol.method import Cost, Inputs, LayerMethod, LayerSpec
 from kvjax.protocol.typing import pytree
+from kvjax.wrappers import Pattern, Periodic, Prefill
 from models import ModelConfig
 
 VERIFIED = "verified_"  # before a variant's name: `kvjax.Verified` with the variant as its draft
@@ -33,8 +34,8 @@ class Variant:
         knobs: further knobs, beside the knobs of `experiments.answering.paper_method`.
         budget: tokens per KV head, for a method whose paper states no single budget; 0 if the paper's budget applies.
         note: the cost that the variant isolates.
-        interval: tokens between two evictions by `kvjax.Periodic`; 0 if the method runs as it is.
-        prompt: knobs of `kvjax.Prefill`, which wraps the method's prefill; none without a wrapper.
+        interval: tokens between two evictions by `kvjax.wrappers.Periodic`; 0 if the method runs as it is.
+        prompt: knobs of `kvjax.wrappers.Prefill`, which wraps the method's prefill; none without a wrapper.
     """
 
     method: str
@@ -47,7 +48,7 @@ class Variant:
 
 # MInference's pattern of most heads. Random weights would scatter its diagonals over the whole prompt, as no model does. So
 # all diagonals are next to the query: as many diagonals cost the same wherever they lie together.
-_SPARSE = {"pattern": kvjax.Pattern(columns=1000, diagonals=6096), "num_recent": 6096}
+_SPARSE = {"pattern": Pattern(columns=1000, diagonals=6096), "num_recent": 6096}
 # To random weights all blocks are about alike, so a share of the attention takes the same share of the blocks. A tenth costs
 # as much as on a text where a tenth of the blocks holds the chosen share of the attention.
 _TENTH = {"block": 128, "window": 128}
@@ -90,12 +91,12 @@ VARIANTS = {
     "xattention": Variant(
         "full",
         note="prompt: blocks of 128 tokens with a tenth of the attention",
-        prompt={**_TENTH, "pattern": kvjax.Pattern("xattention", share=0.1)},
+        prompt={**_TENTH, "pattern": Pattern("xattention", share=0.1)},
     ),
     "flexprefill": Variant(
         "full",
         note="prompt: blocks of 128 tokens with a tenth of the attention, by means",
-        prompt={**_TENTH, "pattern": kvjax.Pattern("flexprefill", share=0.1, tau=1.0)},
+        prompt={**_TENTH, "pattern": Pattern("flexprefill", share=0.1, tau=1.0)},
     ),
     "retrievalattention": Variant("retrievalattention", budget=2000, note="every key is compared"),
     "pqcache": Variant("pqcache", {"fraction": 0.1}),
@@ -160,9 +161,9 @@ def setting(
     # `paper_method` notes a baseline's budget, which was replaced here; a variant's note tells knobs that may be replaced.
     notes = ["" if knobs.keys() & variant.knobs.keys() else variant.note, "" if variant.budget else paper.note]
     notes += [f"{knob}={value}" for knob, value in knobs.items() if (knob, value) != ("offload", False)]
-    method: Any = kvjax.Periodic(evict=paper.method, interval=variant.interval) if variant.interval else paper.method
+    method: Any = Periodic(evict=paper.method, interval=variant.interval) if variant.interval else paper.method
     if variant.prompt:
-        method = kvjax.Prefill(method=method, **variant.prompt)
+        method = Prefill(method=method, **variant.prompt)
     check_quantisable(layer_methods(method, config), kv_dtype_of(name))
     return Setting(name, method, "; ".join(filter(None, notes)))
 
@@ -204,9 +205,6 @@ class Nothing(LayerMethod):
         out, _, _ = lax.optimization_barrier((inputs.query, inputs.key, inputs.value))
         return out, state
 
-    def finish(self, state: Array, spec: LayerSpec) -> Array:
-        return state
-
     def chosen(self, state: Array, inputs: Inputs) -> Array:
         return jnp.zeros((*inputs.key.shape[:2], 0), jnp.int32)
 
@@ -215,9 +213,6 @@ class Nothing(LayerMethod):
         return Cost(attended=none, kv_bytes=none, metadata_bytes=none, counters={})
 
     def room(self, state: Array) -> None:
-        return None
-
-    def max_tokens(self, in_prompt: bool) -> None:
         return None
 
 

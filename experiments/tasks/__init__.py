@@ -35,7 +35,6 @@ from experiments.tasks.scorers import score_code_line as score_code_line
 from experiments.tasks.scorers import score_first_integer as score_first_integer
 from experiments.tasks.scorers import score_value_among_words as score_value_among_words
 from experiments.tasks.splits import held_out as held_out
-from experiments.tasks.templates import TRAINED_TEMPLATES as TRAINED_TEMPLATES
 from experiments.tasks.texts import decode_text as decode_text
 from experiments.tasks.texts import encode_prompt as encode_prompt
 from experiments.tasks.texts import opening_ids as opening_ids

@@ -89,11 +89,8 @@ class Document:
 
     def samples(self) -> list[Sample]:
         """List the questions as samples that share the context."""
-        limit, system = self.max_new_tokens, self.system
-        return [
-            Sample(self.task, self.context, q.question, q.answer_prefix, q.answers, limit, q.target, system)
-            for q in self.questions
-        ]
+        shared = {name: value for name, value in vars(self).items() if name != "questions"}
+        return [Sample(**shared, **vars(question)) for question in self.questions]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +98,7 @@ class Request:
     """The single argument of every generator: which document to make.
 
     Attributes:
+        task: registry name.
         rng: the only source of randomness; generating advances it.
         length: limit in tokens on context + questions + generated tokens.
         count_tokens: text -> number of tokens.
@@ -114,14 +112,15 @@ class Request:
         index: the index of the file's question to ask, modulo the number of questions; None asks a random question.
     """
 
+    task: str
     rng: random.Random
     length: int
     count_tokens: Callable[[str], int]
     haystack: Haystack | QaData | Library
     words: Words
-    depth: float | None
-    num_questions: int
-    training: bool
+    depth: float | None = None
+    num_questions: int = 1
+    training: bool = False
     index: int | None = None
 
     def answer_room(self, questions: Sequence[Question], limit: int) -> int:

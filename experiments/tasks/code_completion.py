@@ -39,9 +39,9 @@ _TRIES = 400  # draws of files
 _KNOWN = frozenset((*keyword.kwlist, *dir(builtins)))
 
 
-def code_completion(name: str, new_names: bool, request: Request) -> Document:
+def code_completion(new_names: bool, request: Request) -> Document:
     """Generate a document with a single question, which is the next line."""
-    rng, library, count_tokens = request.rng, request.haystack, request.count_tokens
+    rng, library = request.rng, request.haystack
     for _ in range(_TRIES):
         file = rng.choice(library.files)
         others = [other for other in rng.sample(library.files, len(library.files)) if other is not file]
@@ -56,14 +56,8 @@ def code_completion(name: str, new_names: bool, request: Request) -> Document:
     lines = changed.files[-1].lines[: line - 1]
     answer = changed.files[-1].lines[line - 1].strip()
     asked = Question("\n" + "\n".join(lines[-QUESTION_LINES:]) + "\n", "", (answer,), answer)
-    tail = Tail(changed.files, request.length, count_tokens, last=line - 1 - QUESTION_LINES)
-    room = request.answer_room([asked], COMPLETION_TOKENS)
-    fixed = room + request.question_tokens([asked])
-
-    def build(budget: int) -> Document:
-        return Document(name, tail.text(budget)[0], (asked,), COMPLETION_TOKENS)
-
-    return fit(request, build, fixed, room)
+    tail = Tail(changed.files, request.length, request.count_tokens, last=line - 1 - QUESTION_LINES)
+    return fit(request, [asked], COMPLETION_TOKENS, 0, tail.text)
 
 
 def _drawn_line(files: Sequence[CodeFile], request: Request) -> int | None:
@@ -71,8 +65,8 @@ def _drawn_line(files: Sequence[CodeFile], request: Request) -> int | None:
     above = [line for file in files[:-1] for line in file.lines]
     lines = [*above, *files[-1].lines]
     sources = source_lines(lines)
-    found = [number for number in next_lines(files[-1]) if len(above) + number - 1 in sources]
-    for number in request.rng.sample(found, len(found)):
+    numbers = [number for number in next_lines(files[-1]) if len(above) + number - 1 in sources]
+    for number in request.rng.sample(numbers, len(numbers)):
         at = len(above) + number - 1
         distance = request.count_tokens("\n".join(lines[sources[at] : at]))
         if NEAREST * request.length <= distance <= FARTHEST * request.length:
@@ -95,7 +89,7 @@ def source_lines(lines: Sequence[str]) -> dict[int, int]:
     """
     full = [(index, text) for index, line in enumerate(lines) if (text := line.strip())]
     texts = [text for _, text in full]
-    found: dict[int, int] = {}
+    sources: dict[int, int] = {}
     last: dict[str, int] = {}
     places: dict[tuple[str, ...], list[int]] = {}
     for at, text in enumerate(texts):
@@ -104,10 +98,10 @@ def source_lines(lines: Sequence[str]) -> dict[int, int]:
         if before and len(key) == SAME_LINES:
             source = max(before, key=lambda place: (_run(texts, place, at), place))
             if last.get(text) == source:
-                found[full[at][0]] = full[source][0]
+                sources[full[at][0]] = full[source][0]
         before.append(at)
         last[text] = at
-    return found
+    return sources
 
 
 def _run(texts: Sequence[str], one: int, two: int) -> int:
@@ -121,16 +115,16 @@ def _run(texts: Sequence[str], one: int, two: int) -> int:
 @functools.cache
 def next_lines(file: CodeFile) -> tuple[int, ...]:
     """List the lines of a file that may be asked for, counted from 1."""
-    made, seen = [], set()
+    numbers, seen = [], set()
     starts = {node.lineno for node in ast.walk(file.tree) if _alone(node)}
     for number, line in enumerate(file.lines, start=1):
         text = line.strip()
         names = set(_NAME.findall(text)) - _KNOWN
         fits = LINE_LETTERS[0] <= len(text) <= LINE_LETTERS[1] and not any(mark in text for mark in _MARKS)
         if number > FIRST_LINE and number in starts and fits and names and names <= seen:
-            made.append(number)
+            numbers.append(number)
         seen.update(_NAME.findall(line))
-    return tuple(made)
+    return tuple(numbers)
 
 
 def _alone(node: ast.AST) -> bool:

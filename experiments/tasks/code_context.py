@@ -95,8 +95,8 @@ class Tail:
             start -= 1
         return start
 
-    def text(self, tokens: int) -> tuple[str, int]:
-        """Return the longest end of at most so many tokens, and the index of its first line.
+    def text(self, tokens: int) -> str:
+        """Return the longest end of at most so many tokens.
 
         If the end begins inside of a file, the file's header comes first.
         """
@@ -104,5 +104,5 @@ class Tail:
         index = bisect.bisect_right(self.offsets, start) - 1
         following = self.offsets[index + 1] if index + 1 < len(self.offsets) else len(self.lines) + 2
         if start >= following - 2:  # the blank line before the next file's header, or the header
-            return "\n".join(self.lines[following - 1 :]), following - 1
-        return "\n".join([self.lines[self.offsets[index] - 1], *self.lines[start:]]), start
+            return "\n".join(self.lines[following - 1 :])
+        return "\n".join([self.lines[self.offsets[index] - 1], *self.lines[start:]])

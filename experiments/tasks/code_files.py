@@ -72,7 +72,7 @@ def code_files(split: str) -> tuple[CodeFile, ...]:
     """
     check_split(split)
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    made = []
+    files = []
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts):
         parts = path.relative_to(root).parts
         name = parts[0].removesuffix(".py")
@@ -81,10 +81,10 @@ def code_files(split: str) -> tuple[CodeFile, ...]:
         if skipped or (zlib.crc32(name.encode()) % 2 == 0) != (split == "eval"):
             continue
         if (file := _read(path, "/".join(parts))) is not None:
-            made.append(file)
-    if not made:
+            files.append(file)
+    if not files:
         raise FileNotFoundError(f"expected the sources of Python's standard library in {root}, got no file of them")
-    return tuple(made)
+    return tuple(files)
 
 
 def _read(path: pathlib.Path, name: str) -> CodeFile | None:
@@ -117,16 +117,16 @@ def code_pieces(split: str) -> list[str]:
     Joined by newlines, the pieces are the files one after the other, each below a line with its path. A blank line belongs
     to the piece that follows it.
     """
-    made: list[str] = []
+    pieces: list[str] = []
     for file in code_files(split):
         piece: list[str] = []
         for line in ("", HEADER.format(path=file.path), *file.lines):
             if piece and (len(piece) >= PIECE_LINES or (not line.strip() and piece[-1].strip())):
-                made.append("\n".join(piece))
+                pieces.append("\n".join(piece))
                 piece = []
             piece.append(line)
-        made.append("\n".join(piece))
-    return made
+        pieces.append("\n".join(piece))
+    return pieces
 
 
 def code_text(split: str) -> str:
@@ -138,8 +138,8 @@ class Library:
     """The files of a split with their token counts, which are counted once and only for the files that are used.
 
     Args:
-        split: "train" or "eval".
         count_tokens: text -> number of tokens.
+        split: "train" or "eval".
 
     Attributes:
         files: see `code_files`.
@@ -149,11 +149,6 @@ class Library:
         FileNotFoundError: see `code_files`.
     """
 
-    def __init__(self, split: str, count_tokens: Callable[[str], int]) -> None:
+    def __init__(self, count_tokens: Callable[[str], int], split: str) -> None:
         self.files = code_files(split)
         self.tokens = functools.cache(lambda file: count_tokens(file.text))
-
-
-def load_library(count_tokens: Callable[[str], int], split: str) -> Library:
-    """Load the material of the tasks of code; see `Library`."""
-    return Library(split, count_tokens)

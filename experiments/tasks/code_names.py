@@ -54,27 +54,27 @@ def new_names(files: Sequence[CodeFile], rng: random.Random) -> dict[str, str]:
     Returns:
         New names by old names, sorted by the old names.
     """
-    own = {}
+    top_level = {}
     for file in files:
-        own.setdefault(file.package, set()).update(_top_level(file.tree))
+        top_level.setdefault(file.package, set()).update(_top_level(file.tree))
     defined, kept = set(), set(_kept())
     for file in files:
         defined.update(_defined(file.tree))
-        kept.update(_imported(file, own[file.package]))
+        kept.update(_imported(file, top_level[file.package]))
         for escaped, character in _ESCAPED.findall(file.text):
             kept.update((escaped, *_WORD.findall(character)))
     taken = {word for file in files for word in _WORD.findall(file.text)} | kept
-    made: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name in sorted(defined - kept):
         if len(name) >= SHORTEST and name.isascii() and not name.startswith("__"):
-            made[name] = _draw(name, taken, rng)
-            taken.add(made[name])
-    return made
+            names[name] = _draw(name, taken, rng)
+            taken.add(names[name])
+    return names
 
 
 def renamed(text: str, names: Mapping[str, str]) -> str:
     """Replace every whole word of `text` that has a new name; a word after a backslash is part of an escape."""
-    return re.sub(r"(?<!\\)\b[^\W\d]\w*", lambda found: names.get(found.group(), found.group()), text)
+    return re.sub(r"(?<!\\)\b[^\W\d]\w*", lambda match: names.get(match.group(), match.group()), text)
 
 
 def renamed_file(file: CodeFile, names: Mapping[str, str], rng: random.Random) -> CodeFile:
@@ -130,12 +130,12 @@ def _defined(tree: ast.Module) -> Iterator[str]:
                 yield node.attr
 
 
-def _imported(file: CodeFile, own: set[str]) -> Iterator[str]:
+def _imported(file: CodeFile, inner: set[str]) -> Iterator[str]:
     """List the imported names of a file, and the attributes and keyword arguments that belong to them.
 
     Args:
         file: the file.
-        own: what the files of its package define; a name that the file imports from there is none of the list.
+        inner: what the files of its package define; a name that the file imports from there is none of the list.
     """
     foreign, inside = set(dir(builtins)), set()
     for node in ast.walk(file.tree):
@@ -148,7 +148,7 @@ def _imported(file: CodeFile, own: set[str]) -> Iterator[str]:
             near = node.level > 0 or module.partition(".")[0] == file.package
             yield from module.split(".") if module else ()
             for alias in node.names:
-                if not (near and alias.name in own):
+                if not (near and alias.name in inner):
                     yield alias.name
                     (inside if near else foreign).add(alias.asname or alias.name)
     yield from foreign | inside
@@ -157,9 +157,9 @@ def _imported(file: CodeFile, own: set[str]) -> Iterator[str]:
         if root in foreign:
             yield from attributes
         elif root in inside:
-            yield from (name for name in attributes if name not in own)
+            yield from (name for name in attributes if name not in inner)
         if isinstance(node, ast.Call) and _chain(node.func)[0] in foreign:
-            yield from (given.arg for given in node.keywords if given.arg)
+            yield from (argument.arg for argument in node.keywords if argument.arg)
 
 
 def _chain(node: ast.AST) -> tuple[str, list[str]]:

@@ -81,7 +81,7 @@ class Fact:
         return Question(text, prefix, (self.answer,), self.answer + (")`" if self.kind == "parameters" else "`"))
 
 
-def code_recall(name: str, new_names: bool, request: Request) -> Document:
+def code_recall(new_names: bool, request: Request) -> Document:
     """Generate files of code with questions about different functions."""
     rng, library, count_tokens = request.rng, request.haystack, request.count_tokens
     header = count_tokens(RECALL_CONTEXT.format(context=""))
@@ -102,14 +102,11 @@ def code_recall(name: str, new_names: bool, request: Request) -> Document:
         raise TooShort(
             f"length {request.length} is too short: expected {request.num_questions} functions to ask for, got {len(facts)}"
         )
-    questions = tuple(fact.question() for fact in facts)
-    room = request.answer_room(questions, RECALL_TOKENS)
-    fixed = header + room + request.question_tokens(questions)
 
-    def build(budget: int) -> Document:
-        return Document(name, RECALL_CONTEXT.format(context=tail.text(budget)[0]), questions, RECALL_TOKENS)
+    def build(budget: int) -> str:
+        return RECALL_CONTEXT.format(context=tail.text(budget))
 
-    return fit(request, build, fixed, room)
+    return fit(request, [fact.question() for fact in facts], RECALL_TOKENS, header, build)
 
 
 def _placed(originals: Sequence[CodeFile], changed: Renaming, tail: Tail, start: int) -> Iterator[tuple[int, Fact]]:
@@ -121,9 +118,9 @@ def _placed(originals: Sequence[CodeFile], changed: Renaming, tail: Tail, start:
             if at <= start or count[fact.name] > 1:
                 continue
             named = {name: changed.text(vars(fact)[name]) for name in ("name", "parameter", "answer")}
-            made = dataclasses.replace(fact, **named)
-            if made.answer.lower() not in (made.question().question + made.question().answer_prefix).lower():
-                yield at, made
+            renamed = dataclasses.replace(fact, **named)
+            if renamed.answer.lower() not in (renamed.question().question + renamed.question().answer_prefix).lower():
+                yield at, renamed
 
 
 def _choose(
@@ -187,9 +184,9 @@ def _facts(file: CodeFile, function: _Function) -> Iterator[Fact]:
         return ast.get_source_segment(file.text, node) or "\n"  # a newline is refused, like an answer of several lines
 
     positional = [*arguments.posonlyargs, *arguments.args]
-    own = [argument for argument in (*positional, *arguments.kwonlyargs) if argument.arg not in ("self", "cls")]
+    parameters = [argument for argument in (*positional, *arguments.kwonlyargs) if argument.arg not in ("self", "cls")]
     head = re.fullmatch(rf"\s*(?:async )?def {name}\((.*)\):", file.lines[line - 1])
-    if head and len(own) >= 2 and function.returns is None:
+    if head and len(parameters) >= 2 and function.returns is None:
         yield Fact("parameters", name, "", head.group(1), line)
     pairs = [*zip(positional[::-1], arguments.defaults[::-1], strict=False)]  # defaults belong to the last parameters
     pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)

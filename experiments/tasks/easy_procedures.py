@@ -16,15 +16,13 @@ the first wrong line is a further measure, ``prefix``.
 
 from __future__ import annotations
 
-import html
 import random
 import re
 from collections.abc import Sequence
 
 from experiments.tasks.base import Document, Request
-from experiments.tasks.procedures import COLOURS, fitted, nouns_of, step_document, steps_of
+from experiments.tasks.procedures import COLOURS, fitted, runs, step_document, steps_of, table_row, two_lists
 
-LEVELS = (1, 2)
 CODE = "Lines:\n```python\n"  # what opens an answer of code; without it the model writes the words alone
 TURNS = (
     "Merge two lists of assignments in Python. Take one line from each of them in turn.\n\n"
@@ -69,17 +67,11 @@ _ROAD = re.compile(r'(?:\d+\. )?after\["(\w+)"\] = "(\w+)"')
 _LINE = re.compile(r"(.*: (\S+) ([+-]\d{1,9})) = (-?\d{1,9})")
 
 
-def score_lines(prediction: str, answers: Sequence[str]) -> float:
-    """Compute the share of the right lines that an answer has in their order; other lines cost nothing.
-
-    Returns:
-        0 to 1: the length of the longest common subsequence of lines / the number of right lines.
-    """
-    return sum(right_lines(prediction, answers)) / len(answers)
-
-
 def right_lines(prediction: str, answers: Sequence[str]) -> list[bool]:
-    """Tell for each right line whether it is in the longest common subsequence with an answer's lines; see `score_lines`."""
+    """Tell for each right line whether an answer has it in order, which is a longest common subsequence of lines.
+
+    Other lines cost nothing.
+    """
     written = steps_of(prediction)[: 4 * len(answers)]
     steps = [" ".join(answer.split()) for answer in answers]
     longest = [[0] * (len(written) + 1)]  # of the first steps and the first written lines
@@ -99,17 +91,12 @@ def right_lines(prediction: str, answers: Sequence[str]) -> list[bool]:
     return right
 
 
-def score_sums(prediction: str, answers: Sequence[str]) -> float:
-    """Compute the share of the bookings that an answer writes in their order, with a sum that is right.
+def right_sums(prediction: str, answers: Sequence[str]) -> list[bool]:
+    """Tell for each right booking whether an answer has it in order, with a sum that is right.
 
     A sum is right if it is the account's last balance in the answer, plus the change. So a wrong sum costs one booking, and
     not the bookings behind it.
     """
-    return sum(right_sums(prediction, answers)) / len(answers)
-
-
-def right_sums(prediction: str, answers: Sequence[str]) -> list[bool]:
-    """Tell for each right booking whether an answer has it with a sum that is right; see `score_sums`."""
     right = _bookings(answers)
     balances: dict[str, int] = {}
     for _, account, change, after in right:
@@ -122,17 +109,12 @@ def right_sums(prediction: str, answers: Sequence[str]) -> list[bool]:
     return right_lines("\n".join(kept), [head for head, *_ in right])
 
 
-def score_walk(prediction: str, answers: Sequence[str]) -> float:
-    """Compute the share of the assignments that an answer has, each behind an assignment that leads to it.
+def right_edges(prediction: str, answers: Sequence[str]) -> list[bool]:
+    """Tell for each right assignment whether an answer has it behind an assignment that leads to it.
 
     So a wrong step costs one assignment, and the walk may go on from where it led. Repeats count once, and numbers do not
     matter.
     """
-    return sum(right_edges(prediction, answers)) / len(answers)
-
-
-def right_edges(prediction: str, answers: Sequence[str]) -> list[bool]:
-    """Tell for each right assignment whether an answer has it behind one that leads to it; see `score_walk`."""
     right, followed = [_edge(answer) for answer in answers], set()
     at = right[0][0]
     for line in steps_of(prediction):
@@ -145,14 +127,14 @@ def right_edges(prediction: str, answers: Sequence[str]) -> list[bool]:
 
 def _edge(line: str) -> tuple[str, str]:
     """Read where an assignment of a walk begins and ends, whatever its number; two empty names for another line."""
-    found = _ROAD.fullmatch(line)
-    return (found.group(1), found.group(2)) if found else ("", "")
+    match = _ROAD.fullmatch(line)
+    return (match.group(1), match.group(2)) if match else ("", "")
 
 
 def _bookings(lines: Sequence[str]) -> list[tuple[str, str, int, int]]:
     """Read lines of a ledger: the line up to the change, its account, its change, the balance after it; skip other lines."""
-    found = (_LINE.fullmatch(line) for line in lines)
-    return [(one.group(1), one.group(2), int(one.group(3)), int(one.group(4))) for one in found if one]
+    matches = (_LINE.fullmatch(line) for line in lines)
+    return [(one.group(1), one.group(2), int(one.group(3)), int(one.group(4))) for one in matches if one]
 
 
 def merge(level: int, request: Request) -> Document:
@@ -160,7 +142,7 @@ def merge(level: int, request: Request) -> Document:
 
     The first lines of the merged list are given.
     """
-    nouns = nouns_of(request)
+    nouns = request.words.plain_nouns
 
     def build(rng: random.Random, pairs: int) -> Document:
         drawn = rng.sample(nouns, 2 * pairs)
@@ -169,14 +151,12 @@ def merge(level: int, request: Request) -> Document:
             lines = [f'{"ab"[at % 2]}[{at // 2 + 1}] = "{noun}"' for at, noun in enumerate(drawn)]
         else:
             lines = [f'log[{number}] = "{noun}"' for number, noun in enumerate(drawn, rng.randint(100, 199))]
-            in_a = [rng.random() < 0.5]
-            while len(in_a) < len(lines):
-                in_a += [not in_a[-1]] * rng.randint(1, 2)
-        a, b = ("\n".join(line for line, own in zip(lines, in_a, strict=False) if own == chosen) for chosen in (True, False))
+            in_a = runs(rng, len(lines), 2)
         first, last = (lines[at].partition(" = ")[0] for at in (0, -1))
-        context, question = (TURNS if level == 1 else LOGS).format(a=a, b=b), MERGE_QUESTION.format(first=first, last=last)
+        context = (TURNS if level == 1 else LOGS).format(**two_lists(lines, in_a))
+        question = MERGE_QUESTION.format(first=first, last=last)
         prefix = CODE + "".join(f"{line}\n" for line in lines[:_GIVEN])
-        return step_document(f"merge_{level}", request, context, question, prefix, lines[_GIVEN:])
+        return step_document(request, context, question, prefix, lines[_GIVEN:])
 
     return fitted(request, build, least=_GIVEN, most=len(nouns) // 2)
 
@@ -187,18 +167,15 @@ def table(level: int, request: Request) -> Document:
     columns = ("name", "city", "price") if level == 1 else ("name", "colour", "city", "number", "price")
 
     def build(rng: random.Random, count: int) -> Document:
-        def row(tag: str, cells: Sequence[str]) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-        rows, steps = [row("th", columns)], []
+        rows, steps = [table_row("th", columns)], []
         for _ in range(count):
             cells = {"name": words.word(rng), "city": rng.choice(words.nouns).capitalize()}
             cells |= {"price": str(rng.randint(10, 999)), "colour": rng.choice(COLOURS), "number": str(rng.randint(100, 999))}
             values = [cells[column] for column in columns]
-            rows.append(row("td", values))
+            rows.append(table_row("td", values))
             steps.append("\t".join(values))
         prefix = "TSV:\n" + "\t".join(columns) + "\n"
-        return step_document(f"table_{level}", request, CELLS.format(rows="\n".join(rows)), CELLS_QUESTION, prefix, steps)
+        return step_document(request, CELLS.format(rows="\n".join(rows)), CELLS_QUESTION, prefix, steps)
 
     return fitted(request, build)
 
@@ -208,7 +185,7 @@ def walk(level: int, request: Request) -> Document:
 
     The first lines of the answer are given.
     """
-    nouns = nouns_of(request)
+    nouns = request.words.plain_nouns
 
     def build(rng: random.Random, count: int) -> Document:
         names = rng.sample(nouns, level * count)
@@ -219,14 +196,14 @@ def walk(level: int, request: Request) -> Document:
         rng.shuffle(roads)
         context, question = ROADS.format(roads="\n".join(roads)), ROADS_QUESTION.format(start=circle[0], count=count)
         prefix = "Lines:\n" + "".join(f"{step}\n" for step in steps[:_GIVEN])
-        return step_document(f"walk_{level}", request, context, question, prefix, steps[_GIVEN:])
+        return step_document(request, context, question, prefix, steps[_GIVEN:])
 
     return fitted(request, build, least=_GIVEN + 1, most=len(nouns) // level)
 
 
 def ledger(level: int, request: Request) -> Document:
     """Draw bookings of one digit on one or two accounts; balances stay between 100 and 999."""
-    nouns = nouns_of(request)
+    nouns = request.words.plain_nouns
 
     def build(rng: random.Random, count: int) -> Document:
         balances = {account: rng.randint(20, 90) * 10 for account in ("cash", "bank")[:level]}
@@ -239,16 +216,14 @@ def ledger(level: int, request: Request) -> Document:
             bookings.append(f"{number}. {item}: {account} {'+' if up else '-'}{amount}")
             steps.append(f"{bookings[-1]} = {balances[account]}")
         context = BOOKINGS.format(balances=opening, bookings="\n".join(bookings))
-        return step_document(
-            f"ledger_{level}", request, context, BOOKINGS_QUESTION.format(count=count), "Lines:\n", steps
-        )
+        return step_document(request, context, BOOKINGS_QUESTION.format(count=count), "Lines:\n", steps)
 
     return fitted(request, build, most=len(nouns))
 
 
 def lookup(request: Request) -> Document:
     """Draw a dictionary of numbers, half of whose keys are asked for in an order of their own."""
-    nouns = nouns_of(request)
+    nouns = request.words.plain_nouns
 
     def build(rng: random.Random, count: int) -> Document:
         keys = rng.sample(nouns, 2 * count)
@@ -257,6 +232,6 @@ def lookup(request: Request) -> Document:
         steps = [entries[key] for key in asked]
         question = LOOKUP_QUESTION.format(count=count, keys=", ".join(asked))
         context = LOOKUP.format(entries="\n".join(entries.values()))
-        return step_document("lookup", request, context, question, CODE, steps)
+        return step_document(request, context, question, CODE, steps)
 
     return fitted(request, build, most=len(nouns) // 2)

@@ -13,11 +13,10 @@ The file is in the form of an INI file: sections with the same keys and drawn va
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 from experiments.tasks.base import Document, Question, Request
-from experiments.tasks.fitting import fit
+from experiments.tasks.fitting import draw_until_full, fit, mix
 
 TURN_TOKENS = 24
 CONTEXT = (
@@ -45,7 +44,7 @@ def file_turns(request: Request) -> Document:
     earlier question, which is drawn. No key of a section is asked for twice.
     """
     rng = request.rng
-    names, section = _sections(request, _nouns(request))
+    names, section = _sections(request, request.words.plain_nouns)
     asked: dict[str, dict[str, str]] = {}  # the sections that are asked about
     left: dict[str, list[str]] = {}  # keys of each section that were not asked for
     turns: list[str] = []  # the section of each question
@@ -58,10 +57,10 @@ def file_turns(request: Request) -> Document:
         if name not in asked:
             asked[name], left[name] = section(name), rng.sample(KEYS, len(KEYS))
         key = left[name].pop()
-        told = ASKED.format(number=number, question=form.format(section=name, key=key, number=back))
+        text = ASKED.format(number=number, question=form.format(section=name, key=key, number=back))
         turns.append(name)
-        questions.append(Question(told, PREFIX.format(key=key), (asked[name][key],), f" {asked[name][key]}"))
-    return _document("file_turns", request, names, section, asked, questions)
+        questions.append(Question(text, PREFIX.format(key=key), (asked[name][key],), f" {asked[name][key]}"))
+    return _document(request, names, section, asked, questions)
 
 
 def file_turns_1(request: Request) -> Document:
@@ -70,7 +69,7 @@ def file_turns_1(request: Request) -> Document:
     A question that names a section for the first time gives it a label. Later ones ask for another value of it or for the
     label, or name another section. Nothing is asked for twice.
     """
-    rng, nouns = request.rng, _nouns(request)
+    rng, nouns = request.rng, request.words.plain_nouns
     labels = rng.sample(nouns, request.num_questions)
     names, section = _sections(request, [noun for noun in nouns if noun not in labels])
     asked: dict[str, dict[str, str]] = {}  # the sections that are asked about
@@ -83,21 +82,17 @@ def file_turns_1(request: Request) -> Document:
         if form == LABEL:
             name = rng.choice(list(unasked))
             label = unasked.pop(name)
-            told = LABEL_ASKED.format(number=number, question=LABEL.format(section=name))
-            questions.append(Question(told, LABEL_PREFIX.format(section=name), (label,), f" {label}"))
+            text = LABEL_ASKED.format(number=number, question=LABEL.format(section=name))
+            questions.append(Question(text, LABEL_PREFIX.format(section=name), (label,), f" {label}"))
             continue
         name = names[len(asked)] if form == LABELLED else rng.choice(known)
         if form == LABELLED:
             asked[name], left[name], unasked[name] = section(name), rng.sample(KEYS, len(KEYS)), labels.pop()
         key = left[name].pop()
-        told = ASKED.format(number=number, question=form.format(section=name, key=key, label=unasked.get(name)))
+        text = ASKED.format(number=number, question=form.format(section=name, key=key, label=unasked.get(name)))
         value = asked[name][key]
-        questions.append(Question(told, NAMED_PREFIX.format(section=name, key=key), (value,), f" {value}"))
-    return _document("file_turns_1", request, names, section, asked, questions)
-
-
-def _nouns(request: Request) -> list[str]:
-    return [noun for noun in request.words.nouns if noun.isalpha()]
+        questions.append(Question(text, NAMED_PREFIX.format(section=name, key=key), (value,), f" {value}"))
+    return _document(request, names, section, asked, questions)
 
 
 def _sections(request: Request, nouns: list[str]) -> tuple[list[str], Callable[[str], dict[str, str]]]:
@@ -116,7 +111,6 @@ def _sections(request: Request, nouns: list[str]) -> tuple[list[str], Callable[[
 
 
 def _document(
-    task: str,
     request: Request,
     names: list[str],
     section: Callable[[str], dict[str, str]],
@@ -124,33 +118,19 @@ def _document(
     questions: list[Question],
 ) -> Document:
     """Fill the length with more sections, among which the sections that are asked about lie."""
-    count_tokens = request.count_tokens
-    room = request.answer_room(questions, TURN_TOKENS)
     texts = [_text(values) for values in asked.values()]
-    fixed = count_tokens(CONTEXT.format(context="")) + room + request.question_tokens(questions)
-    fixed += sum(count_tokens("\n\n" + text) for text in texts)
 
-    def build(budget: int) -> Document:
+    def cost(text: str) -> int:
+        return request.count_tokens("\n\n" + text)
+
+    def build(budget: int) -> str:
         pool = iter(names[len(asked) :])
-        others: list[str] = []
-        while budget > 0:
-            text = _text(section(next(pool)))
-            budget -= count_tokens("\n\n" + text)
-            if budget >= 0:
-                others.append(text)
-        return Document(task, CONTEXT.format(context="\n\n".join(_mixed(request.rng, others, texts))), made, TURN_TOKENS)
+        others = draw_until_full(lambda: _text(section(next(pool))), budget, cost)
+        return CONTEXT.format(context="\n\n".join(mix(request, others, texts)))
 
-    made = tuple(questions)
-    return fit(request, build, fixed, room)
+    fixed = request.count_tokens(CONTEXT.format(context="")) + sum(map(cost, texts))
+    return fit(request, questions, TURN_TOKENS, fixed, build)
 
 
 def _text(values: dict[str, str]) -> str:
     return "\n".join([f"[{values['name']}]", *(f"{key} = {values[key]}" for key in KEYS)])
-
-
-def _mixed(rng: random.Random, others: list[str], texts: list[str]) -> list[str]:
-    """Insert each text at a random place among the other texts."""
-    merged = list(others)
-    for text in texts:
-        merged.insert(rng.randrange(len(merged) + 1), text)
-    return merged

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from experiments.tasks.base import Document, Request, TooShort
+from experiments.tasks.base import Document, Question, Request, TooShort
 
 
 def insert(sentences: list[str], needles: list[str], positions: list[int]) -> list[str]:
@@ -20,35 +20,61 @@ def insert(sentences: list[str], needles: list[str], positions: list[int]) -> li
     return merged + sentences[start:]
 
 
-def fit(request: Request, build: Callable[[int], Document], fixed: int, room: int) -> Document:
-    """Build a document whose first prompt fits `request.length`; the haystack shrinks until the prompt fits.
+def draw_until_full[Drawn](draw: Callable[[], Drawn], tokens: int, cost: Callable[[Drawn], int]) -> list[Drawn]:
+    """Draw parts of a context until the next one would not fit into some tokens; ``cost`` counts the tokens of a part."""
+    parts: list[Drawn] = []
+    while tokens > 0:
+        part = draw()
+        tokens -= cost(part)
+        if tokens >= 0:
+            parts.append(part)
+    return parts
+
+
+def mix(request: Request, others: Sequence[str], texts: Sequence[str]) -> list[str]:
+    """Insert each text at a random place among the others, but the first at the request's depth if it has one."""
+    merged = list(others)
+    for index, text in enumerate(texts):
+        chosen = request.depth is not None and index == 0
+        merged.insert(
+            round(request.depth * len(others)) if chosen else request.rng.randrange(len(merged) + 1), text
+        )
+    return merged
+
+
+def fit(
+    request: Request,
+    questions: Sequence[Question],
+    limit: int,
+    fixed: int,
+    build: Callable[[int], str],
+    system: str = "",
+) -> Document:
+    """Make a document whose first prompt fits `request.length`; the haystack shrinks until the prompt fits.
 
     In training the finished prompt is not counted here, because the loader of rows counts the tokens that it encodes.
 
     Args:
         request: the limit and the token counter.
-        build: haystack tokens -> document.
-        fixed: tokens of everything except the haystack, `room` included.
-        room: tokens that are reserved for the answers.
+        questions: about the context.
+        limit: most tokens of an answer.
+        fixed: tokens of the context without the haystack, and of the system turn.
+        build: haystack tokens -> context.
+        system: text of the system turn.
 
     Raises:
-        ValueError: the needles and the question alone are longer than `request.length`.
+        TooShort: the needles and the question alone are longer than `request.length`.
     """
-    length = request.length
-    budget = length - fixed
-    if budget < 0:
-        raise TooShort(f"length {length} is too short: the task needs {-budget} tokens more for its fixed parts")
-    document = build(budget)
-    while not request.training:
-        sample = document.samples()[0]
-        excess = request.count_tokens(sample.prompt) + room - length
-        if excess <= 0:
-            break
-        budget -= excess
+    room = request.answer_room(questions, limit)
+    budget = request.length - fixed - room - request.question_tokens(questions)
+    while True:
         if budget < 0:
-            raise TooShort(f"length {length} is too short: the task needs {-budget} tokens more")
-        document = build(budget)
-    return document
+            raise TooShort(f"length {request.length} is too short: the task needs {-budget} tokens more")
+        document = Document(request.task, build(budget), tuple(questions), limit, system)
+        excess = 0 if request.training else request.count_tokens(document.samples()[0].prompt) + room - request.length
+        if excess <= 0:
+            return document
+        budget -= excess
 
 
 def fit_steps(request: Request, build: Callable[[int], Document], most: int) -> Document:
@@ -70,8 +96,8 @@ def fit_steps(request: Request, build: Callable[[int], Document], most: int) -> 
         prompt = request.count_tokens(sample.opening if request.training else sample.prompt)
         return prompt + asked + room - request.length
 
-    made = build(1)
-    if (missing := excess(made)) > 0:
+    longest = build(1)
+    if (missing := excess(longest)) > 0:
         raise TooShort(f"length {request.length} is too short: the task needs {missing} tokens more for a single step")
     least = 1
     while least < most:
@@ -80,8 +106,8 @@ def fit_steps(request: Request, build: Callable[[int], Document], most: int) -> 
         if excess(document) > 0:
             most = middle - 1
         else:
-            least, made = middle, document
-    return made
+            least, longest = middle, document
+    return longest
 
 
 @contextlib.contextmanager

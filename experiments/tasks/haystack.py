@@ -130,7 +130,6 @@ class Haystack:
     def __init__(self, kind: str, sentences: Sequence[str], count_tokens: Callable[[str], int]) -> None:
         if not sentences:
             raise ValueError(f"haystack {kind!r} holds no sentence")
-        self.kind = kind
         self.separator = "\n" if kind in ("noise", KIND) else " "
         self.sentences = tuple(sentences)
         counts = (count_tokens(self.separator + sentence) for sentence in self.sentences)

@@ -8,7 +8,7 @@ an older wording, because the shipped model was trained with it. The reader of t
 from __future__ import annotations
 
 from experiments.tasks.base import Document, Question, Request
-from experiments.tasks.fitting import fit
+from experiments.tasks.fitting import draw_until_full, fit, mix
 
 PASSKEY_TOKENS = 8  # the suite's 6 tokens assume several digits a token
 NUMBER_STRING_TOKENS = 14  # the suite's 12 tokens assume several digits a token
@@ -41,76 +41,54 @@ PASSKEY = _number_texts("pass key")
 NUMBER_STRING = _number_texts("sequence of digits")
 
 
-def _hidden_number(
-    request: Request, task: str, value: str, header: str, texts: tuple[str, str, str], limit: int
-) -> Document:
+def _hidden_number(request: Request, value: str, header: str, texts: tuple[str, str, str], limit: int) -> Document:
     """Build a document that hides one number.
 
     Args:
-        task: registry name.
         value: the number.
         header: context template.
         texts: needle template, question and answer prefix.
         limit: most tokens of the answer.
     """
-    count_tokens, haystack, depth = request.count_tokens, request.haystack, request.depth
     needle, question, prefix = texts
     needle = needle.format(key=value)
-    asked = Question(question, prefix, (value,), f" {value}.")
-    room = request.answer_room([asked], limit)
-    fixed = room + sum(count_tokens(text) for text in (header.format(context=""), "\n" + needle, question + prefix))
 
-    def build(budget: int) -> Document:
-        sentences = haystack.span(request.rng, budget)
-        position = request.rng.randrange(len(sentences) + 1) if depth is None else round(depth * len(sentences))
-        body = haystack.separator.join([*sentences[:position], needle, *sentences[position:]])
-        return Document(task, header.format(context=body), (asked,), limit)
+    def build(budget: int) -> str:
+        sentences = mix(request, request.haystack.span(request.rng, budget), [needle])
+        return header.format(context=request.haystack.separator.join(sentences))
 
-    return fit(request, build, fixed, room)
+    fixed = request.count_tokens(header.format(context="")) + request.count_tokens("\n" + needle)
+    return fit(request, [Question(question, prefix, (value,), f" {value}.")], limit, fixed, build)
 
 
 def passkey(request: Request) -> Document:
     """Hide a five-digit pass key in noise, with a single question."""
     value = request.words.digit_string(request.rng, 5)
-    return _hidden_number(request, "passkey", value, PASSKEY_CONTEXT, PASSKEY, PASSKEY_TOKENS)
+    return _hidden_number(request, value, PASSKEY_CONTEXT, PASSKEY, PASSKEY_TOKENS)
 
 
 def number_string(request: Request) -> Document:
     """Hide ten digits, some doubled, in noise, with a single question."""
     value = request.words.repeated_digit_string(request.rng)
-    return _hidden_number(request, "number_string", value, NUMBER_STRING_CONTEXT, NUMBER_STRING, NUMBER_STRING_TOKENS)
+    return _hidden_number(request, value, NUMBER_STRING_CONTEXT, NUMBER_STRING, NUMBER_STRING_TOKENS)
 
 
 def kv_retrieval(request: Request) -> Document:
     """Build a JSON object of uuid pairs, which is its own haystack; each question asks for a key's value."""
-    rng, words, count_tokens, depth = request.rng, request.words, request.count_tokens, request.depth
+    rng, words, count_tokens = request.rng, request.words, request.count_tokens
     keys = words.distinct("uuids", request.num_questions, rng)
     questions = []
     for key in keys:
         value = words.uuid(rng)
         questions.append(Question(KV_QUESTION.format(key=key), KV_PREFIX, (value,), value))
     pairs = [f'"{key}": "{q.answers[0]}"' for key, q in zip(keys, questions, strict=True)]
-    room = request.answer_room(questions, KV_TOKENS)
-    fixed = (
-        count_tokens(KV_CONTEXT.format(context="{}"))
-        + room
-        + sum(count_tokens(pair + ", ") for pair in pairs)
-        + request.question_tokens(questions)
-    )
 
-    def build(budget: int) -> Document:
-        filler: list[str] = []
-        rest = budget
-        while rest > 0:
-            pair = f'"{words.uuid(rng)}": "{words.uuid(rng)}"'
-            rest -= count_tokens(pair + ", ")
-            if rest >= 0:
-                filler.append(pair)
-        merged = list(filler)
-        for index, pair in enumerate(pairs):
-            chosen = depth is not None and index == 0
-            merged.insert(round(depth * len(filler)) if chosen else rng.randrange(len(merged) + 1), pair)
-        context = KV_CONTEXT.format(context="{" + ", ".join(merged) + "}")
-        return Document("kv_retrieval", context, tuple(questions), KV_TOKENS)
+    def cost(pair: str) -> int:
+        return count_tokens(pair + ", ")
 
-    return fit(request, build, fixed, room)
+    def build(budget: int) -> str:
+        others = draw_until_full(lambda: f'"{words.uuid(rng)}": "{words.uuid(rng)}"', budget, cost)
+        return KV_CONTEXT.format(context="{" + ", ".join(mix(request, others, pairs)) + "}")
+
+    fixed = count_tokens(KV_CONTEXT.format(context="{}")) + sum(map(cost, pairs))
+    return fit(request, questions, KV_TOKENS, fixed, build)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from experiments.tasks.base import Document, Question, Request, TooShort
 from experiments.tasks.fitting import fit, insert
+from experiments.tasks.words import distinct
 
 LISTING_CONTEXT = (
     "Some records are hidden within the following text. Every record gives the value of one key. "
@@ -32,21 +33,19 @@ class ListingSpec:
     """How long the answers are.
 
     Attributes:
-        name: registry name.
         values: kind of value, "uuids" or "numbers".
         share: tokens of the answers to all questions about a context / tokens of the length.
         most: most tokens of the answers to all questions about a context.
         slack: extra tokens that may be generated, for numbers or other separators / tokens of the answer.
     """
 
-    name: str
     values: str = "uuids"
     share: float = 0.25
     most: int = 8192
     slack: float = 0.125
 
 
-LISTING = ListingSpec("listing")
+LISTING = ListingSpec()
 
 
 def score_in_order(prediction: str, answers: Sequence[str]) -> float:
@@ -75,10 +74,7 @@ def score_in_order(prediction: str, answers: Sequence[str]) -> float:
 def listing(spec: ListingSpec, request: Request) -> Document:
     """Hide records in prose, as many as fill the wanted share with answers; each question has records of its own name."""
     rng, words, haystack, count_tokens = request.rng, request.words, request.haystack, request.count_tokens
-    names: dict[str, None] = {}
-    while len(names) < request.num_questions:
-        names[rng.choice(words.nouns)] = None
-    owners = list(names)
+    owners = distinct(lambda: rng.choice(words.nouns), request.num_questions)
     asked = [(LISTING_QUESTION.format(name=name), LISTING_PREFIX.format(name=name)) for name in owners]
     fixed = count_tokens(LISTING_CONTEXT.format(context="")) + sum(count_tokens("".join(texts)) for texts in asked)
 
@@ -115,13 +111,12 @@ def listing(spec: ListingSpec, request: Request) -> Document:
         answers = tuple(value for name, value in records if name == owner)
         questions.append(Question(question, prefix, answers, " " + ", ".join(answers) + "."))
     new_tokens = max(answer_tokens(count_tokens(question.target)) for question in questions)
-    room = request.answer_room(questions, new_tokens)
-    fixed += room + sum(count_tokens(haystack.separator + text) for text in needles)
 
-    def build(budget: int) -> Document:
+    def build(budget: int) -> str:
         sentences = haystack.span(rng, budget)
         positions = sorted(rng.randrange(len(sentences) + 1) for _ in needles)
-        body = haystack.separator.join(insert(sentences, needles, positions))
-        return Document(spec.name, LISTING_CONTEXT.format(context=body), tuple(questions), new_tokens)
+        return LISTING_CONTEXT.format(context=haystack.separator.join(insert(sentences, needles, positions)))
 
-    return fit(request, build, fixed, room)
+    fixed = count_tokens(LISTING_CONTEXT.format(context=""))
+    fixed += sum(count_tokens(haystack.separator + text) for text in needles)
+    return fit(request, questions, new_tokens, fixed, build)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 from experiments.tasks.base import Document, Request, Sample
 from experiments.tasks.code_files import RENAMED, Library
@@ -13,34 +14,14 @@ from experiments.tasks.registry import get_task
 from experiments.tasks.words import Words
 
 
-def make_document(
-    name: str,
-    rng: random.Random,
-    length: int,
-    count_tokens: Callable[[str], int],
-    haystack: Haystack | QaData | Library,
-    words: Words,
-    *,
-    depth: float | None = None,
-    num_questions: int = 1,
-    training: bool = False,
-    index: int | None = None,
-) -> Document:
+def make_document(request: Request) -> Document:
     """Make a context with its questions.
-
-    Args:
-        haystack: sentences to hide the needles in (unused by tasks that make their own), or the questions of a file; see
-            `haystack_for`.
-        words: keys and values of a split.
-        depth: where the first queried needle goes, 0 (start) to 1 (end); None draws the depth.
-        num_questions: number of questions about this context; more questions bring more needles.
-        training: see `Request`.
-        index: see `Request`.
 
     Raises:
         ValueError: the task is unknown, the depth lies outside [0, 1] or the task takes none, the number of questions is
             below 1 or above the task's limit, or the length is too short.
     """
+    name, depth, num_questions = request.task, request.depth, request.num_questions
     task = get_task(name)
     if depth is not None and not task.takes_depth:
         raise ValueError(f"{name} takes no depth, because no single place holds its answer; got {depth}")
@@ -51,7 +32,7 @@ def make_document(
     if task.max_questions is not None and num_questions > task.max_questions:
         most = "one question" if task.max_questions == 1 else f"at most {task.max_questions} questions"
         raise ValueError(f"{name} takes {most} about a context, got num_questions {num_questions}")
-    return task.generate(Request(rng, length, count_tokens, haystack, words, depth, num_questions, training, index))
+    return task.generate(request)
 
 
 def make_documents(
@@ -74,53 +55,23 @@ def make_documents(
         haystack: "noise", "prose", "code" or "file:PATH"; None takes the task's own kind. Tasks with questions from a file
             need "file:PATH"; document i asks the file's questions from the (i x num_questions)-th on.
         split: "eval" (held-out keys, values and prose) or "train".
+        depth: see `Request`.
         num_questions: number of questions about each context.
     """
-    stack = haystack_for(name, haystack, count_tokens, split)
-    words = Words(split)
-    made = []
+    stack, words = haystack_for(name, haystack, count_tokens, split), Words(split)
     drawn = name.removesuffix(RENAMED)  # a task with new names asks about the files that the task without them draws
+    documents = []
     for index in range(count):
         rng = random.Random(f"{split}/{drawn}/{length}/{seed}/{index}")
         first = index * num_questions
-        made.append(
-            make_document(
-                name, rng, length, count_tokens, stack, words, depth=depth, num_questions=num_questions, index=first
-            )
-        )
-    return made
+        request = Request(name, rng, length, count_tokens, stack, words, depth, num_questions, index=first)
+        documents.append(make_document(request))
+    return documents
 
 
-def make_samples(
-    name: str,
-    *,
-    length: int,
-    count: int,
-    seed: int,
-    count_tokens: Callable[[str], int],
-    haystack: str | None = None,
-    split: str = "eval",
-    depth: float | None = None,
-) -> list[Sample]:
-    """Make `count` samples with a single question each.
-
-    Sample i depends only on i and the arguments other than `count`.
-
-    Args:
-        haystack: see `make_documents`.
-        split: "eval" (held-out keys, values and prose) or "train".
-    """
-    documents = make_documents(
-        name,
-        length=length,
-        count=count,
-        seed=seed,
-        count_tokens=count_tokens,
-        haystack=haystack,
-        split=split,
-        depth=depth,
-    )
-    return [document.samples()[0] for document in documents]
+def make_samples(name: str, **options: Any) -> list[Sample]:
+    """Make samples with a single question each; see `make_documents` for the options."""
+    return [document.samples()[0] for document in make_documents(name, **options)]
 
 
 def haystack_for(name: str, kind: str | None, count_tokens: Callable[[str], int], split: str) -> Haystack | QaData | Library:

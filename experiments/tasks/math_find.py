@@ -7,11 +7,13 @@ later turns. There is no split, because the numbers below 100 are too few to kee
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import random
 import statistics
 
 from experiments.tasks.base import Document, Question, Request, TooShort
-from experiments.tasks.fitting import fit
+from experiments.tasks.fitting import draw_until_full, fit
 
 MATH_TOKENS = 6  # the suite's 3 tokens assume that a number is a single token
 MATH_MOST = 99  # numbers are 0 to 99
@@ -70,31 +72,28 @@ def math_find(request: Request) -> Document:
     headers = [MATH_HEADER.format(kind=kind) for kind in kinds]
     single = len(kinds) == 1
     front = headers[0] + "\n\n" if single else ""
-
-    def questions(numbers: list[int]) -> tuple[Question, ...]:
-        made = []
-        for kind, header in zip(kinds, headers, strict=True):
-            answer = special_number(kind, numbers)
-            text = MATH_QUESTION if single else "\n\n" + header + MATH_QUESTION
-            made.append(Question(text, MATH_PREFIX.format(kind=kind), (answer,), answer))
-        return tuple(made)
-
-    drafts = questions([0, 1, 2])
-    # The answers are not known yet, so in training each answer gets the room of the longest.
-    longest = count_tokens(f"{MATH_MOST}.5") + 1
-    room = longest * len(kinds) if request.training else MATH_TOKENS
-    fixed = count_tokens(front + "[]") + room + request.question_tokens(drafts)
     tokens = [count_tokens(f", {number}") for number in range(MATH_MOST + 1)]
+    # The answers are not known yet, so in training each answer gets the room of the longest.
+    drafts = [
+        Question(
+            MATH_QUESTION if single else "\n\n" + header + MATH_QUESTION,
+            MATH_PREFIX.format(kind=kind),
+            (),
+            f"{MATH_MOST}.5",
+        )
+        for kind, header in zip(kinds, headers, strict=True)
+    ]
 
-    def build(budget: int) -> Document:
-        numbers: list[int] = []
-        while budget > 0:
-            number = rng.randint(low, high)
-            budget -= tokens[number]
-            if budget >= 0:
-                numbers.append(number)
+    def build(budget: int) -> str:
+        numbers = draw_until_full(lambda: rng.randint(low, high), budget, tokens.__getitem__)
         if not numbers:
             raise TooShort(f"length {request.length} is too short: no number fits")
-        return Document("math_find", front + str(numbers), questions(numbers), MATH_TOKENS)
+        return front + str(numbers)
 
-    return fit(request, build, fixed, room)
+    document = fit(request, drafts, MATH_TOKENS, count_tokens(front + "[]"), build)
+    answers = [special_number(kind, json.loads(document.context.removeprefix(front))) for kind in kinds]
+    questions = (
+        dataclasses.replace(draft, answers=(answer,), target=answer)
+        for draft, answer in zip(drafts, answers, strict=True)
+    )
+    return dataclasses.replace(document, questions=tuple(questions))

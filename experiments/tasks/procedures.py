@@ -71,6 +71,11 @@ def steps_of(text: str) -> list[str]:
     return [line for line in lines if line and not line.startswith("```")]
 
 
+def share_of(right_steps: Callable[[str, Sequence[str]], Sequence[bool]]) -> Callable[[str, Sequence[str]], float]:
+    """Return the scorer of what ``right_steps`` tells of a prediction: the share of the steps that are right."""
+    return lambda prediction, answers: sum(right_steps(prediction, answers)) / len(answers)
+
+
 def score_steps(prediction: str, answers: Sequence[str]) -> float:
     """Compute the share of the steps that are right before the first wrong one.
 
@@ -91,12 +96,12 @@ def score_result(prediction: str, answers: Sequence[str]) -> float:
     return float(bool(written) and written[-1] == " ".join(answers[-1].split()))
 
 
-def step_document(name: str, request: Request, context: str, question: str, prefix: str, steps: Sequence[str]) -> Document:
+def step_document(request: Request, context: str, question: str, prefix: str, steps: Sequence[str]) -> Document:
     """Make the document of a procedure; there is room for more than the right steps, for a model that writes other lines."""
     target = "\n".join(steps)
     tokens = request.count_tokens(target) + 1  # end of sequence
     most = tokens + tokens // 16 + _SLACK
-    return Document(name, context, (Question(question, prefix, tuple(steps), target),), most)
+    return Document(request.task, context, (Question(question, prefix, tuple(steps), target),), most)
 
 
 def fitted(
@@ -108,27 +113,36 @@ def fitted(
     return fit_steps(request, lambda more: build(random.Random(seed), least + more - 1), most)
 
 
-def nouns_of(request: Request) -> list[str]:
-    """List the nouns of a request's words that are made of letters alone."""
-    return [noun for noun in request.words.nouns if noun.isalpha()]
+def runs(rng: random.Random, count: int, longest: int) -> list[bool]:
+    """Draw for each line of a merged list whether it comes from the first list; runs have at most ``longest`` lines."""
+    in_first = [rng.random() < 0.5]
+    while len(in_first) < count:
+        in_first += [not in_first[-1]] * rng.randint(1, longest)
+    return in_first[:count]
+
+
+def two_lists(lines: Sequence[str], in_first: Sequence[bool]) -> dict[str, str]:
+    """Divide lines into two texts, "a" and "b"."""
+    return {
+        name: "\n".join(line for line, first in zip(lines, in_first, strict=True) if first == (name == "a"))
+        for name in "ab"
+    }
+
+
+def table_row(tag: str, cells: Sequence[str]) -> str:
+    """Write a row of an HTML table; the tag is "th" or "td"."""
+    return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
 
 def merge(request: Request) -> Document:
     """Draw the entries of two logs, which share no number, to be merged; up to seven entries of a log follow each other."""
-    nouns = nouns_of(request)
 
     def build(rng: random.Random, count: int) -> Document:
         first = rng.randint(100, 199)
-        steps = [f"{number} {rng.choice(nouns)}" for number in range(first, first + count)]
-        mine = [rng.random() < 0.5]
-        while len(mine) < count:
-            mine += [not mine[-1]] * rng.randint(1, _LONGEST_RUN)
-        del mine[count:]
-        a, b = (
-            "\n".join(step for step, in_a in zip(steps, mine, strict=True) if in_a == chosen) for chosen in (True, False)
-        )
+        steps = [f"{number} {rng.choice(request.words.plain_nouns)}" for number in range(first, first + count)]
+        context = MERGE.format(**two_lists(steps, runs(rng, count, _LONGEST_RUN)))
         question = MERGE_QUESTION.format(first=first, last=first + count - 1)
-        return step_document("merge", request, MERGE.format(a=a, b=b), question, "Merged\n", steps)
+        return step_document(request, context, question, "Merged\n", steps)
 
     return fitted(request, build, least=2)
 
@@ -142,18 +156,17 @@ def table(request: Request) -> Document:
         for _ in range(count):
             name, city = words.word(rng), rng.choice(words.nouns).capitalize()
             price, colour = rng.randint(10, 999), rng.choice(COLOURS)
-            cells = (name, colour, city, rng.randint(100, 999), price)
-            rows.append("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>")
+            rows.append(table_row("td", (name, colour, city, str(rng.randint(100, 999)), str(price))))
             steps.append(f"{name}\t{city}\t{price}")
         context = TABLE.format(rows="\n".join(rows))
-        return step_document("table", request, context, TABLE_QUESTION, "TSV:\nname\tcity\tprice\n", steps)
+        return step_document(request, context, TABLE_QUESTION, "TSV:\nname\tcity\tprice\n", steps)
 
     return fitted(request, build)
 
 
 def walk(request: Request) -> Document:
     """Draw a graph with one edge from each node, to be walked; as many edges again lie off the path."""
-    nouns = nouns_of(request)
+    nouns = request.words.plain_nouns
     single = request.length <= _NOUNS_UP_TO
 
     def build(rng: random.Random, count: int) -> Document:
@@ -164,17 +177,16 @@ def walk(request: Request) -> Document:
         roads = [*steps, *(f"{name} -> {rng.choice(names)}" for name in aside)]
         rng.shuffle(roads)
         question = WALK_QUESTION.format(start=path[0], count=count)
-        return step_document("walk", request, WALK.format(roads="\n".join(roads)), question, "Roads:\n", steps)
+        return step_document(request, WALK.format(roads="\n".join(roads)), question, "Roads:\n", steps)
 
     return fitted(request, build, most=(len(nouns) - 1) // 2 if single else _MOST_STEPS)
 
 
 def ledger(request: Request) -> Document:
     """Draw bookings on four accounts; balances stay between 100 and 999."""
-    nouns = nouns_of(request)
 
     def build(rng: random.Random, count: int) -> Document:
-        names = rng.sample(nouns, 4)
+        names = rng.sample(request.words.plain_nouns, 4)
         balances = {name: rng.randint(20, 90) * 10 for name in names}
         opening = ", ".join(f"{name} {balance}" for name, balance in balances.items())
         bookings, steps = [], []
@@ -188,6 +200,6 @@ def ledger(request: Request) -> Document:
             steps.append(f"{number}. {name}: {before} {'+' if up else '-'} {amount} = {after}")
             balances[name] = after
         context = LEDGER.format(balances=opening, bookings="\n".join(bookings))
-        return step_document("ledger", request, context, LEDGER_QUESTION.format(count=count), "Lines:\n", steps)
+        return step_document(request, context, LEDGER_QUESTION.format(count=count), "Lines:\n", steps)
 
     return fitted(request, build)

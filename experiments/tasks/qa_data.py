@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Callable, Sequence
@@ -77,23 +78,20 @@ class QaData:
         kind: "squad" or "hotpotqa".
         items: the questions, in the file's order.
         count_tokens: text -> number of tokens; called once for every document that is used.
+
+    Attributes:
+        tokens: document -> number of its tokens.
     """
 
     def __init__(self, kind: str, items: Sequence[QaItem], count_tokens: Callable[[str], int]) -> None:
         if not items:
             raise ValueError(f"the {kind} file holds no question that can be answered, expected at least one")
-        self.kind = kind
         self.items = tuple(items)
         self.documents = tuple(sorted({text for item in items for text in (*item.documents, *item.related)}))
-        self._count_tokens = count_tokens
-        self._tokens: dict[str, int] = {}
-
-    def tokens(self, document: str) -> int:
-        """Count the tokens of a document with its heading, as if the heading's number had three digits."""
-        if document not in self._tokens:
-            shown = SEPARATOR + QA_DOCUMENT.format(number=100, document=document)
-            self._tokens[document] = self._count_tokens(shown)
-        return self._tokens[document]
+        # With its heading, as if the heading's number had three digits.
+        self.tokens = functools.cache(
+            lambda document: count_tokens(SEPARATOR + QA_DOCUMENT.format(number=100, document=document))
+        )
 
 
 def load_questions(kind: str, source: str | None, count_tokens: Callable[[str], int]) -> QaData:

@@ -10,12 +10,13 @@ import itertools
 import random
 
 from experiments.tasks.base import Document, Question, Request, join_answers
-from experiments.tasks.fitting import fit, insert
+from experiments.tasks.fitting import draw_until_full, fit, insert
 from experiments.tasks.haystack import NOISE
-from experiments.tasks.words import Words
+from experiments.tasks.words import Words, distinct
 
 NIAH_TOKENS = 128
 VT_TOKENS = 40
+VT_HOPS = 4
 ONE_SHOT_FROM = 1024  # tokens; longer documents begin with a solved example
 NIAH_CONTEXT = (
     "Some special magic {kind} are hidden within the following text. Make sure to memorize it. "
@@ -112,66 +113,51 @@ def niah(spec: NiahSpec, request: Request) -> Document:
     rng.shuffle(needles)
     separator = "\n" if spec.haystack == "needles" else haystack.separator
 
-    def questions(ordered: dict[str, list[str]]) -> tuple[Question, ...]:
-        made = []
-        for start in range(0, asked, spec.num_queries):
-            group = keys[start : start + spec.num_queries]
-            answers = tuple(value for key in group for value in ordered[key])
-            query = join_answers(group)
-            made.append(
-                Question(
-                    question_text.format(kind=kind, query=query),
-                    prefix_text.format(kind=kind, query=query),
-                    answers,
-                    " " + join_answers(answers) + ".",
-                )
+    def questions() -> list[Question]:
+        groups = [keys[start : start + spec.num_queries] for start in range(0, asked, spec.num_queries)]
+        answers = [tuple(value for key in group for value in values[key]) for group in groups]
+        return [
+            Question(
+                question_text.format(kind=kind, query=join_answers(group)),
+                prefix_text.format(kind=kind, query=join_answers(group)),
+                mine,
+                " " + join_answers(mine) + ".",
             )
-        return tuple(made)
+            for group, mine in zip(groups, answers, strict=True)
+        ]
 
-    drafts = questions(values)
-    room = request.answer_room(drafts, NIAH_TOKENS)
-    fixed = (
-        count_tokens(context_text.format(kind=kind, context=""))
-        + room
-        + sum(count_tokens(separator + text) for _, text in needles)
-        + request.question_tokens(drafts)
-    )
+    def cost(text: str) -> int:
+        return count_tokens(separator + text)
 
-    def distractors(tokens: int) -> list[str]:
-        made: list[str] = []
-        while tokens > 0:
-            key, value = words.distinct(spec.keys, 1, rng)[0], words.distinct(spec.values, 1, rng)[0]
-            text = NEEDLE.format(kind=spec.values, key=key, value=value)
-            tokens -= count_tokens(separator + text)
-            if tokens >= 0 and key not in values:
-                made.append(text)
-        return made
+    def distractor() -> tuple[str, str]:
+        key, value = words.distinct(spec.keys, 1, rng)[0], words.distinct(spec.values, 1, rng)[0]
+        return key, NEEDLE.format(kind=spec.values, key=key, value=value)
 
-    def build(budget: int) -> Document:
-        filler = distractors(budget) if spec.haystack == "needles" else haystack.span(rng, budget)
+    def build(budget: int) -> str:
+        if spec.haystack == "needles":
+            drawn = draw_until_full(distractor, budget, lambda one: cost(one[1]))
+            filler = [text for key, text in drawn if key not in values]
+        else:
+            filler = haystack.span(rng, budget)
         positions = _positions(rng, len(needles), len(filler))
         if request.depth is not None:
             first = next(i for i, (key, _) in enumerate(needles) if key == keys[0])
             positions[first] = round(request.depth * len(filler))
-        ordered: dict[str, list[str]] = {key: [] for key in keys}
-        for index in sorted(range(len(needles)), key=positions.__getitem__):
-            key, text = needles[index]
-            ordered[key].append(next(v for v in values[key] if text.endswith(f" {v}.")))
         body = separator.join(insert(filler, [text for _, text in needles], positions))
-        context = context_text.format(kind=kind, context=body)
-        return Document(spec.name, context, questions(ordered), NIAH_TOKENS)
+        return context_text.format(kind=kind, context=body)
 
-    return fit(request, build, fixed, room)
+    fixed = count_tokens(context_text.format(kind=kind, context="")) + sum(cost(text) for _, text in needles)
+    document = fit(request, questions(), NIAH_TOKENS, fixed, build)
+    for mine in values.values():  # the answers come in the order of the text
+        mine.sort(key=lambda value: document.context.index(f" is: {value}."))
+    return dataclasses.replace(document, questions=tuple(questions()))
 
 
-def _chain(rng: random.Random, words: Words, value: str, letters: int, hops: int = 4) -> tuple[list[str], list[str]]:
-    names: dict[str, None] = {}
-    while len(names) < hops + 1:
-        names[words.variable(rng, letters)] = None
-    listed = list(names)
-    statements = [f"VAR {listed[0]} = {value}"]
-    statements += [f"VAR {new} = VAR {old} " for old, new in itertools.pairwise(listed)]
-    return listed, statements
+def _chain(rng: random.Random, words: Words, value: str, letters: int) -> tuple[list[str], list[str]]:
+    names = distinct(lambda: words.variable(rng, letters), VT_HOPS + 1)
+    statements = [f"VAR {names[0]} = {value}"]
+    statements += [f"VAR {new} = VAR {old} " for old, new in itertools.pairwise(names)]
+    return names, statements
 
 
 def _interleave(rng: random.Random, sentences: list[str], chain: list[str]) -> list[str]:
@@ -187,22 +173,17 @@ def variable_tracking(request: Request) -> Document:
     The task takes no depth, because a chain is spread over the whole text.
     """
     rng, words, haystack, count_tokens = request.rng, request.words, request.haystack, request.count_tokens
-    chains = []
-    drawn: dict[str, None] = {}
-    while len(drawn) < request.num_questions:
-        drawn[words.number(rng, 5)] = None
-    for value in drawn:
-        names, statements = _chain(rng, words, value, letters=5)
-        chains.append((value, names, statements))
-    questions = tuple(
+    numbers = distinct(lambda: words.number(rng, 5), request.num_questions)
+    chains = [_chain(rng, words, value, letters=5) for value in numbers]
+    questions = [
         Question(
             VT_QUESTION.format(query=value),
             VT_PREFIX.format(query=value, count=len(names)),
             tuple(names),
             " ".join(names),
         )
-        for value, names, _ in chains
-    )
+        for value, (names, _) in zip(numbers, chains, strict=True)
+    ]
     head = ""
     if request.length >= ONE_SHOT_FROM:
         value = words.number(rng, 5)
@@ -210,19 +191,13 @@ def variable_tracking(request: Request) -> Document:
         body = "\n".join(_interleave(rng, [NOISE] * 5, statements)).replace(". \n", ".\n")
         head = VT_CONTEXT.format(context=body) + VT_QUESTION.format(query=value)
         head += VT_PREFIX.format(query=value, count=len(names)) + " ".join(names) + "\n\n"
-    room = request.answer_room(questions, VT_TOKENS)
-    fixed = (
-        count_tokens(head + VT_CONTEXT.format(context=""))
-        + room
-        + sum(count_tokens("\n" + text) for _, _, statements in chains for text in statements)
-        + request.question_tokens(questions)
-    )
 
-    def build(budget: int) -> Document:
+    def build(budget: int) -> str:
         sentences = haystack.span(rng, budget)
-        for _, _, statements in chains:
+        for _, statements in chains:
             sentences = _interleave(rng, sentences, statements)
-        body = haystack.separator.join(sentences).replace(". \n", ".\n")
-        return Document("vt", head + VT_CONTEXT.format(context=body), questions, VT_TOKENS)
+        return head + VT_CONTEXT.format(context=haystack.separator.join(sentences).replace(". \n", ".\n"))
 
-    return fit(request, build, fixed, room)
+    fixed = count_tokens(head + VT_CONTEXT.format(context=""))
+    fixed += sum(count_tokens("\n" + text) for _, statements in chains for text in statements)
+    return fit(request, questions, VT_TOKENS, fixed, build)

@@ -25,32 +25,28 @@ QA_QUESTION = "\n\n" + QA_INSTRUCTION + "\n\nQuestion: {query}"
 QA_PREFIX = " Answer:"
 
 
-def qa(name: str, request: Request) -> Document:
+def qa(request: Request) -> Document:
     """Build a question-answering document; several questions are successive questions of the file.
-
-    Args:
-        name: "qa_1" or "qa_2".
 
     Raises:
         ValueError: the file has fewer questions than requested, or the length is too short for their documents.
     """
-    rng, data, count_tokens = request.rng, request.haystack, request.count_tokens
+    rng, data = request.rng, request.haystack
     if request.num_questions > len(data.items):
-        raise ValueError(f"{name}: the file has {len(data.items)} questions, got num_questions {request.num_questions}")
+        raise ValueError(
+            f"{request.task}: the file has {len(data.items)} questions, got num_questions {request.num_questions}"
+        )
     first = rng.randrange(len(data.items)) if request.index is None else request.index
     items = [data.items[(first + more) % len(data.items)] for more in range(request.num_questions)]
-    questions = tuple(
+    questions = [
         Question(QA_QUESTION.format(query=item.query), QA_PREFIX, item.answers, " " + item.answers[0]) for item in items
-    )
+    ]
     gold = list(dict.fromkeys(text for item in items for text in item.documents))
     related = list(dict.fromkeys(text for item in items for text in item.related if text not in gold))
     taken = {*gold, *related}
     others = [text for text in data.documents if text not in taken]
-    room = request.answer_room(questions, QA_TOKENS)
-    fixed = count_tokens(QA_CONTEXT.format(context="")) + room + request.question_tokens(questions)
-    fixed += sum(data.tokens(text) for text in gold)
 
-    def build(budget: int) -> Document:
+    def build(budget: int) -> str:
         padding = rng.sample(related, len(related)) + rng.sample(others, len(others))
         chosen = []
         for text in itertools.cycle(padding):
@@ -64,6 +60,7 @@ def qa(name: str, request: Request) -> Document:
             merged.remove(gold[0])
             merged.insert(round(request.depth * len(merged)), gold[0])
         shown = (QA_DOCUMENT.format(number=number, document=text) for number, text in enumerate(merged, start=1))
-        return Document(name, QA_CONTEXT.format(context=SEPARATOR.join(shown)), questions, QA_TOKENS)
+        return QA_CONTEXT.format(context=SEPARATOR.join(shown))
 
-    return fit(request, build, fixed, room)
+    fixed = request.count_tokens(QA_CONTEXT.format(context="")) + sum(map(data.tokens, gold))
+    return fit(request, questions, QA_TOKENS, fixed, build)

@@ -15,7 +15,7 @@ import random
 from experiments.tasks.base import Document, Question, Request, TooShort, join_answers
 from experiments.tasks.fitting import fit
 from experiments.tasks.ruler import ONE_SHOT_FROM
-from experiments.tasks.words import every_word
+from experiments.tasks.words import distinct, every_word
 
 CWE_TOKENS = 120
 CWE_COMMON = 10  # common words
@@ -74,7 +74,6 @@ def common_words(request: Request) -> Document:
     order = rng.sample(known, len(known))
     common, others = order[:CWE_COMMON], order[CWE_COMMON:]
     question = Question(CWE_QUESTION, CWE_PREFIX, tuple(common), " " + _numbered(common))
-    room = request.answer_room([question], CWE_TOKENS)
     # Numbers with the same number of digits are counted alike; `fit` counts the whole prompt once more.
     number_tokens = [count_tokens(f" {10**digits - 1}.") for digits in range(7)]
 
@@ -83,10 +82,7 @@ def common_words(request: Request) -> Document:
         numbers = sum(number_tokens[len(str(before + entry))] for entry in range(1, times + 1))
         return times * count_tokens(" " + word) + numbers
 
-    fixed = count_tokens(head + CWE_CONTEXT.format(context="")) + room + request.question_tokens([question])
-    fixed += sum(entry_tokens(word, repeats[0] * index, repeats[0]) for index, word in enumerate(common))
-
-    def build(budget: int) -> Document:
+    def build(budget: int) -> str:
         taken: list[str] = []
         for word in others:
             budget -= entry_tokens(word, repeats[0] * CWE_COMMON + repeats[1] * len(taken), repeats[1])
@@ -97,10 +93,11 @@ def common_words(request: Request) -> Document:
             raise ValueError(
                 f"length {request.length} is more than the {len(known)} words that cwe draws from can fill"
             )
-        body = _word_list(rng, common, taken, repeats)
-        return Document("cwe", head + CWE_CONTEXT.format(context=body), (question,), CWE_TOKENS)
+        return head + CWE_CONTEXT.format(context=_word_list(rng, common, taken, repeats))
 
-    return fit(request, build, fixed, room)
+    fixed = count_tokens(head + CWE_CONTEXT.format(context=""))
+    fixed += sum(entry_tokens(word, repeats[0] * index, repeats[0]) for index, word in enumerate(common))
+    return fit(request, [question], CWE_TOKENS, fixed, build)
 
 
 def zeta_counts(total: int, size: int) -> list[int]:
@@ -111,20 +108,16 @@ def zeta_counts(total: int, size: int) -> list[int]:
 def frequent_words(request: Request) -> Document:
     """Build a fwe document of coded words under a Zeta law; its single question asks for ranks 2 to 4."""
     rng, words, count_tokens = request.rng, request.words, request.count_tokens
-    coded: dict[str, None] = {}
-    while len(coded) < max(5, (request.length - FWE_TOKENS) // FWE_VOCABULARY):
-        coded[words.letters(rng, FWE_LETTERS)] = None
-    vocabulary = [FWE_DOTS, *list(coded)[1:]]
+    count = max(5, (request.length - FWE_TOKENS) // FWE_VOCABULARY)
+    vocabulary = [FWE_DOTS, *distinct(lambda: words.letters(rng, FWE_LETTERS), count)[1:]]
     tokens = [count_tokens(" " + word) for word in vocabulary]
     answers = tuple(vocabulary[1:4])
     question = Question(FWE_QUESTION, FWE_PREFIX, answers, " " + join_answers(answers) + ".")
-    room = request.answer_room([question], FWE_TOKENS)
-    fixed = count_tokens(FWE_CONTEXT.format(context="")) + room + request.question_tokens([question])
 
     def size(total: int) -> int:
         return sum(count * cost for count, cost in zip(zeta_counts(total, len(vocabulary)), tokens, strict=True))
 
-    def build(budget: int) -> Document:
+    def build(budget: int) -> str:
         low, high = 0, 2 * budget + 1  # words; the law rounds down, so the text has fewer than `total` words
         while high - low > 1:
             middle = (low + high) // 2
@@ -136,6 +129,6 @@ def frequent_words(request: Request) -> Document:
             )
         body = list(itertools.chain(*([word] * count for word, count in zip(vocabulary, counts, strict=True))))
         rng.shuffle(body)
-        return Document("fwe", FWE_CONTEXT.format(context=" ".join(body)), (question,), FWE_TOKENS)
+        return FWE_CONTEXT.format(context=" ".join(body))
 
-    return fit(request, build, fixed, room)
+    return fit(request, [question], FWE_TOKENS, count_tokens(FWE_CONTEXT.format(context="")), build)

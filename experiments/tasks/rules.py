@@ -80,7 +80,7 @@ def kept(prediction: str, rule: str) -> bool:
         field, value = text.split(": ")
         # A list mark or bold letters before the field do not matter.
         form = re.compile(rf"[\W\d]*{re.escape(field)}\W*:(.*)")
-        return any(found is not None and _has(found.group(1), value) for found in map(form.match, lines))
+        return any(line is not None and _has(line.group(1), value) for line in map(form.match, lines))
     if kind == "holds":
         return text in prediction
     if kind == "lacks":
@@ -115,37 +115,36 @@ def rules(count: int, request: Request) -> Document:
         count: number of rules, at least 3.
     """
     rng, words = request.rng, request.words
-    nouns = [noun for noun in words.nouns if noun.isalpha()]
-    drawn = rng.sample(nouns, count)
+    drawn = rng.sample(words.plain_nouns, count)
     number = words.number(rng, 4)
     first, last = f"NOTE {rng.randint(100, 999)}", f"End of note, {rng.choice(_DAYS)}"
-    made: list[tuple[str, str]] = [
+    orders: list[tuple[str, str]] = [
         (f"Begin the note with the line: {first}", f"first: {first}"),
         (f"End the note with the line: {last}", f"last: {last}"),
     ]
     avoided = rng.sample(sorted(_AVOIDED), count // 5)
-    made += [(f"Do not use {_AVOIDED[mark]}.", f"lacks: {mark}") for mark in avoided]
+    orders += [(f"Do not use {_AVOIDED[mark]}.", f"lacks: {mark}") for mark in avoided]
     fields = rng.sample(_FIELDS, len(_FIELDS))
     lines: list[str] = []
-    while len(made) < count:
-        noun = drawn[len(made)]
-        if len(made) % 4 == 3:
-            told, text = rng.choice(
+    while len(orders) < count:
+        noun = drawn[len(orders)]
+        if len(orders) % 4 == 3:
+            order, text = rng.choice(
                 (
                     (f"Write the word {noun.upper()} in capital letters.", noun.upper()),
                     (f"Write the word [{noun}] in square brackets.", f"[{noun}]"),
                     (f'Write the word "{noun}" in double quotes.', f'"{noun}"'),
                 )
             )
-            made.append((told, f"holds: {text}"))
+            orders.append((order, f"holds: {text}"))
             lines.append(text)
             continue
         field = fields.pop()
-        made.append((f"Write a line that begins with {field}: and names {noun}.", f"line: {field}: {noun}"))
+        orders.append((f"Write a line that begins with {field}: and names {noun}.", f"line: {field}: {noun}"))
         lines.append(f"{field}: {noun}")
-    rng.shuffle(made)
+    rng.shuffle(orders)
     target = "\n".join([first, *lines, last])
-    return _document(f"rules_{count}", request, made, number, target, (SYSTEM, QUESTION, PREFIX))
+    return _document(request, orders, number, target, (SYSTEM, QUESTION, PREFIX))
 
 
 def easy_rules(count: int, request: Request) -> Document:
@@ -155,7 +154,7 @@ def easy_rules(count: int, request: Request) -> Document:
         count: number of rules, at least 5.
     """
     rng = request.rng
-    nouns = [noun for noun in request.words.nouns if noun.isalpha()]
+    nouns = request.words.plain_nouns
     avoided = rng.sample(sorted(_AVOIDED), count // 5)
     pairs = zip(rng.sample(_FIELDS, count - 3 - len(avoided)), rng.sample(nouns, count - 3 - len(avoided)), strict=True)
     inner = [
@@ -164,35 +163,28 @@ def easy_rules(count: int, request: Request) -> Document:
     inner += [(f"Do not use {_AVOIDED[mark]}.", f"lacks: {mark}") for mark in avoided]
     rng.shuffle(inner)
     first, last = f"NOTE {rng.randint(100, 999)}", f"End of note, {rng.choice(_DAYS)}"
-    made = [(f"Begin with the line: {first}", f"first: {first}"), *inner, (f"End with the line: {last}", f"last: {last}")]
+    orders = [(f"Begin with the line: {first}", f"first: {first}"), *inner, (f"End with the line: {last}", f"last: {last}")]
     number = request.words.number(rng, 4)
-    target = "\n".join(rule.partition(": ")[2] for _, rule in made if not rule.startswith("lacks"))
-    return _document(f"easy_rules_{count}", request, made, number, target, (EASY_SYSTEM, EASY_QUESTION, EASY_PREFIX))
+    target = "\n".join(rule.partition(": ")[2] for _, rule in orders if not rule.startswith("lacks"))
+    return _document(request, orders, number, target, (EASY_SYSTEM, EASY_QUESTION, EASY_PREFIX))
 
 
 def _document(
-    task: str,
-    request: Request,
-    made: Sequence[tuple[str, str]],
-    secret: str,
-    target: str,
-    texts: tuple[str, str, str],
+    request: Request, orders: Sequence[tuple[str, str]], secret: str, target: str, texts: tuple[str, str, str]
 ) -> Document:
     """Write a document: rules (as told, as checked) in the system turn, text until the length is filled, and the question.
 
     ``texts`` are the forms of the system turn and of the question, and the prefix of the answer.
     """
-    rng, count_tokens, count = request.rng, request.count_tokens, len(made)
-    listed = "\n".join(f"{at}. {told}" for at, (told, _) in enumerate(made, 1))
+    count_tokens, count = request.count_tokens, len(orders)
+    listed = "\n".join(f"{at}. {order}" for at, (order, _) in enumerate(orders, 1))
     system = texts[0].format(count=count, rules=listed, secret=secret)
-    references = (*(rule for _, rule in made), f"{SECRET}: {secret}")
+    references = (*(rule for _, rule in orders), f"{SECRET}: {secret}")
     question = Question(texts[1].format(count=count), texts[2], references, target)
     most = min(2 * count_tokens(target) + 64, most_tokens(count))
-    room = request.answer_room([question], most)
-    fixed = room + request.question_tokens([question]) + count_tokens(system + "\n\n" + CONTEXT.format(context=""))
 
-    def build(budget: int) -> Document:
-        body = request.haystack.separator.join(request.haystack.span(rng, budget))
-        return Document(task, CONTEXT.format(context=body), (question,), most, system)
+    def build(budget: int) -> str:
+        return CONTEXT.format(context=request.haystack.separator.join(request.haystack.span(request.rng, budget)))
 
-    return fit(request, build, fixed, room)
+    fixed = count_tokens(system + "\n\n" + CONTEXT.format(context=""))
+    return fit(request, [question], most, fixed, build, system)

@@ -28,20 +28,20 @@ def _cleaned(text: str) -> str:
 
 def score_first_integer(prediction: str, answers: Sequence[str]) -> float:
     """Score InfiniteBench's passkey and number string: 1.0 if the first run of digits equals the reference, else 0.0."""
-    found = re.search(r"[0-9]+", prediction)
-    return float(found is not None and found.group() == answers[0])
+    match = re.search(r"[0-9]+", prediction)
+    return float(match is not None and match.group() == answers[0])
 
 
 def score_first_number(prediction: str, answers: Sequence[str]) -> float:
     """Score InfiniteBench's math_find: 1.0 if the first number, with or without decimals, equals the reference, else 0.0."""
-    found = re.search(r"\d+\.\d+|\d+", prediction)
-    return float(found is not None and float(found.group()) == float(answers[0]))
+    match = re.search(r"\d+\.\d+|\d+", prediction)
+    return float(match is not None and float(match.group()) == float(answers[0]))
 
 
 def score_first_word(prediction: str, answers: Sequence[str]) -> float:
     """Score a classification: 1.0 if the first word is the label, case-insensitive, else 0.0."""
-    found = re.search(r"\w+", prediction)
-    return float(found is not None and found.group().lower() == answers[0].lower())
+    match = re.search(r"\w+", prediction)
+    return float(match is not None and match.group().lower() == answers[0].lower())
 
 
 def score_value_among_words(prediction: str, answers: Sequence[str]) -> float:

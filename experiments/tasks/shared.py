@@ -11,10 +11,11 @@ scorers are SCBench's. Its kv, vt and math_find are the other suites' tasks of t
 from __future__ import annotations
 
 import math
-import random
+import string
 
 from experiments.tasks.base import Document, Question, Request
-from experiments.tasks.fitting import fit
+from experiments.tasks.fitting import draw_until_full, fit, mix
+from experiments.tasks.words import distinct
 
 PREFIX_SUFFIX_TOKENS = 40
 AFFIX = 4  # letters of a prefix or suffix
@@ -44,69 +45,49 @@ def prefix_suffix(request: Request) -> Document:
     rng, words, count_tokens = request.rng, request.words, request.count_tokens
     # A line is more than 4 tokens, so there are more pairs than lines.
     pool = math.isqrt(request.length // 4) + 2 + request.num_questions
-    prefixes, suffixes = (_distinct_letters(rng, pool) for _ in range(2))
+    # The affixes belong to no split, because the middles of the strings do.
+    affixes = (distinct(lambda: "".join(rng.choices(string.ascii_lowercase, k=AFFIX)), pool) for _ in range(2))
+    prefixes, suffixes = affixes
     used: set[tuple[str, str]] = set()
 
-    def string() -> tuple[str, str, str]:
+    def draw() -> tuple[str, str, str]:
         while True:
             pair = rng.choice(prefixes), rng.choice(suffixes)
             if pair not in used:
                 used.add(pair)
                 return pair[0], words.letters(rng, rng.randint(*MIDDLE)), pair[1]
 
-    asked = [string() for _ in range(request.num_questions)]
-    questions = tuple(
-        Question(
-            STRING_QUESTION.format(prefix=parts[0], suffix=parts[2]),
-            STRING_PREFIX,
-            ("".join(parts),),
-            " " + "".join(parts),
-        )
-        for parts in asked
-    )
-    room = request.answer_room(questions, PREFIX_SUFFIX_TOKENS)
-    fixed = count_tokens(STRING_CONTEXT.format(context="")) + room + request.question_tokens(questions)
-    fixed += sum(count_tokens("\n" + "".join(parts)) for parts in asked)
+    asked = [draw() for _ in range(request.num_questions)]
+    texts = ["".join(parts) for parts in asked]
+    questions = [
+        Question(STRING_QUESTION.format(prefix=prefix, suffix=suffix), STRING_PREFIX, (text,), f" {text}")
+        for (prefix, _, suffix), text in zip(asked, texts, strict=True)
+    ]
 
-    def build(budget: int) -> Document:
+    def cost(line: str) -> int:
+        return count_tokens("\n" + line)
+
+    def build(budget: int) -> str:
         used.clear()
-        used.update((parts[0], parts[2]) for parts in asked)
-        lines: list[str] = []
-        while budget > 0:
-            text = "".join(string())
-            budget -= count_tokens("\n" + text)
-            if budget >= 0:
-                lines.append(text)
-        others = len(lines)
-        for index, parts in enumerate(asked):
-            chosen = request.depth is not None and index == 0
-            position = round(request.depth * others) if chosen else rng.randrange(len(lines) + 1)
-            lines.insert(position, "".join(parts))
-        return Document(
-            "prefix_suffix", STRING_CONTEXT.format(context="\n".join(lines)), questions, PREFIX_SUFFIX_TOKENS
-        )
+        used.update((prefix, suffix) for prefix, _, suffix in asked)
+        others = draw_until_full(lambda: "".join(draw()), budget, cost)
+        return STRING_CONTEXT.format(context="\n".join(mix(request, others, texts)))
 
-    return fit(request, build, fixed, room)
-
-
-def _distinct_letters(rng: random.Random, count: int) -> list[str]:
-    """Draw different prefixes or suffixes; they belong to no split, because the middles of the strings do."""
-    drawn: dict[str, None] = {}
-    while len(drawn) < count:
-        drawn["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=AFFIX))] = None
-    return list(drawn)
+    fixed = count_tokens(STRING_CONTEXT.format(context="")) + sum(map(cost, texts))
+    return fit(request, questions, PREFIX_SUFFIX_TOKENS, fixed, build)
 
 
 def many_shot(request: Request) -> Document:
     """Build a list of numbers labelled by two hidden thresholds, and ask for labels of other numbers."""
     rng, words, count_tokens = request.rng, request.words, request.count_tokens
     thresholds = [rng.randint(*span) for span in THRESHOLDS]
-    names: dict[str, None] = {}
-    while len(names) < len(thresholds) + 1:
-        noun = rng.choice(words.nouns)
-        if noun.isalpha():  # the scorer reads a single word
-            names[noun] = None
-    labels = list(names)
+
+    def word() -> str:
+        while not (noun := rng.choice(words.nouns)).isalpha():  # the scorer reads a single word
+            pass
+        return noun
+
+    labels = distinct(word, len(thresholds) + 1)
 
     def label(number: int) -> str:
         return labels[sum(number > threshold for threshold in thresholds)]
@@ -121,27 +102,22 @@ def many_shot(request: Request) -> Document:
         asked[number] = None
         needed += near
     needed = [number for number in dict.fromkeys(needed) if number not in asked]
-    questions = tuple(
+    questions = [
         Question(SHOT_QUESTION.format(number=number), SHOT_PREFIX, (label(number),), " " + label(number))
         for number in asked
-    )
+    ]
 
     def shot(number: int) -> str:
         return SHOT.format(number=number, label=label(number))
 
-    room = request.answer_room(questions, MANY_SHOT_TOKENS)
-    fixed = count_tokens(SHOT_CONTEXT.format(context="")) + room + request.question_tokens(questions)
-    fixed += sum(count_tokens("\n\n" + shot(number)) for number in needed)
+    def cost(number: int) -> int:
+        return count_tokens("\n\n" + shot(number))
 
-    def build(budget: int) -> Document:
-        shots = list(needed)
-        while budget > 0:
-            number = rng.randint(*NUMBERS)
-            budget -= count_tokens("\n\n" + shot(number))
-            if budget >= 0 and number not in asked:
-                shots.append(number)
+    def build(budget: int) -> str:
+        drawn = draw_until_full(lambda: rng.randint(*NUMBERS), budget, cost)
+        shots = [*needed, *(number for number in drawn if number not in asked)]
         rng.shuffle(shots)
-        context = SHOT_CONTEXT.format(context="\n\n".join(shot(number) for number in shots))
-        return Document("many_shot", context, questions, MANY_SHOT_TOKENS)
+        return SHOT_CONTEXT.format(context="\n\n".join(map(shot, shots)))
 
-    return fit(request, build, fixed, room)
+    fixed = count_tokens(SHOT_CONTEXT.format(context="")) + sum(map(cost, needed))
+    return fit(request, questions, MANY_SHOT_TOKENS, fixed, build)

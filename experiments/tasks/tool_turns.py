@@ -61,12 +61,12 @@ def transcript(rng: random.Random, functions: int, mark: str = "reviewed") -> Tr
         if not order:
             raise ValueError(f"functions must be at most {len(drawn)}, which the files define, got {functions}")
         file = order.pop()
-        found = [
+        places = [
             at
             for at, line in enumerate(file.lines)
             if (name := _DEFINED.match(line)) and file.text.count(f"def {name.group(1)}(") == 1
         ]
-        drawn += [(file, at) for at in rng.sample(found, min(len(found), 3))]
+        drawn += [(file, at) for at in rng.sample(places, min(len(places), 3))]
     del drawn[functions:]
     rng.shuffle(drawn)
     lines = {file.path: list(file.lines) for file, _ in drawn}
@@ -76,16 +76,16 @@ def transcript(rng: random.Random, functions: int, mark: str = "reviewed") -> Tr
 
 
 def _name(line: str) -> str:
-    found = _DEFINED.match(line)
-    assert found is not None
-    return found.group(1)
+    definition = _DEFINED.match(line)
+    assert definition is not None
+    return definition.group(1)
 
 
 def _turns(path: str, lines: list[str], at: int, mark: str) -> Iterator[Turn]:
     """Yield the four turns of a function, and edit its line."""
     name, last = _name(lines[at]), min(at + _SHOWN, len(lines) - 1)
-    found = [f"{number}:{line}" for number, line in enumerate(lines, 1) if f"def {name}(" in line]
-    yield Turn(f'grep -n "def {name}(" {path}', _shown(found))
+    hits = [f"{number}:{line}" for number, line in enumerate(lines, 1) if f"def {name}(" in line]
+    yield Turn(f'grep -n "def {name}(" {path}', _shown(hits))
     yield Turn(f"sed -n '{at + 1},{last + 1}p' {path}", _shown(lines[at : last + 1]))
     lines[at] += f"  # {mark}"
     yield Turn(f"sed -i '{at + 1}s/$/  # {mark}/' {path}", NO_OUTPUT)

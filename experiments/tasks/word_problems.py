@@ -119,32 +119,23 @@ def answers_of(text: str) -> dict[int, str]:
     """Find the number behind ``Answer:`` of each problem in an answer; the first solution of a problem counts."""
     heads = list(_HEAD.finditer(text))
     ends = [*(head.start() for head in heads), len(text)][1:]
-    found: dict[int, str] = {}
+    numbers_of: dict[int, str] = {}
     for head, end in zip(heads, ends, strict=True):
         numbers = _ANSWER.findall(text[head.end() : end])
         if numbers:
-            found.setdefault(int(head.group(1)), numbers[-1].replace(",", ""))
-    return found
-
-
-def score_problems(prediction: str, answers: Sequence[str]) -> float:
-    """Compute the share of the problems whose answer is right."""
-    return sum(right_problems(prediction, answers)) / len(answers)
+            numbers_of.setdefault(int(head.group(1)), numbers[-1].replace(",", ""))
+    return numbers_of
 
 
 def right_problems(prediction: str, answers: Sequence[str]) -> list[bool]:
-    """Tell for each problem whether its answer is right; see `score_problems`."""
-    found = answers_of(prediction)
-    return [_equal(found.get(number), answer) for number, answer in enumerate(answers, 1)]
+    """Tell for each problem whether its answer is right."""
+    numbers = answers_of(prediction)
+    return [at in numbers and float(numbers[at]) == float(answer) for at, answer in enumerate(answers, 1)]
 
 
 def score_answered(prediction: str, answers: Sequence[str]) -> float:
     """Compute the share of the problems that have an answer, right or wrong."""
     return len(answers_of(prediction).keys() & set(range(1, len(answers) + 1))) / len(answers)
-
-
-def _equal(written: str | None, answer: str) -> bool:
-    return written is not None and float(written) == float(answer)
 
 
 def word_problems(request: Request, single: bool = False) -> Document:
@@ -155,7 +146,6 @@ def word_problems(request: Request, single: bool = False) -> Document:
     """
     seed = request.rng.getrandbits(64)
     templates, sheet = (_SINGLE, SINGLE_SHEET) if single else (_TEMPLATES, SHEET)
-    name = "word_problems_1" if single else "word_problems"
 
     def build(count: int) -> Document:
         rng = random.Random(seed)
@@ -169,6 +159,6 @@ def word_problems(request: Request, single: bool = False) -> Document:
         target = "\n".join(lines)
         asked = Question(SHEET_QUESTION.format(count=count), SHEET_PREFIX, tuple(answers), target)
         most = int(_SLACK * request.count_tokens(target)) + 64
-        return Document(name, sheet.format(problems="\n".join(problems)), (asked,), most)
+        return Document(request.task, sheet.format(problems="\n".join(problems)), (asked,), most)
 
     return fit_steps(request, build, max(min(request.length // 50, _MOST_PROBLEMS), 1))

@@ -7,6 +7,8 @@ import importlib.util
 import pathlib
 import random
 import string
+import uuid
+from collections.abc import Callable
 
 from experiments.tasks.splits import check_split, held_out
 
@@ -44,10 +46,14 @@ class Words:
 
     def __init__(self, split: str) -> None:
         check_split(split)
-        self.split = split
         self._held_out = split == "eval"
         self.adjectives = tuple(w for w in _word_list("adjective") if held_out(w) == self._held_out)
         self.nouns = tuple(w for w in _word_list("noun") if held_out(w) == self._held_out)
+
+    @functools.cached_property
+    def plain_nouns(self) -> list[str]:
+        """The nouns that are made of letters alone."""
+        return [noun for noun in self.nouns if noun.isalpha()]
 
     def word(self, rng: random.Random) -> str:
         """Draw an `adjective-noun` key (RULER's needle words)."""
@@ -55,53 +61,41 @@ class Words:
 
     def number(self, rng: random.Random, digits: int = 7) -> str:
         """Draw a decimal number of exactly `digits` digits without leading zero (RULER: 7)."""
-        while True:
-            text = str(rng.randrange(10 ** (digits - 1), 10**digits))
-            if held_out(text) == self._held_out:
-                return text
+        return self._of_split(lambda: str(rng.randrange(10 ** (digits - 1), 10**digits)))
 
     def digit_string(self, rng: random.Random, digits: int) -> str:
         """Draw a string of `digits` independent digits (InfiniteBench passkey: 5)."""
-        while True:
-            text = f"{rng.randrange(10**digits):0{digits}d}"
-            if held_out(text) == self._held_out:
-                return text
+        return self._of_split(lambda: f"{rng.randrange(10**digits):0{digits}d}")
 
     def repeated_digit_string(self, rng: random.Random) -> str:
         """Draw ten digits as InfiniteBench's number_string does: five digits, and five times a digit doubled in place."""
-        while True:
+
+        def draw() -> str:
             keys = [str(rng.randint(0, 9)) for _ in range(5)]
             for k in range(5):
                 position = rng.randint(0, 5 + k - 1)
                 keys.insert(position, keys[position])
-            text = "".join(keys)
-            if held_out(text) == self._held_out:
-                return text
+            return "".join(keys)
+
+        return self._of_split(draw)
 
     def uuid(self, rng: random.Random) -> str:
         """Draw a random version-4 uuid in its usual 36-character form."""
-        while True:
-            bits = rng.getrandbits(128)
-            bits = bits & ~(0xF << 76) | 4 << 76
-            bits = bits & ~(0x3 << 62) | 2 << 62
-            h = f"{bits:032x}"
-            text = f"{h[:8]}-{h[8:12]}-{h[12:16]}-{h[16:20]}-{h[20:]}"
-            if held_out(text) == self._held_out:
-                return text
+        return self._of_split(lambda: str(uuid.UUID(int=rng.getrandbits(128), version=4)))
 
     def variable(self, rng: random.Random, letters: int = 5) -> str:
         """Draw a variable name of capital letters (RULER vt: 5 letters; its one-shot example: 3 letters)."""
-        while True:
-            text = "".join(rng.choices(string.ascii_uppercase, k=letters))
-            if held_out(text) == self._held_out:
-                return text
+        return self._of_split(lambda: "".join(rng.choices(string.ascii_uppercase, k=letters)))
 
     def letters(self, rng: random.Random, count: int) -> str:
         """Draw a string of `count` small letters (RULER fwe: 6)."""
-        while True:
-            text = "".join(rng.choices(string.ascii_lowercase, k=count))
-            if held_out(text) == self._held_out:
-                return text
+        return self._of_split(lambda: "".join(rng.choices(string.ascii_lowercase, k=count)))
+
+    def _of_split(self, draw: Callable[[], str]) -> str:
+        """Draw until the text belongs to this split."""
+        while held_out(text := draw()) != self._held_out:
+            pass
+        return text
 
     def distinct(self, kind: str, count: int, rng: random.Random) -> list[str]:
         """Draw `count` different strings of one kind.
@@ -112,7 +106,12 @@ class Words:
         draws = {"words": self.word, "numbers": self.number, "uuids": self.uuid}
         if kind not in draws:
             raise ValueError(f"unknown kind of needle {kind!r}, expected one of {tuple(draws)}")
-        seen: dict[str, None] = {}
-        while len(seen) < count:
-            seen[draws[kind](rng)] = None
-        return list(seen)
+        return distinct(lambda: draws[kind](rng), count)
+
+
+def distinct[Drawn](draw: Callable[[], Drawn], count: int) -> list[Drawn]:
+    """Draw until there are ``count`` different values; return them in the order in which they came."""
+    seen: dict[Drawn, None] = {}
+    while len(seen) < count:
+        seen[draw()] = None
+    return list(seen)

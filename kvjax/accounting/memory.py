@@ -228,7 +228,7 @@ def offload_share(
     method = resolve(method, prompt_slots)
     name = type(method).__name__
     if method.offloaded(True) is None:
-        known = ", ".join(cls.__name__ for cls in classes().values() if cls.offloadable)
+        known = ", ".join(cls.__name__ for cls in classes().values() if "offload" in cls.__dataclass_fields__)
         raise ValueError(
             f"offload_share: expected a method with a field offload, or a wrapper around one, got {name}; these have the "
             f"field: {known}"

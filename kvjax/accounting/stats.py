@@ -19,7 +19,7 @@ from kvjax.decoding.layers import layer_methods
 from kvjax.decoding.recurrent import row_bytes as state_bytes
 from kvjax.protocol.describe import count_rows, describe_numbers, megabytes
 from kvjax.protocol.method import num_bytes
-from kvjax.protocol.typing import layer_recurrence, layer_windows, pytree, static, values_are_keys
+from kvjax.protocol.typing import layer_recurrence, layer_windows, pytree, static, traced, values_are_keys
 from pallas_kernels import axes
 
 _ROUNDING = 1e-4  # relative error of sums in float32
@@ -33,17 +33,21 @@ class Stats:
     `bus_bytes` come from host memory.
     """
 
-    length: Array  # int32 [B], tokens seen
-    attended: Array  # float32 [B], tokens that a step attends to, mean over layers with attention and KV heads
-    kv_bytes: Array  # float32 [B], bytes of keys, values and the state of recurrent layers that a step reads, all layers
-    metadata_bytes: Array  # float32 [B], bytes of the method's metadata that a step reads, all layers
-    bus_bytes: Array  # float32 [B], at least so many of `kv_bytes` cross the bus from host memory
-    visible: Array  # float32 [B], tokens that a step of `Full` attends to, like `attended`; `length` if there are no windows
-    full_bytes_read: Array  # float32 [B], bytes that `Full` would read in a cache of this kv_dtype
-    counters: dict[str, Array]  # the method's own statistics, float32 [B] each, mean over the layers that have them
-    resident_bytes: int = static()  # allocated by the cache, all rows and layers, free room included
-    host_bytes: int = static(default=0)  # the part of `resident_bytes` in pinned host memory
-    weight_bytes: int = static(default=0)  # bytes of parameters that a step reads; 0 if no parameters were given
+    length: Array = traced("int32 [B], tokens seen")
+    attended: Array = traced("float32 [B], tokens that a step attends to, mean over layers with attention and KV heads")
+    kv_bytes: Array = traced(
+        "float32 [B], bytes of keys, values and the state of recurrent layers that a step reads, all layers"
+    )
+    metadata_bytes: Array = traced("float32 [B], bytes of the method's metadata that a step reads, all layers")
+    bus_bytes: Array = traced("float32 [B], at least so many of `kv_bytes` cross the bus from host memory")
+    visible: Array = traced(
+        "float32 [B], tokens that a step of `Full` attends to, like `attended`; `length` if there are no windows"
+    )
+    full_bytes_read: Array = traced("float32 [B], bytes that `Full` would read in a cache of this kv_dtype")
+    counters: dict[str, Array] = traced("the method's own statistics, float32 [B] each, mean over the layers that have them")
+    resident_bytes: int = static("allocated by the cache, all rows and layers, free room included")
+    host_bytes: int = static("the part of `resident_bytes` in pinned host memory", default=0)
+    weight_bytes: int = static("bytes of parameters that a step reads; 0 if no parameters were given", default=0)
 
     def __repr__(self) -> str:
         return (

@@ -18,7 +18,7 @@ from kvjax.api.prefill import prefill
 from kvjax.protocol.fields import positive_int, shown
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model
-from kvjax.registry import find, make
+from kvjax.registry import make
 
 _MULTIPLE = 32  # questions are padded to a multiple of this many tokens, so that similar questions share a program
 
@@ -39,7 +39,7 @@ class Speaker(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """Has ``decode(ids)``; a method with `Method.needs_tokenizer` also takes its vocabulary."""
+        """Has ``decode(ids)``; a method with `Method.tokenizer_knobs` also takes its vocabulary."""
         ...
 
     def encode(
@@ -143,7 +143,7 @@ def answer(
     if not isinstance(speaker, Speaker):
         raise ValueError(f"model must be what kvjax.models.load returns, or a name of a model, got {shown(model)}")
     config, tokenizer = speaker.config, speaker.tokenizer
-    if isinstance(method, str) and find(method).needs_tokenizer:
+    if isinstance(method, str):
         method = make(method, tokenizer, config.vocab_size)
     about = {"template": template, "system": system, "variables": variables}
     pairs = [speaker.encode(context, question, **about) for question in asked]

@@ -13,7 +13,7 @@ from jax import Array
 
 from kvjax.api.generate import eos_array
 from kvjax.api.prefill import Integers, Tokens, prefill
-from kvjax.api.shard_map import SAME, on_devices
+from kvjax.api.shard_map import on_devices
 from kvjax.cache import Cache
 from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.decode import run_step
@@ -105,5 +105,5 @@ def _entropies(
         _, (entropy, live) = jax.lax.scan(step, (cache, key, jnp.zeros((cache.batch,), bool)), None, length=steps)
         return entropy.T, live.T
 
-    args = sampler, key, eos
-    return on_devices(run, params, cache, args, lambda row, count: (SAME,) * count, lambda specs, row: (row, row))
+    same = {"sampler": sampler, "key": key, "eos": eos}
+    return on_devices(run, params, cache, same=same, split=lambda cache, row: (row, row))

@@ -36,7 +36,7 @@ from kvjax.mesh.sharding import place_rows, readable
 from kvjax.protocol.describe import count_rows, describe_numbers, is_known
 from kvjax.protocol.fields import positive_int, shown
 from kvjax.protocol.method import Method
-from kvjax.protocol.typing import Model, pytree
+from kvjax.protocol.typing import Model, pytree, traced
 from kvjax.registry import resolve
 
 
@@ -44,11 +44,11 @@ from kvjax.registry import resolve
 class Generation:
     """The result of `generate`."""
 
-    tokens: Array  # int32 [B, N]; after a row's end the model's first EOS id, or 0 if the model has none
-    num_tokens: Array  # int32 [B], generated tokens per row, a closing EOS included
-    eos_token_ids: Array  # int32 [E], the tokens that could end a row
-    cache: Cache  # for another `generate`, or for `extend` with the next turn
-    stats: Stats  # cost of the method at the last step
+    tokens: Array = traced("int32 [B, N]; after a row's end the model's first EOS id, or 0 if the model has none")
+    num_tokens: Array = traced("int32 [B], generated tokens per row, a closing EOS included")
+    eos_token_ids: Array = traced("int32 [E], the tokens that could end a row")
+    cache: Cache = traced("for another `generate`, or for `extend` with the next turn")
+    stats: Stats = traced("cost of the method at the last step")
 
     def __repr__(self) -> str:
         return (
@@ -163,17 +163,9 @@ def generate(
     cache = _ready(params, cache, method, max_new_tokens if most is None else most)
     in_trace = not is_known(params, cache, sampler, key, eos, most)
     done, most = place_rows(cache.plan, jnp.zeros((cache.batch,), bool), most)
-    end, cost = consuming(generate_program, params, cache, sampler, key, eos, done, most)(
-        params,
-        cache,
-        sampler,
-        key,
-        eos,
-        done,
-        most,
-        steps=max_new_tokens,
-        stop_early=(eos.size > 0 or most is not None) and not in_trace,
-    )
+    args = params, cache, sampler, key, eos, done, most
+    stop_early = (eos.size > 0 or most is not None) and not in_trace
+    end, cost = consuming(generate_program, *args)(*args, steps=max_new_tokens, stop_early=stop_early)
     tokens, count, bad, cost = readable(cache.plan, (end.tokens, end.num_tokens, end.bad_step, cost))
     _check_finite(bad)
     stats = with_bytes(cost, end.cache, params)

@@ -35,7 +35,7 @@ decode_program = _loop(shard_map.decode)
 generate_program = _loop(shard_map.decode_and_measure)
 cost_program = jax.jit(shard_map.cost)
 repeat_program = jax.jit(shard_map.repeat, static_argnames="copies")
-_KEEP = {  # the programs that do not consume their cache
+_KEEP = {  # the same programs, which do not consume their cache
     step_program: jax.jit(shard_map.step),
     extend_program: jax.jit(shard_map.extend),
     generate_program: jax.jit(shard_map.decode_and_measure, static_argnames=("steps", "stop_early")),
@@ -62,7 +62,6 @@ def lower_programs(
     num_eos: int,
     with_limits: bool = False,
     question_length: int = 0,
-    copies: int = 1,
     chunk_size: int = 8192,
     pad_multiple: int = 128,
     kv_dtype: str | None = None,
@@ -83,7 +82,6 @@ def lower_programs(
         num_eos: the number of EOS ids.
         with_limits: whether `kvjax.generate` gets ``limits``.
         question_length: tokens of a padded question for `kvjax.extend`; 0 leaves its program out.
-        copies: of each row, by `kvjax.fork`, after prefill; `kvjax.extend` and `kvjax.generate` run on all copies.
         chunk_size: as in `kvjax.prefill`.
         pad_multiple: as in `kvjax.prefill`.
         kv_dtype: as in `kvjax.prefill`.
@@ -95,8 +93,7 @@ def lower_programs(
     def by_row(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return x if plan is None else x.update(sharding=NamedSharding(plan.mesh, plan.row))
 
-    asked = rows * copies
-    count = by_row(_integers(asked))
+    count = by_row(_integers(rows))
     once = share_storage and plan is None
     made, lowered = _lower(
         prefill_once_program if once else prefill_program,
@@ -113,13 +110,8 @@ def lower_programs(
     yield lowered
     for cache in made.caches if once else made:
         cache = _placed(cache)
-        if copies > 1:
-            cache, lowered = _lower(repeat_program, cache, copies=copies)
-            cache = _placed(cache)
-            if plan is not None:  # otherwise `kvjax.fork` runs operation by operation
-                yield lowered
         if question_length:
-            cache, lowered = _lower(extend_program, params, cache, by_row(_integers(asked, question_length)), count)
+            cache, lowered = _lower(extend_program, params, cache, by_row(_integers(rows, question_length)), count)
             cache = _placed(cache)
             yield lowered
         yield _lower(
@@ -129,7 +121,7 @@ def lower_programs(
             Sampler(),
             None,
             _integers(num_eos),
-            by_row(jax.ShapeDtypeStruct((asked,), jnp.bool_)),
+            by_row(jax.ShapeDtypeStruct((rows,), jnp.bool_)),
             count if with_limits else None,
             steps=max_new_tokens,
             stop_early=num_eos > 0 or with_limits,

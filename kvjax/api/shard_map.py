@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import jax
@@ -25,6 +26,7 @@ from kvjax.cache.whole_model import Cache, repeat_rows
 from kvjax.decoding.decode import Decoded, run_decode, run_extend, run_step
 from kvjax.decoding.layers import blank_cache, fingerprint
 from kvjax.decoding.prefill import run_prefill_each
+from kvjax.decoding.sampling import Sampler
 from kvjax.decoding.shared_storage import Once
 from kvjax.exact.verify import drafts_tokens, run_verified
 from kvjax.mesh.sharding import Plan, on_each
@@ -107,7 +109,7 @@ def prefill_each(
     specs = tuple(
         dataclasses.replace(cache_specs(method, model, plan, kv_dtype), weights=weights) for method in methods
     )
-    return spread(plan, one, params, (tokens, length, methods), (plan.row, plan.row, SAME), specs)
+    return spread(plan, one, params, specs, tokens=(plan.row, tokens), length=(plan.row, length), methods=(SAME, methods))
 
 
 def prefill_once(*args: Any, **sizes: Any) -> Once:
@@ -117,109 +119,117 @@ def prefill_once(*args: Any, **sizes: Any) -> Once:
 
 def step(params: Any, cache: Cache, tokens: Array, active: Array) -> Cache:
     """Run `run_step` on the devices that hold the cache."""
-    return on_devices(run_step, params, cache, (tokens, active), _rows, _cache)
+    return on_devices(run_step, params, cache, rows={"tokens": tokens, "active": active})
 
 
 def extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache:
     """Run `run_extend` on the devices that hold the cache."""
-    return on_devices(run_extend, params, cache, (tokens, length), _rows, _cache)
+    return on_devices(run_extend, params, cache, rows={"tokens": tokens, "length": length})
 
 
-def decode(params: Any, cache: Cache, *args: Any, **static: Any) -> Decoded:
+def decode(
+    params: Any,
+    cache: Cache,
+    sampler: Sampler,
+    key: Array | None,
+    eos: Array,
+    done: Array,
+    limits: Array | None = None,
+    **static: Any,
+) -> Decoded:
     """Run `run_decode` on the devices that hold the cache, with the same arguments."""
-    if cache.plan is not None:
-        run = functools.partial(decode, **static)
-        return on_devices(run, params, cache, args, _decode_args, _decoded)
-    return _run(cache)(params, cache, *args, **static)
+
+    def split(cache: Cache, row: Any) -> Decoded:
+        return Decoded(cache=cache, tokens=row, num_tokens=row, done=row, bad_step=row, key=SAME, step=SAME)
+
+    run = functools.partial(run_decode, advance=_loop(cache), **static)
+    same = {"sampler": sampler, "key": key, "eos": eos}
+    return on_devices(run, params, cache, rows={"done": done, "limits": limits}, same=same, split=split)
 
 
 def decode_and_measure(params: Any, cache: Cache, *args: Any, **static: Any) -> tuple[Decoded, Stats]:
     """Run `decode`, and compute the cost of the step after it: one program instead of many small ones."""
-    if cache.plan is not None:
-        run = functools.partial(decode_and_measure, **static)
-        end, stats = on_devices(run, params, cache, args, _decode_args, lambda specs, row: (_decoded(specs, row), row))
-        return end, _of_all(stats, end.cache)
-    end = _run(cache)(params, cache, *args, **static)
-    return end, step_cost(end.cache)
+    if cache.plan is None:
+        end = run_decode(params, cache, *args, advance=_loop(cache), **static)
+        return end, step_cost(end.cache)
+    end = decode(params, cache, *args, **static)
+    return end, cost(end.cache)
 
 
-def _run(cache: Cache) -> Callable[..., Decoded]:
-    """Return the loop over tokens of the cache's method."""
-    return run_verified if drafts_tokens(cache) else run_decode
+def _loop(cache: Cache) -> Callable[..., Decoded] | None:
+    """Return the loop of a method that drafts tokens; None for all others."""
+    return run_verified if drafts_tokens(cache) else None
 
 
 def cost(cache: Cache) -> Stats:
-    """Run `kvjax.accounting.stats.step_cost` on the devices that hold the cache."""
-    stats = on_devices(lambda params, cache: step_cost(cache), (), cache, (), _rows, lambda specs, row: row)
-    return _of_all(stats, cache)
+    """Run `kvjax.accounting.stats.step_cost` on the devices that hold the cache, and count the bytes of all of them."""
+    stats = on_devices(lambda params, cache: step_cost(cache), (), cache, split=lambda cache, row: row)
+    return dataclasses.replace(stats, resident_bytes=num_bytes((cache.layers, cache.shared)))
 
 
 def repeat(cache: Cache, copies: int) -> Cache:
     """Run `kvjax.cache.whole_model.repeat_rows` on the devices that hold the cache."""
-    return on_devices(lambda params, cache: repeat_rows(cache, copies), (), cache, (), _rows, _cache)
+    return on_devices(lambda params, cache: repeat_rows(cache, copies), (), cache)
 
 
 def on_devices(
     run: Callable[..., Any],
     params: Any,
     cache: Cache,
-    args: tuple,
-    given: Callable[[PartitionSpec, int], tuple],
-    made: Callable[[Cache, PartitionSpec], Any],
+    *,
+    rows: Mapping[str, Any] = MappingProxyType({}),
+    same: Mapping[str, Any] = MappingProxyType({}),
+    split: Callable[[Cache, PartitionSpec], Any] = lambda cache, row: cache,
 ) -> Any:
-    """Run ``run(params, cache, *args)`` on each device that holds the cache, with its part of all arguments.
+    """Run ``run(params, cache, **rows, **same)`` on each device that holds the cache, with its part of all arguments.
 
     Args:
         run: the program of one device: its cache has no plan. It returns a tree; a `Cache` in the tree is a later state of
             this cache.
         params: model parameters, or nothing.
         cache: its plan has the devices; without a plan ``run`` is called directly.
-        args: arrays, or trees of arrays.
-        given: makes the specs of ``args`` from the spec of rows and the number of ``args``.
-        made: makes the specs of the result from the specs of the cache and the spec of rows.
+        rows: arrays with axis B first.
+        same: arrays, or trees of arrays, that are equal on all devices.
+        split: makes the specs of the result from the specs of the cache and the spec of rows; by default it is a cache.
     """
     plan, model = cache.plan, cache.model
     if plan is None:
-        return run(params, cache, *args)
+        return run(params, cache, **rows, **same)
     part = plan.part(model)
     specs = dataclasses.replace(cache_specs(cache.method, model, plan, cache.kv_dtype), weights=cache.weights)
 
     def whole(x: Any) -> Any:
         return dataclasses.replace(x, model=model, plan=plan) if _is_cache(x) else x
 
-    def one(params: Any, cache: Cache, *args: Any) -> Any:
-        out = run(params, dataclasses.replace(cache, model=part, plan=None), *args)
+    def one(params: Any, cache: Cache, **args: Any) -> Any:
+        out = run(params, dataclasses.replace(cache, model=part, plan=None), **args)
         return jax.tree.map(whole, out, is_leaf=_is_cache)
 
-    in_specs = specs, *given(plan.row, len(args))
-    return spread(plan, one, params, (cache, *args), in_specs, made(specs, plan.row))
+    args = {name: (plan.row, x) for name, x in rows.items()} | {name: (SAME, x) for name, x in same.items()}
+    return spread(plan, one, params, split(specs, plan.row), cache=(specs, cache), **args)
 
 
-def spread(
-    plan: Plan, run: Callable[..., Any], params: Any, args: tuple, in_specs: tuple, out_specs: Any
-) -> Any:
-    """Run ``run(params, *args)`` on every device of the plan, with the device's parts of the arguments.
+def spread(plan: Plan, run: Callable[..., Any], params: Any, split: Any, **args: tuple[Any, Any]) -> Any:
+    """Run ``run(params, **args)`` on every device of the plan, with the device's parts of the arguments.
 
     Args:
         plan: says how ``params`` are split.
         run: the program of one device.
         params: model parameters, or nothing.
-        args: further arguments.
-        in_specs: the specs of ``args``.
-        out_specs: the specs of the result.
+        split: the specs of the result.
+        **args: further arguments, each with its specs: ``tokens=(specs, tokens)``.
     """
+    specs, given = {name: one for name, (one, _) in args.items()}, {name: x for name, (_, x) in args.items()}
     # An array of size 0 is made inside: XLA's partitioner in JAX 0.11 crashes on an input that is not used.
-    empty = {at: x for at, x in enumerate(args) if isinstance(x, jax.Array) and x.size == 0}
+    empty = {name: x for name, x in given.items() if isinstance(x, jax.Array) and x.size == 0}
 
-    def one(params: Any, *args: Any) -> Any:
-        return run(params, *(jnp.zeros(empty[at].shape, empty[at].dtype) if at in empty else x for at, x in enumerate(args)))
+    def one(params: Any, args: dict[str, Any]) -> Any:
+        return run(params, **args | {name: jnp.zeros(x.shape, x.dtype) for name, x in empty.items()})
 
     of_params = jax.tree.unflatten(jax.tree.structure(params), plan.params) if jax.tree.leaves(params) else params
     # Kernels do not say along which axes their results differ, so nothing checks it.
-    mapped = jax.shard_map(
-        one, mesh=plan.mesh, in_specs=(of_params, *in_specs), out_specs=out_specs, check_vma=False
-    )
-    return mapped(params, *(None if at in empty else x for at, x in enumerate(args)))
+    mapped = jax.shard_map(one, mesh=plan.mesh, in_specs=(of_params, specs), out_specs=split, check_vma=False)
+    return mapped(params, given | dict.fromkeys(empty))
 
 
 def total_bytes(cache: Cache, model: Model, plan: Plan) -> int:
@@ -233,24 +243,6 @@ def total_bytes(cache: Cache, model: Model, plan: Plan) -> int:
     return sum(jax.tree.leaves(parts))
 
 
-def _decode_args(row: PartitionSpec, count: int) -> tuple:
-    """Give the specs of `run_decode`'s arguments after the cache: sampler, key, eos, done and, if given, limits."""
-    return (SAME, SAME, SAME, row, row)[:count]
-
-
-def _decoded(specs: Cache, row: Any) -> Decoded:
-    """Make the specs of a `Decoded` from the specs of its cache."""
-    return Decoded(cache=specs, tokens=row, num_tokens=row, done=row, bad_step=row, key=SAME, step=SAME)
-
-
-def _rows(row: PartitionSpec, count: int) -> tuple:
-    return (row,) * count
-
-
-def _cache(specs: Cache, row: PartitionSpec) -> Cache:
-    return specs
-
-
 def _is_cache(x: Any) -> bool:
     return isinstance(x, Cache)
 
@@ -259,8 +251,3 @@ def shape_of(x: Any) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of an array, without the devices on which it is."""
     kind = jax.typeof(x)
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
-
-
-def _of_all(stats: Stats, cache: Cache) -> Stats:
-    """Set the resident bytes of the statistics to the bytes of all devices."""
-    return dataclasses.replace(stats, resident_bytes=num_bytes((cache.layers, cache.shared)))

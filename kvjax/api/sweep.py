@@ -28,10 +28,9 @@ from kvjax.cache import Cache
 from kvjax.cache.quantised import check_kv_dtype
 from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.checks import check_fits, check_model, check_sizes, check_vocabulary
-from kvjax.decoding.decode import Decoded, all_done, decode_once, run_extend, start_decode
+from kvjax.decoding.decode import Call, Decoded, all_done, decode_once, run_extend, start_decode
 from kvjax.decoding.prefill import run_prefill
 from kvjax.decoding.sampling import Sampler
-from kvjax.exact.progress import Call
 from kvjax.exact.verify import advance, drafts_tokens
 from kvjax.mesh.sharding import Plan, place_rows, plan_of, readable
 from kvjax.protocol.describe import describe, is_known
@@ -219,16 +218,17 @@ def _run(
     if plan is None:
         return _lanes(params, tokens, length, asked, ask_length, eos, stacked, model=model, measured=measure, **static)
 
-    def one(params: Any, tokens: Array, length: Array, asked: Array | None, *args: Any) -> tuple:
-        asked = jnp.zeros((len(tokens), 0), jnp.int32) if asked is None else asked
-        return _lanes(params, tokens, length, asked, *args, model=plan.part(model), measured=measured, **static)
+    def one(params: Any, asked: Array | None, **args: Any) -> tuple:
+        asked = jnp.zeros((len(args["tokens"]), 0), jnp.int32) if asked is None else asked
+        return _lanes(params, asked=asked, **args, model=plan.part(model), measured=measured, **static)
 
     def measured(cache: Cache) -> Stats:
         return dataclasses.replace(measure(cache), resident_bytes=total_bytes(cache, model, plan))
 
     row, lane_row = plan.row, PartitionSpec(None, *plan.row)
-    args = tokens, length, asked if asked.shape[1] else None, ask_length, eos, stacked
-    return spread(plan, one, params, args, (row, row, row, row, SAME, SAME), lane_row)
+    rows = {"tokens": tokens, "length": length, "asked": asked if asked.shape[1] else None, "ask_length": ask_length}
+    args = {name: (row, x) for name, x in rows.items()}
+    return spread(plan, one, params, lane_row, **args, eos=(SAME, eos), stacked=(SAME, stacked))
 
 
 def _lanes(
@@ -266,7 +266,7 @@ def _lanes(
 
     # The second argument gives the number of lanes, also to a method without leaves (Full).
     start = jax.vmap(read)(stacked, jnp.zeros((lanes, tokens.shape[0]), jnp.int32))
-    once, counts = functools.partial(decode_once, params, Sampler(), eos, None), True
+    once, counts = functools.partial(decode_once, Call(params, Sampler(), eos)), True
     if drafts_tokens(start.cache):  # a lane that has run all its steps may end before the others
         limits = jnp.full(length.shape, max_new_tokens, jnp.int32)
         once, counts = functools.partial(advance, Call(params, Sampler(), eos, limits)), False

@@ -19,7 +19,7 @@ class Moments:
     # float32 [B, H, G, D, D], sum over queries of (q - mean) (q - mean)^T; None unless the method `reads_covariance`.
     scatter: Array | None
     inv_freq: Array  # float32 [B, D/2], RoPE angle per position, in radians
-    first: int = static()  # position of the first query that counts
+    first: int = static("position of the first query that counts")
 
     @property
     def covariance(self) -> Array:

@@ -15,7 +15,6 @@ from kvjax.cache import LayerStorage
 from kvjax.cache.divided import FEW, merged
 from kvjax.cache.packed_keys import ThinCache, pick_channels
 from kvjax.protocol.typing import EMPTY, pytree, static
-from kvjax.rope import rotate
 from kvjax.selection import page_slots
 from pallas_kernels.attend.causal_attention import causal_attention
 from pallas_kernels.attend.dense_attention import dense_attention
@@ -39,7 +38,7 @@ class Selection:
 
     slots: Array  # int32 [B, H or 1, K], slots in range, or pages of `page_size` slots; no unmasked entry comes twice
     mask: Array  # bool [B, H or 1, K], False = ignore the entry
-    page_size: int = static(default=1)  # above 1: `slots` are pages, and all stored tokens of a page are attended
+    page_size: int = static("above 1: `slots` are pages, and all stored tokens of a page are attended", default=1)
     # float32 [B, H, G, K], added to the logits of the listed slots, -inf where a query head does not attend. Then `mask` is
     # True where any query head of the group attends, and no `slots` are pages.
     bias: Array | None = None
@@ -255,28 +254,6 @@ def attend_all(query: Array, cache: LayerStorage, position: Array) -> tuple[Arra
         block=block,
     )
     return merged(out, lse, cache)
-
-
-def append_tokens(
-    cache: LayerStorage, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
-) -> tuple[Array, LayerStorage]:
-    """Rotate the queries and keys of tokens after the prompt, and store the tokens.
-
-    Args:
-        cache: storage whose keys are rotated.
-        query: [B, H, G, T, D], before RoPE.
-        key: [B, H, T, D], before RoPE.
-        value: [B, H, T, D].
-        position: int32 [B, T], EMPTY for padding.
-        inv_freq: float32 [D/2].
-
-    Returns:
-        The rotated query [B, H, G, T, D], and the cache.
-    """
-    if query.shape[3] == 1:
-        return cache.append_rotated(query, key, value, position, inv_freq)
-    query = rotate(query, position[:, None, None], inv_freq)
-    return query, cache.append(rotate(key, position[:, None], inv_freq), value, position)
 
 
 def attend_stored(

@@ -31,7 +31,7 @@ _NUMBERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """The keys that the queries of one head attend to, under `kvjax.Prefill`.
+    """The keys that the queries of one head attend to, under `kvjax.wrappers.Prefill`.
 
     Attributes:
         kind: "vertical_slash": the columns and the diagonals with most attention; "a_shape": the first and the newest tokens;
@@ -87,7 +87,7 @@ FILE = "patterns.json"  # in a model's folder
 
 
 def patterns(path: str | pathlib.Path, config: Model) -> Table:
-    """Load the patterns of a model's query heads from a file, for the knob ``pattern`` of `kvjax.Prefill`.
+    """Load the patterns of a model's query heads from a file, for the knob ``pattern`` of `kvjax.wrappers.Prefill`.
 
     The file is JSON as microsoft/MInference has it, and as ``python -m experiments.heads.patterns`` writes it: a list with
     an object for each layer, which has for each query head ``"HEAD": [kind, number, number, score]``. The numbers are columns
@@ -157,8 +157,8 @@ def check_pattern(owner: str, given: Any) -> None:
     heads, sizes = heads_of(given), {len(x) for x in _rows(given) if type(x) is tuple}
     if not heads or any(type(head) is not Pattern for head in heads) or len(sizes) > 1:
         raise ValueError(
-            f"{owner}: pattern must be a kvjax.Pattern or one for each query head of each layer, as kvjax.patterns reads "
-            f"them from a file, got {shown(given)}"
+            f"{owner}: pattern must be a kvjax.wrappers.Pattern or one for each query head of each layer, as "
+            f"kvjax.wrappers.patterns reads them from a file, got {shown(given)}"
         )
 
 

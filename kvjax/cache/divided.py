@@ -41,7 +41,7 @@ class PartCache(LayerCache):
     value: Array  # [B, H, S, D]
     position: Array  # int32 [B, H, S], absolute token position; EMPTY if the slot holds no token
     cursor: Array  # int32 [B], the slot for the row's next token, among the slots of all devices
-    parts: int = static()  # devices over which the slots of a row are divided
+    parts: int = static("devices over which the slots of a row are divided")
 
     def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> PartCache:
         """Store tokens as `LayerStorage.append` does. A chunk may begin on another device, so no padding is written."""

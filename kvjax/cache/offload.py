@@ -69,8 +69,8 @@ class OffloadedLayerCache(LayerStorage):
     # In host memory: [B, H, S, 2 * D], key and value side by side; or only values, or keys that are the values: [B, H, S, D];
     # or codes.
     host: Array
-    sinks: int = static(default=0)  # first slots that have copies; the other copies are a ring of the newest tokens
-    once: bool = static(default=False)  # whether a row is the key and the value, see `kvjax.cache.latent`
+    sinks: int = static("first slots that have copies; the other copies are a ring of the newest tokens", default=0)
+    once: bool = static("whether a row is the key and the value, see `kvjax.cache.latent`", default=False)
 
     @property
     def codes(self) -> tuple[Quantised, Quantised] | None:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -64,10 +64,10 @@ class QuantisedCache(LayerCache):
     With ``parts`` above 1 it has this device's slots of each row, with the functions of a `kvjax.cache.divided.PartCache`.
     """
 
-    codes: tuple[Quantised, Quantised] = traced()  # keys and values [B, H, S, D]
+    codes: tuple[Quantised, Quantised] = traced("keys and values [B, H, S, D]")
     position: Array  # int32 [B, H, S], absolute token position; EMPTY if the slot holds no token
     cursor: Array  # int32 [B], the slot for the row's next token, among the slots of all devices
-    parts: int = static(default=1)  # devices over which the slots of a row are divided
+    parts: int = static("devices over which the slots of a row are divided", default=1)
 
     @property
     def key(self) -> Array:  # pyright: ignore[reportIncompatibleVariableOverride]

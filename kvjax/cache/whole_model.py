@@ -11,7 +11,7 @@ from jax import Array
 
 from kvjax.mesh.sharding import Plan
 from kvjax.protocol.describe import count_rows, describe_numbers, megabytes, show_value
-from kvjax.protocol.typing import Model, pytree, static
+from kvjax.protocol.typing import Model, pytree, static, traced
 from pallas_kernels.host import on_host, to_device, to_host
 
 
@@ -19,15 +19,15 @@ from pallas_kernels.host import on_host, to_device, to_host
 class Cache:
     """Everything that `generate` needs to go on: a pytree, which functions take and return."""
 
-    layers: tuple[Any, ...]  # the method's state of each layer; every leaf has axis B first
-    shared: Any  # the method's state that all layers read, written once per token
-    method: Any  # the method that made the layers
-    length: Array  # int32 [B], tokens seen so far, which is the position of the next token
-    logits: Array  # float32 [B, V], of the next token
-    model: Model = static()  # the model description that made it
-    weights: str = static(default="")  # fingerprint of the parameters' names and shapes, "" if unknown
-    plan: Plan | None = static(default=None)  # how it is spread over devices, None for one device
-    kv_dtype: str | None = static(default=None)  # of stored keys and values, None for the model's dtype
+    layers: tuple[Any, ...] = traced("the method's state of each layer; every leaf has axis B first")
+    shared: Any = traced("the method's state that all layers read, written once per token")
+    method: Any = traced("the method that made the layers")
+    length: Array = traced("int32 [B], tokens seen so far, which is the position of the next token")
+    logits: Array = traced("float32 [B, V], of the next token")
+    model: Model = static("the model description that made it")
+    weights: str = static('fingerprint of the parameters\' names and shapes, "" if unknown', default="")
+    plan: Plan | None = static("how it is spread over devices, None for one device", default=None)
+    kv_dtype: str | None = static("of stored keys and values, None for the model's dtype", default=None)
 
     @property
     def batch(self) -> int:

@@ -71,27 +71,26 @@ def check_sizes(method: Method, model: Model) -> None:
     """Refuse a model that the method cannot run.
 
     The method's knobs, such as scores of heads, may have been made for another model (`Method.check_sizes`). Not every
-    model can guess queries (`LayerMethod.needs_guess`), and not every method adds sink logits (`Method.takes_sinks`).
+    model can guess queries (`LayerMethod.needs_guess`), and not every method adds sink logits (`Method.lacks`).
     """
     for part in with_inner(method):
         part.check_sizes(model)
     if has_sinks(model):
         parts = (part for layer in layer_methods(method, model) for part in with_inner(layer))
-        without = next((part for part in parts if not part.takes_sinks), None)
+        without = next((part for part in parts if "sinks" in part.lacks), None)
         if without is not None:
             raise ValueError(
                 f"{type(without).__name__} has an attention of its own without sink logits, which {type(model).__name__} has "
-                "in every layer: take a method with takes_sinks = True, such as Full, SnapKV, Quest, ParisKV or TokenSelect"
+                "in every layer: take a method with them, such as Full, SnapKV, Quest, ParisKV or TokenSelect"
             )
-    if values_are_keys(model) and method.reads_values:
-        refusing = ", ".join(sorted(cls.__name__ for cls in classes().values() if cls.reads_values))
+    if values_are_keys(model) and "latent" in method.lacks:
+        refusing = ", ".join(sorted(cls.__name__ for cls in classes().values() if "latent" in cls.lacks))
         raise ValueError(
             f"{describe(method, brief=True)} reads the values of each head, which latent attention does not store: take a "
             f"method other than {refusing}"
         )
-    can_guess = "can_guess" in dir(model) and cast("Any", model).can_guess
     stepping = cast("Any", method).draft if method.drafts else method  # the method that decodes token by token
-    if guessing_layers(layer_methods(stepping, model)) and not can_guess:
+    if guessing_layers(layer_methods(stepping, model)) and not getattr(model, "can_guess", False):
         raise ValueError(
             f"{describe(method, brief=True)} guesses a layer's query from the attention input of the layer before, which "
             f"{type(model).__name__} does not give: expected a model with can_guess = True, see kvjax.protocol.typing.Model"
@@ -205,7 +204,7 @@ def check_arrays(params: Any) -> None:
         leaves = jax.tree.leaves(params)
     except (RecursionError, SystemError):  # lists in lists, thousands deep
         leaves = [params]
-    wrong = [leaf for leaf in leaves if "shape" not in dir(leaf) or not _has_numbers(leaf.dtype)]
+    wrong = [leaf for leaf in leaves if getattr(leaf, "shape", None) is None or not _has_numbers(leaf.dtype)]
     if wrong:
         raise ValueError(f"params must be a tree of arrays, got {shown(wrong[0])} in it")
 

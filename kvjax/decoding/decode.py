@@ -18,7 +18,7 @@ from kvjax.decoding.passes import checked, layer_inputs
 from kvjax.decoding.recurrent import run_recurrent
 from kvjax.decoding.sampling import Sampler
 from kvjax.protocol.method import settle_due
-from kvjax.protocol.typing import EMPTY, Model, attention_soft_cap, pytree
+from kvjax.protocol.typing import EMPTY, Model, attention_soft_cap, is_recurrent, pytree
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
 from pallas_kernels.numerics import bounded_loop
@@ -49,7 +49,7 @@ def run_step(
 
     def attend(layer: int, state: Any, *given: Any, sinks: Array | None = None) -> tuple[Array, Any]:
         method, shared = methods[layer], cache.shared
-        if method.recurs:
+        if is_recurrent(cache.model, layer):
             return run_recurrent(state, given, position)
         (q, k, v), guess = given[:3], given[3] if given[3:] else None
         inputs = layer_inputs(cache.model, layer, method, q, k, v, position, tokens, shared, None, length, guess, sinks)
@@ -112,6 +112,17 @@ class Decoded:
     step: Array  # int32, steps run so far
 
 
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What all steps of a decoding call share."""
+
+    params: Any  # model parameters
+    sampler: Sampler
+    eos: Array  # int32 [E], tokens that end a row
+    limits: Array | None = None  # int32 [B], most tokens of each row; None if nothing limits them
+    draws: Array | None = None  # N keys, one for each place of the result; None unless tokens are drawn out of order
+
+
 def padding_token(model: Model) -> int:
     """Return the token that stands after a row's end: the model's first EOS id, or 0 if the model has none."""
     return (*model.eos_token_ids, 0)[0]
@@ -122,37 +133,35 @@ def all_done(now: Decoded) -> Array:
     return axes.every(now.done.all())
 
 
-def start_decode(cache: Cache, key: Array | None, done: Array, steps: int) -> Decoded:
-    """Return the state before the first of ``steps`` tokens. Rows in ``done`` bool [B] never change."""
+def start_decode(cache: Cache, key: Array | None, done: Array, steps: int, limits: Array | None = None) -> Decoded:
+    """Return the state before the first of ``steps`` tokens.
+
+    Rows in ``done`` bool [B] never change, and neither do rows whose ``limits`` int32 [B] are below 1.
+    """
     return Decoded(
         cache=cache,
         tokens=jnp.full((cache.batch, steps), padding_token(cache.model), jnp.int32),
         num_tokens=jnp.zeros((cache.batch,), jnp.int32),
-        done=done,
+        done=done if limits is None else done | (limits < 1),
         bad_step=jnp.full((cache.batch,), -1, jnp.int32),
         key=key,
         step=jnp.zeros((), jnp.int32),
     )
 
 
-def decode_once(params: Any, sampler: Sampler, eos: Array, limits: Array | None, now: Decoded) -> Decoded:
-    """Draw the next token of every row that is not done, and store it. The caller syncs host memory.
-
-    Args:
-        eos: int32 [E], tokens that end a row.
-        limits: int32 [B], most tokens of each row, or None.
-    """
+def decode_once(call: Call, now: Decoded) -> Decoded:
+    """Draw the next token of every row that is not done, and store it. The caller syncs host memory."""
     draw_key, key = (None, None) if now.key is None else jax.random.split(now.key)
     active = ~now.done
-    token = jnp.where(active, sampler.draw(now.cache.logits, draw_key), padding_token(now.cache.model))
+    token = jnp.where(active, call.sampler.draw(now.cache.logits, draw_key), padding_token(now.cache.model))
     broken = active & (now.bad_step < 0) & ~jnp.isfinite(now.cache.logits).all(axis=-1)
     num_tokens = now.num_tokens + active.astype(jnp.int32)
-    done = now.done | (token[:, None] == eos[None]).any(axis=1)
+    done = now.done | (token[:, None] == call.eos[None]).any(axis=1)
     return Decoded(
-        cache=run_step(params, now.cache, token[:, None], active[:, None], sync_host=False),
+        cache=run_step(call.params, now.cache, token[:, None], active[:, None], sync_host=False),
         tokens=lax.dynamic_update_slice_in_dim(now.tokens, token[:, None], now.step, 1),
         num_tokens=num_tokens,
-        done=done if limits is None else done | (num_tokens >= limits),
+        done=done if call.limits is None else done | (num_tokens >= call.limits),
         bad_step=jnp.where(broken, now.step, now.bad_step),
         key=key,
         step=now.step + 1,
@@ -170,14 +179,18 @@ def run_decode(
     *,
     steps: int,
     stop_early: bool,
+    advance: Callable[[Call, Decoded], Decoded] | None = None,
 ) -> Decoded:
     """Draw up to ``steps`` tokens per row. Every drawn token is stored in the cache, EOS included.
 
     A token of ``eos`` int32 [E] ends its row, which then does not change. A row also ends after ``limits`` int32 [B] tokens;
-    None means ``steps`` tokens for all rows. ``stop_early`` leaves the loop when all rows have ended.
+    None means ``steps`` tokens for all rows. ``stop_early`` leaves the loop when all rows have ended. A method
+    that drafts tokens has a loop of its own, ``advance``.
     """
-    start = start_decode(cache, key, done if limits is None else done | (limits < 1), steps)
-    once = functools.partial(decode_once, params, sampler, eos, limits)
+    call, start = Call(params, sampler, eos, limits), start_decode(cache, key, done, steps, limits)
+    if advance is not None:
+        return advance(call, start)
+    once = functools.partial(decode_once, call)
 
     def before(stop: Array | int) -> Callable[[Decoded], Array]:
         """Make the condition of a loop that ends at step ``stop``, or earlier if all rows are done and may stop."""

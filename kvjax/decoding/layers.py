@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -126,10 +126,9 @@ def check_quantisable(methods: Sequence[LayerMethod], kv_dtype: str | None) -> N
         return
     for method in methods:
         name = type(method).__name__
-        if not method.quantisable:
-            *_, inner = (part for part in with_inner(method) if not cast("LayerMethod", part).quantisable)  # not its wrapper
-            known = cast("list[Any]", list(classes().values()))  # `quantisable` of a `SlotMethod` is a property
-            refusing = [cls for cls in known if not cls.quantisable or (cls.composable and cls.packs)]
+        if "codes" in method.lacks:
+            *_, inner = (part for part in with_inner(method) if "codes" in part.lacks)  # not its wrapper
+            refusing = [cls for cls in classes().values() if "codes" in cls.lacks]
             raise ValueError(
                 f"{type(inner).__name__} has a storage of its own and cannot run with kv_dtype={kv_dtype!r}; take "
                 f"kv_dtype=None, or a method other than {', '.join(sorted(cls.__name__ for cls in refusing))}: all others "

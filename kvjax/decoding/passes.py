@@ -10,7 +10,7 @@ from jax import Array
 
 from kvjax.decoding.recurrent import run_recurrent
 from kvjax.protocol.method import Inputs, LayerMethod, Method, Reading
-from kvjax.protocol.typing import EMPTY, Model, layer_ropes, method_layers
+from kvjax.protocol.typing import EMPTY, Model, is_recurrent, layer_ropes, method_layers
 from kvjax.rope import frequencies, prepare
 from pallas_kernels.dispatch import run_shared
 
@@ -96,7 +96,7 @@ def reread(
         position = jnp.where(at < count[:, None], length[:, None] + at, EMPTY)
 
         def one(layer: int, state: Any, *given: Any, sinks: Array | None = None) -> tuple[Array, Any]:
-            if layers[layer].recurs:
+            if is_recurrent(model, layer):
                 return run_recurrent(state, given, position)[0], state
             q, k, v = given
             # The frequencies are the same as for the prompt's keys.

@@ -37,7 +37,7 @@ from kvjax.decoding.passes import checked, layer_inputs, reread
 from kvjax.decoding.recurrent import run_recurrent
 from kvjax.decoding.shared_storage import Common, barrier, common_storage, finish, stores_only
 from kvjax.protocol.method import LayerMethod, Method
-from kvjax.protocol.typing import EMPTY, Model, attention_soft_cap
+from kvjax.protocol.typing import EMPTY, Model, attention_soft_cap, is_recurrent
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
 from pallas_kernels.numerics import bounded_loop
@@ -243,7 +243,7 @@ class _Run:
             def attend(layer: int, states: tuple, *given: Any, sinks: Array | None = None) -> tuple[Array, tuple]:
                 holders = sized.common.holders[layer]
                 mine = sized.common.restore_layer(layer, states if rows is None else row_of(states, rows[0]))
-                if each[0][layer].recurs:  # the same under every method
+                if is_recurrent(self.model, layer):  # the same under every method
                     out, state = run_recurrent(mine[0], given, position)
                     new = (state,) * len(mine)
                     return out, new if rows is None else put_rows(states, new, rows)

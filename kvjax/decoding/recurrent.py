@@ -41,23 +41,18 @@ class Memory:
 class Recurrent(LayerMethod):
     """The state of a recurrent layer; see the module docstring."""
 
-    keeps_of_row: Recurrence = static()  # shape and dtype of each array, without axis B
+    keeps_of_row: Recurrence = static("shape and dtype of each array, without axis B")
 
     keeps = "the model's state"
     evicts = True
     slot_block = 0  # every device has the whole of its heads' state
-    quantisable = True  # the state keeps the dtypes of the model
-    takes_sinks = True  # there is no softmax
-    recurs = True
+    lacks = ()  # there is no softmax, and the state keeps the dtypes of the model
 
     def init(self, spec: LayerSpec) -> Memory:
         return Memory(arrays=tuple(jnp.zeros((spec.batch, *shape), dtype) for shape, dtype in self.keeps_of_row))
 
     def attend(self, state: Memory, inputs: Inputs) -> tuple[Array, Memory]:
         raise ValueError("a recurrent layer has no keys to attend to: expected a call of `advance`")
-
-    def finish(self, state: Memory, spec: LayerSpec) -> Memory:
-        return state
 
     def chosen(self, state: Memory, inputs: Inputs) -> Array:
         return jnp.full((*inputs.key.shape[:2], 1), EMPTY, jnp.int32)
@@ -68,9 +63,6 @@ class Recurrent(LayerMethod):
         return Cost(attended=none, kv_bytes=none + row_bytes(self.keeps_of_row), metadata_bytes=none, counters={})
 
     def room(self, state: Memory) -> None:
-        return None
-
-    def max_tokens(self, in_prompt: bool) -> None:
         return None
 
 

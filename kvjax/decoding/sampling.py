@@ -18,9 +18,9 @@ class Sampler:
     The order is the usual one: temperature, then top-k, then top-p.
     """
 
-    temperature: float | Array | None = traced(default=None, least=0)  # None = greedy; 0 is greedy too, at run time
-    top_k: int | Array | None = traced(default=None, least=1)  # keep the k most probable tokens
-    top_p: float | Array | None = traced(default=None, above=0, most=1)  # keep the likeliest tokens that reach p together
+    temperature: float | Array | None = traced("None = greedy; 0 is greedy too, at run time", default=None, least=0)
+    top_k: int | Array | None = traced("keep the k most probable tokens", default=None, least=1)
+    top_p: float | Array | None = traced("keep the likeliest tokens that reach p together", default=None, above=0, most=1)
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="")

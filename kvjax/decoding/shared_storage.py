@@ -133,8 +133,8 @@ class Once:
     """Several caches, in which an array that several of them have exists once: what a program returns."""
 
     arrays: tuple[Array, ...]
-    structures: tuple[Any, ...] = static()  # of each cache
-    places: tuple[tuple[int, ...], ...] = static()  # for each leaf of each cache, the index of its array
+    structures: tuple[Any, ...] = static("of each cache")
+    places: tuple[tuple[int, ...], ...] = static("for each leaf of each cache, the index of its array")
 
     @classmethod
     def of(cls, caches: Sequence[Cache]) -> Once:

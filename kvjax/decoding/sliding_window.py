@@ -28,7 +28,6 @@ from kvjax.cache.storage import LayerSpec, PlainCache, empty_cache
 from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.protocol.slots import cost_of_all
 from kvjax.protocol.typing import pytree, static
-from kvjax.rope import rotate
 from pallas_kernels.attend.causal_attention import causal_attention
 from pallas_kernels.attend.dense_decode import dense_decode
 from pallas_kernels.numerics import product_precision
@@ -45,13 +44,12 @@ class SlidingWindow(LayerMethod):
     the cache has a slot for each token.
     """
 
-    window: int = static(least=1)  # W, tokens that a query sees, itself included
+    window: int = static("W, tokens that a query sees, itself included", least=1)
 
     keeps = "the model's window"
     evicts = True
     slot_block = 0  # a window is small
-    takes_sinks = True
-    quantisable = True  # a window is small, and keeps the dtype of the model
+    lacks = ()  # a window is small, and keeps the dtype of the model
 
     def init(self, spec: LayerSpec) -> PlainCache:
         slots = min(self.window, spec.prompt_slots + spec.max_new_tokens)
@@ -60,8 +58,7 @@ class SlidingWindow(LayerMethod):
     def attend(self, state: PlainCache, inputs: Inputs) -> tuple[Array, PlainCache]:
         if inputs.start is None and inputs.query.shape[3] == 1:
             return self._step(state, inputs)
-        query = rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)
-        key = rotate(inputs.key, inputs.position[:, None], inputs.inv_freq)
+        query, key = inputs.rotated()
         if isinstance(inputs.start, int):  # the whole prompt: nothing is stored yet
             if inputs.sinks is None:  # so a fused kernel can do it
                 out = causal_attention(query, key, inputs.value, window=self.window)
@@ -79,9 +76,6 @@ class SlidingWindow(LayerMethod):
             )
         return out, self._stored(state, key, inputs.value, inputs.position)
 
-    def finish(self, state: PlainCache, spec: LayerSpec) -> PlainCache:
-        return state
-
     def chosen(self, state: PlainCache, inputs: Inputs) -> Array:
         return self._appended(state, inputs)[1].position
 
@@ -90,9 +84,6 @@ class SlidingWindow(LayerMethod):
 
     def room(self, state: PlainCache) -> Array | None:
         return free_slots(state, self.window)
-
-    def max_tokens(self, in_prompt: bool) -> None:
-        return None
 
     def _step(self, state: PlainCache, inputs: Inputs) -> tuple[Array, PlainCache]:
         query, cache = self._appended(state, inputs)
@@ -109,7 +100,7 @@ class SlidingWindow(LayerMethod):
     def _appended(self, state: PlainCache, inputs: Inputs) -> tuple[Array, PlainCache]:
         """Rotate the query of a decode step, and store the step's token in the slot of the oldest token."""
         ring = dataclasses.replace(state, cursor=state.cursor % self.window)
-        return ring.append_rotated(inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq)
+        return inputs.append_to(ring)
 
     def _earlier(self, state: PlainCache, first: Array) -> tuple[Array, Array, Array]:
         """Gather the tokens at the W - 1 positions before ``first`` int32 [B], in order of position.

@@ -12,7 +12,7 @@ from kvjax.cache import LayerCache, LayerStorage
 from kvjax.protocol.method import Prompt, Step
 from kvjax.protocol.observation import newest_queries, window_votes
 from kvjax.protocol.slots import SlotMethod, check_budget, count_all
-from kvjax.protocol.typing import not_none, pytree, static, traced
+from kvjax.protocol.typing import pytree, static, traced
 from kvjax.selection import top_slots
 
 
@@ -44,14 +44,14 @@ class FromJudge(SlotMethod):
     tokens, all of its tokens ask, rejected ones too.
     """
 
-    budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens attended per KV head, all included
-    capacity: int | None = static(default=None, least=1)  # tokens allocated for them; None = budget
-    num_recent: int = static(default=64, least=2)  # newest tokens, always attended; more than twice the depth
+    budget: int | Array = traced("tokens attended per KV head, all included", default=1024, least=1, within="capacity")
+    capacity: int = static("tokens allocated for them; None = budget", default=None, least=1)
+    num_recent: int = static("newest tokens, always attended; more than twice the depth", default=64, least=2)
 
     PAPER: ClassVar[str] = "arXiv:2602.07223"
     obs_window = 32  # last prompt tokens, whose attention makes the first list
 
-    observes_several = True
+    observes = 2
 
     def check(self) -> None:
         check_budget(self, self.num_recent + 1, f"num_recent={self.num_recent} newest tokens and one more")
@@ -85,6 +85,6 @@ class FromJudge(SlotMethod):
         """List the slots with the largest ``mass`` float32 [B, H, S] among the slots that will not be recent ones soon."""
         slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
         old = cache.valid & (slot < cache.cursor[:, None, None] - self.num_recent // 2)
-        most = not_none("capacity", self.capacity) - self.num_recent
+        most = self.capacity - self.num_recent
         slots, used = top_slots(mass, old, self.budget - self.num_recent, min(most, cache.num_slots))
         return Listed(slots=slots, used=used)

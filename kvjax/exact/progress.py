@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +13,6 @@ from kvjax.decoding.sampling import Sampler, rows_of
 from pallas_kernels import axes
 
 _UNROLL = 8  # keys split in a turn of the loop: on a GPU 6 kernels, and 4 where a turn splits one key
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """What all rounds and steps of a decoding call share."""
-
-    params: Any  # model parameters
-    sampler: Sampler
-    eos: Array  # int32 [E], tokens that end a row
-    limits: Array | None  # int32 [B], most tokens of each row; None if nothing limits them
-    draws: Array | None = None  # N keys, one for each place of the result; None if nothing is drawn at random
 
 
 def keys_of_draws(key: Array, steps: int) -> tuple[Array, Array]:

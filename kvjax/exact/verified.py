@@ -69,19 +69,16 @@ class Verified(Method):
     probabilities, and draw the next one from what is left, which keeps a few more tokens and makes them depend on the draft.
     """
 
-    draft: Method  # decodes the tokens that Full then reads
-    depth: int = static(default=4, least=1)  # the most tokens that are drafted before each pass
-    worth: float | Array | None = traced(default=0.5, least=0, most=1)  # least chance to be kept; None = draft `depth`
-    offload: bool | float = static(default=False, least=0, most=1)  # Full's rows in host memory, or a share of layers
+    draft: Method = traced("decodes the tokens that Full then reads")
+    depth: int = static("the most tokens that are drafted before each pass", default=4, least=1)
+    worth: float | Array | None = traced("least chance to be kept; None = draft `depth`", default=0.5, least=0, most=1)
+    offload: bool | float = static("Full's rows in host memory, or a share of layers", default=False, least=0, most=1)
 
     keeps = "every token, and what `draft` keeps"
     extrapolates = False
     evicts = False
-    composable = False
-    slotted = False
     dense_prompt = True
     spans_layers = True
-    offloadable = True
 
     reread_tokens = passes("draft", Method.reread_tokens)
 
@@ -94,7 +91,7 @@ class Verified(Method):
                 f"Verified: the draft {name} must have offload=False, got {draft.offload!r}; Verified(offload=...) keeps "
                 "Full's keys and values in host memory"
             )
-        if self.offload and draft.composable and not (draft.offloadable or draft.evicts):
+        if self.offload and draft.composable and not draft.evicts and draft.offloaded(True) is None:
             raise ValueError(
                 f"Verified: offload must be False with {name}, which reads every token where it decodes, got "
                 f"{self.offload!r}; take a draft that evicts, or one that has the knob offload itself"
@@ -186,7 +183,7 @@ def _check_prompt(draft: Method, name: str) -> None:
     A method that keeps a bounded part from the first token on, or keys without positions, takes them as they come, in its own
     storage. What it would have attended to is not used.
     """
-    if (draft.extrapolates or not draft.dense_prompt) and (draft.slotted or not (draft.evicts or draft.appends)):
+    if (draft.extrapolates or not draft.dense_prompt) and (draft.slotted or (draft.moves_slots and not draft.evicts)):
         raise ValueError(
             "Verified: draft must prefill densely, as Full does, or store each token as it comes, but "
             f"{name} has a prefill or positions of its own"

@@ -8,7 +8,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.attention.over_cache import append_tokens, attend_few_mass, attend_stored
+from kvjax.attention.over_cache import attend_few_mass, attend_stored
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
 from kvjax.cache.divided import FEW
 from kvjax.exact.rewind import rewound
@@ -60,17 +60,13 @@ class VerifiedLayer(LayerMethod):
     """
 
     draft: LayerMethod
-    in_host: float = static(default=0.0)  # as `offload` of `Verified`
+    in_host: float = static("as `offload` of `Verified`", default=0.0)
 
     keeps = "every token, and what `draft` keeps"
-    offloadable = True
     extrapolates = False
     evicts = False
-    composable = False
-    slotted = False
     dense_prompt = True
     needs_guess = False  # the draft asks for itself, in its own steps
-    common_prompt = False  # `finish` makes a state of another form where the draft has its own storage
 
     rework = passes("draft", LayerMethod.rework)
 
@@ -94,7 +90,7 @@ class VerifiedLayer(LayerMethod):
     @property
     def offload(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         """See `kvjax.protocol.method.Method.offload`. A draft that shares Full's storage must be able to read it there."""
-        return 0.0 if self.shares and not self.draft.offloadable else self.in_host
+        return 0.0 if self.shares and self.draft.offloaded(True) is None else self.in_host
 
     @property
     def shares(self) -> bool:
@@ -119,11 +115,10 @@ class VerifiedLayer(LayerMethod):
             float32 [B, H, S], None unless the draft observes it in this storage. Where a kernel makes the mass beside the
             attention, it comes from a row's first token, which is always kept; elsewhere it comes from all tokens.
         """
-        given = inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
         full = full_of(state)
-        query, cache = append_tokens(full.cache, *given)
+        query, cache = inputs.append_to(full.cache)
         draft, several = cast("SlotMethod", self.draft), inputs.position.shape[1] > 1
-        observes = self.shares and (draft.observes_steps or draft.observes_several and several)
+        observes = self.shares and 0 < draft.observes <= inputs.position.shape[1]
         # Sinks change the softmax after its sum over slots, so a mass that is summed with it would leave them out.
         if observes and several and cache.parts == 1 and inputs.position.shape[1] <= FEW and inputs.sinks is None:
             out, _, mass = attend_few_mass(query, cache, inputs.position)
@@ -179,7 +174,7 @@ class VerifiedLayer(LayerMethod):
             count: int32 [B], tokens that it has stored since.
         """
         draft = cast("SlotMethod", self.draft)
-        if not (draft.slotted and not draft.moves_slots or draft.appends):
+        if draft.moves_slots:
             return before
         own = dataclasses.replace(draft_of(before), cache=rewound(after.cache, count, most))
         # A pass over rows in host memory tells the draft of its tokens one by one, and makes no metadata anew.
@@ -205,9 +200,7 @@ class VerifiedLayer(LayerMethod):
         return lax.fori_loop(0, count, body, state)
 
     def chosen(self, state: Any, inputs: Inputs) -> Array:
-        cache = full_of(state).cache
-        given = inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
-        return append_tokens(cache, *given)[1].position
+        return inputs.append_to(full_of(state).cache)[1].position
 
     def cost(self, state: Any, shared: Passes) -> Cost:
         """Compute the cost of one more token: of a pass and its drafts, divided by the tokens that passes gave so far."""

@@ -27,13 +27,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import Cache
-from kvjax.decoding.decode import Decoded, padding_token, run_step, start_decode
+from kvjax.decoding.decode import Call, Decoded, padding_token, run_step
 from kvjax.decoding.layers import layer_methods, observe
 from kvjax.decoding.passes import layer_inputs
 from kvjax.decoding.recurrent import run_recurrent
-from kvjax.decoding.sampling import Sampler
 from kvjax.exact.progress import (
-    Call,
     active_rows,
     draw,
     ends,
@@ -47,7 +45,7 @@ from kvjax.exact.progress import (
 from kvjax.exact.verified import Verified, noted
 from kvjax.exact.verified_layer import Passes, VerifiedLayer
 from kvjax.protocol.method import LayerMethod, settle_due
-from kvjax.protocol.typing import EMPTY, attention_soft_cap, method_layers
+from kvjax.protocol.typing import EMPTY, attention_soft_cap, is_recurrent, method_layers
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
 from pallas_kernels.soft_cap import soft_cap
@@ -60,23 +58,15 @@ def drafts_tokens(cache: Cache) -> bool:
     return cache.method.drafts > 0 and cache.shared is not None
 
 
-def run_verified(
-    params: Any,
-    cache: Cache,
-    sampler: Sampler,
-    key: Array | None,
-    eos: Array,
-    done: Array,
-    limits: Array | None = None,
-    *,
-    steps: int,
-    stop_early: bool,
-) -> Decoded:
-    """Run `kvjax.decoding.decode.run_decode` for a method that drafts tokens; it always ends when all rows have ended."""
-    start = start_decode(cache, key, done if limits is None else done | (limits < 1), steps)
-    draws, last = (None, None) if key is None else keys_of_draws(key, steps)
-    end = advance(Call(params, sampler, eos, limits, draws), start)
-    return dataclasses.replace(end, key=last)
+def run_verified(call: Call, start: Decoded) -> Decoded:
+    """Run `kvjax.decoding.decode.run_decode` for a method that drafts tokens; it always ends when all rows have ended.
+
+    Args:
+        call: its ``draws`` are made here, from the key of ``start``.
+        start: see `kvjax.decoding.decode.start_decode`.
+    """
+    draws, last = (None, None) if start.key is None else keys_of_draws(start.key, start.tokens.shape[1])
+    return dataclasses.replace(advance(dataclasses.replace(call, draws=draws), start), key=last)
 
 
 def advance(call: Call, now: Decoded) -> Decoded:
@@ -199,7 +189,7 @@ def _judged(params: Any, cache: Cache, tokens: Array, active: Array) -> tuple[Ar
 
     def attend(layer: int, state: Any, *given: Any, sinks: Array | None = None) -> tuple[Array, tuple]:
         method = methods[layer]
-        if method.recurs:  # tokens cannot be taken out of the state, so it stays as it was
+        if is_recurrent(cache.model, layer):  # tokens cannot be taken out of the state, so it stays as it was
             return run_recurrent(state, given, position)[0], (state, given, None)
         q, k, v = given
         inputs = layer_inputs(cache.model, layer, method, q, k, v, position, tokens, cache.shared, None, length, None, sinks)
@@ -225,7 +215,7 @@ def _committed(cache: Cache, made: list[tuple], logits: Array, wanted: Array, ac
     methods, runs = layer_methods(cache.method, cache.model), method_layers(cache.model)
     with soft_cap(attention_soft_cap(cache.model)):
         for layer, (method, state, (inputs, mass)) in enumerate(zip(methods, cache.layers, made, strict=True)):
-            if method.recurs:
+            if is_recurrent(cache.model, layer):
                 layers.append(run_recurrent(state, inputs, jnp.where(kept, 0, EMPTY))[1])
                 continue
             inputs = dataclasses.replace(inputs, position=jnp.where(kept, inputs.position, EMPTY))

@@ -63,7 +63,7 @@ class Plan:
         """
         if self.shards == 1:
             return model
-        if "local" not in dir(model):
+        if getattr(model, "local", None) is None:
             raise ValueError(
                 f"{type(model).__name__} has no method local(devices), which returns the description of one device's part; "
                 f"without it the model cannot run over the {self.shards} devices of the mesh's axis {MODEL!r}"

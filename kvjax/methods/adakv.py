@@ -32,7 +32,7 @@ from kvjax.protocol.families import AppendOnly
 from kvjax.protocol.method import Prompt
 from kvjax.protocol.observation import prefix_votes
 from kvjax.protocol.slots import check_budget
-from kvjax.protocol.typing import not_none, pytree, static, traced
+from kvjax.protocol.typing import pytree, static, traced
 from kvjax.selection import among_best, best_of_heads, compact, floor_share, top_slots
 
 
@@ -40,10 +40,10 @@ from kvjax.selection import among_best, best_of_heads, compact, floor_share, top
 class AdaKV(AppendOnly):
     """SnapKV with a budget that the heads of a layer share; see the module docstring."""
 
-    budget: int | Array = traced(default=1024, least=1, within="capacity")  # prompt slots kept per KV head, mean of a layer
-    capacity: int | None = static(default=None, least=1)  # the largest budget; None = budget
-    head_factor: float = static(default=2.0, least=1)  # the most that one head keeps, as a multiple of the budget
-    obs_window: int = static(default=32, least=1)  # last prompt tokens, which vote and are always kept
+    budget: int | Array = traced("prompt slots kept per KV head, mean of a layer", default=1024, least=1, within="capacity")
+    capacity: int = static("the largest budget; None = budget", default=None, least=1)
+    head_factor: float = static("the most that one head keeps, as a multiple of the budget", default=2.0, least=1)
+    obs_window: int = static("last prompt tokens, which vote and are always kept", default=32, least=1)
 
     PAPER: ClassVar[str] = "arXiv:2407.11550"
     TITLE: ClassVar[str] = "Ada-KV"
@@ -59,7 +59,7 @@ class AdaKV(AppendOnly):
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         score = prefix_votes(cache, prompt, self.obs_window, self.kernel)
-        capacity, budget = not_none("capacity", self.capacity), jnp.asarray(self.budget).astype(jnp.int32)
+        capacity, budget = self.capacity, jnp.asarray(self.budget).astype(jnp.int32)
         most = min(self.slots_again(), cache.row_slots)
         of_head = floor_share(self.head_factor, budget)
         slots, held = top_slots(score, whole(cache.valid, cache), of_head, most)  # the candidates of each head
@@ -71,4 +71,4 @@ class AdaKV(AppendOnly):
         return cache.compact(jnp.take_along_axis(slots, listed, axis=2), keep, room), None
 
     def slots_again(self) -> int:
-        return floor_share(self.head_factor, not_none("capacity", self.capacity))
+        return floor_share(self.head_factor, self.capacity)

@@ -45,16 +45,15 @@ from kvjax.wrappers.compose import inner_of_layer
 class DuoAttention(AppendOnly):
     """Retrieval heads and streaming heads; see the module docstring."""
 
-    scores: tuple[tuple[float, ...], ...] | None = static(default=None, least=0)  # of each KV head, layer by layer
-    sparsity: float = static(default=0.5, least=0, most=1)  # share of the model's heads that stream
-    num_sink: int = static(default=128, least=0)  # first tokens that a streaming head keeps
-    num_recent: int = static(default=256, least=1)  # last tokens of the prompt that a streaming head keeps
+    scores: tuple[tuple[float, ...], ...] | None = static("of each KV head, layer by layer", default=None, least=0)
+    sparsity: float = static("share of the model's heads that stream", default=0.5, least=0, most=1)
+    num_sink: int = static("first tokens that a streaming head keeps", default=128, least=0)
+    num_recent: int = static("last tokens of the prompt that a streaming head keeps", default=256, least=1)
 
     PAPER: ClassVar[str] = "arXiv:2410.10819"
 
     keeps = "every token in some heads, `num_sink` first and `num_recent` last ones of the prompt in the other heads"
     evicts = True
-    heads_differ = True
 
     def check_sizes(self, model: Model) -> None:
         check_score_sizes(self, model)
@@ -74,7 +73,7 @@ class DuoAttention(AppendOnly):
 class StreamingHeads(AppendOnly):
     """A layer of `DuoAttention`."""
 
-    streams: tuple[bool, ...] = static()  # which KV heads keep both ends of the prompt only
+    streams: tuple[bool, ...] = static("which KV heads keep both ends of the prompt only")
     num_sink: int = static()
     num_recent: int = static()
 

@@ -35,7 +35,7 @@ from kvjax.attention.moments import rotation_mean
 from kvjax.cache import LayerCache
 from kvjax.protocol.families import Eviction
 from kvjax.protocol.method import Prompt
-from kvjax.protocol.slots import check_budget
+from kvjax.protocol.slots import Reads, check_budget
 from kvjax.protocol.typing import not_none, pytree
 from pallas_kernels.numerics import product_precision
 
@@ -50,15 +50,14 @@ class ExpectedAttention(Eviction):
     TITLE: ClassVar[str] = "Expected Attention"
     num_future = 512  # positions after the prompt at which queries are expected
 
-    reads_covariance = True
-    reads_values = True
+    lacks = ("latent",)
 
     def check(self) -> None:
         check_budget(self, self.num_sink + 1, f"num_sink={self.num_sink} first tokens and one more")
 
     @property
-    def moments_from(self) -> int:
-        return self.num_sink
+    def reads(self) -> Reads:
+        return Reads(moments_from=self.num_sink, covariance=True)
 
     def score(self, cache: LayerCache, prompt: Prompt) -> Array:
         moments, exact = not_none("moments", prompt.moments), product_precision(jnp.float32)

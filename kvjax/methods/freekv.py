@@ -46,7 +46,7 @@ from kvjax.methods.full import Full
 from kvjax.methods.quest import Box, Quest
 from kvjax.protocol.method import LayerMethod, Prompt, Step
 from kvjax.protocol.slots import SlotMethod, check_budget, count_all, newest_query
-from kvjax.protocol.typing import not_none, pytree, static, traced
+from kvjax.protocol.typing import pytree, static, traced
 from pallas_kernels.choose.kth_select import kth_select_mask
 from pallas_kernels.numerics import group_share
 from pallas_kernels.score.page_score import page_score
@@ -67,18 +67,19 @@ class Speculation:
 class FreeKV(SlotMethod):
     """Page retrieval by the previous query, corrected per KV head; see the module docstring."""
 
-    budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens found, besides both ends, in whole pages
-    capacity: int | None = static(default=None, least=1)  # tokens allocated for them; None = budget
-    num_sink: int = static(default=512, least=0)  # first tokens, always attended, in whole pages
-    num_local: int = static(default=512, least=1)  # newest tokens, always attended, in whole pages
-    page_size: int = static(default=32, least=2)  # slots per page
-    tau: float | Array = 0.8  # least cosine with which a KV head keeps to the previous query, traced; above 1 = never
-    offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
+    budget: int | Array = traced("tokens found, besides both ends, in whole pages", default=1024, least=1, within="capacity")
+    capacity: int = static("tokens allocated for them; None = budget", default=None, least=1)
+    num_sink: int = static("first tokens, always attended, in whole pages", default=512, least=0)
+    num_local: int = static("newest tokens, always attended, in whole pages", default=512, least=1)
+    page_size: int = static("slots per page", default=32, least=2)
+    tau: float | Array = traced(
+        "least cosine with which a KV head keeps to the previous query, traced; above 1 = never", default=0.8
+    )
+    offload: bool | float = static("keys and values in host memory, or a share of layers", default=False, least=0, most=1)
 
     PAPER: ClassVar[str] = "arXiv:2505.13109"
     num_dense_layers = 1  # first layers, which attend to all tokens
 
-    offloadable = True
 
     @classmethod
     def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
@@ -121,7 +122,7 @@ class FreeKV(SlotMethod):
         page = jnp.arange(bound.shape[3], dtype=jnp.int32)[None, None]
         between = (page >= self.num_sink // size) & (page < near[:, None, None])
         score = group_share(bound, jnp.broadcast_to(between, (*bound.shape[:2], bound.shape[3])))
-        best, found = kth_select_mask(score, self.budget // size, not_none("capacity", self.capacity) // size)
+        best, found = kth_select_mask(score, self.budget // size, self.capacity // size)
         sinks = jnp.arange(self.num_sink // size, dtype=jnp.int32)[None, None]
         newest = jnp.arange(self.num_local // size + 1, dtype=jnp.int32)[None, None] + near[:, None, None]
         parts = [jnp.broadcast_to(x, (*best.shape[:2], x.shape[2])) for x in (sinks, best, newest)]

@@ -30,19 +30,19 @@ from kvjax.cache.divided import whole
 from kvjax.protocol.families import StepEviction
 from kvjax.protocol.fields import clamped, is_traced, number
 from kvjax.protocol.method import Prompt, Step
-from kvjax.protocol.slots import check_budget
-from kvjax.protocol.typing import not_none, pytree, traced
+from kvjax.protocol.slots import Reads, check_budget
+from kvjax.protocol.typing import pytree, traced
 
 
 @pytree
 class H2O(StepEviction):
     """Heavy hitters and recent tokens, with eviction in every step; see the module docstring."""
 
-    num_recent: int | Array | None = traced(default=None, least=1)  # newest tokens, never evicted; None = half the budget
+    num_recent: int | Array = traced("newest tokens, never evicted; None = half the budget", default=None, least=1)
 
     PAPER: ClassVar[str] = "arXiv:2306.14048"
 
-    observes_prompt = True
+    reads = Reads(mass=True)
     slot_block = 1
 
     def check(self) -> None:
@@ -58,8 +58,8 @@ class H2O(StepEviction):
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Array | None]:
         position, mass = whole(cache.position, cache), whole(prompt.mass, cache)
-        recent = position > position.max(axis=(1, 2))[:, None, None] - not_none("num_recent", self.num_recent)
+        recent = position > position.max(axis=(1, 2))[:, None, None] - self.num_recent
         return self.keep_best(cache, jnp.where(recent, jnp.inf, mass), room, carry=mass)
 
     def update(self, cache: LayerCache, aux: Array, step: Step, mass: Array | None) -> tuple[LayerCache, Array | None]:
-        return cache.evict(aux, gain=mass, budget=self.budget, recent=not_none("num_recent", self.num_recent))
+        return cache.evict(aux, gain=mass, budget=self.budget, recent=self.num_recent)

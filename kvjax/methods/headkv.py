@@ -36,7 +36,7 @@ from kvjax.methods.head_scores import check_score_sizes, score_table
 from kvjax.methods.snapkv import SnapKV
 from kvjax.protocol.families import WindowEviction
 from kvjax.protocol.method import LayerMethod
-from kvjax.protocol.typing import Model, not_none, pytree, static
+from kvjax.protocol.typing import Model, pytree, static
 from kvjax.selection import floor_share
 
 
@@ -44,13 +44,12 @@ from kvjax.selection import floor_share
 class HeadKV(WindowEviction):
     """SnapKV with a budget for each head; see the module docstring."""
 
-    scores: tuple[tuple[float, ...], ...] | None = static(default=None, least=0)  # importance of each KV head, layer by layer
-    beta: float = static(default=1.2, least=1)  # the scores divide 1/beta of the budget; 1 = all but the window
+    scores: tuple[tuple[float, ...], ...] | None = static("importance of each KV head, layer by layer", default=None, least=0)
+    beta: float = static("the scores divide 1/beta of the budget; 1 = all but the window", default=1.2, least=1)
 
     PAPER: ClassVar[str] = "arXiv:2410.19258"
 
     keeps = "`budget` tokens per KV head, mean over the heads of the model"
-    heads_differ = True
 
     def check_sizes(self, model: Model) -> None:
         check_score_sizes(self, model)
@@ -60,7 +59,7 @@ class HeadKV(WindowEviction):
         weight = scores[layer] / scores.mean()
         return SnapKV(
             budget=self._budgets(self.budget, weight),
-            capacity=int(np.max(self._budgets(not_none("capacity", self.capacity), weight))),
+            capacity=int(np.max(self._budgets(self.capacity, weight))),
             obs_window=self.obs_window,
             kernel=self.kernel,
         )

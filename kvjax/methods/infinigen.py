@@ -46,7 +46,7 @@ from kvjax.methods.full import Full
 from kvjax.protocol.method import LayerMethod, Prompt, Step
 from kvjax.protocol.scan import by_blocks
 from kvjax.protocol.slots import SlotMethod, count_all, new_slots, newest_query
-from kvjax.protocol.typing import not_none, pytree, static, traced
+from kvjax.protocol.typing import pytree, static, traced
 from pallas_kernels import axes
 from pallas_kernels.choose.partial_select import partial_select, wanted
 from pallas_kernels.score.partial_score import partial_score
@@ -69,17 +69,16 @@ class PartialKeys:
 class InfiniGen(SlotMethod):
     """Retrieval by a guess of the query, before the layer runs; see the module docstring."""
 
-    budget: int | Array = traced(default=400, least=1, within="capacity")  # most tokens found per KV head, besides its own
-    capacity: int | None = static(default=None, least=1)  # entries allocated for them; None = budget
-    ratio: float = static(default=0.2, above=0, most=1)  # share of the channels that the search reads
-    alpha: float | Array = traced(default=5.0, least=0)  # logits below a head's maximum that still count
-    offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
+    budget: int | Array = traced("most tokens found per KV head, besides its own", default=400, least=1, within="capacity")
+    capacity: int = static("entries allocated for them; None = budget", default=None, least=1)
+    ratio: float = static("share of the channels that the search reads", default=0.2, above=0, most=1)
+    alpha: float | Array = traced("logits below a head's maximum that still count", default=5.0, least=0)
+    offload: bool | float = static("keys and values in host memory, or a share of layers", default=False, least=0, most=1)
 
     PAPER: ClassVar[str] = "arXiv:2406.19707"
     obs_window = 2048  # last prompt tokens, whose queries choose the channels
     num_dense_layers = 2  # first layers, which attend to all tokens
 
-    offloadable = True
     needs_guess = True
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
@@ -94,7 +93,7 @@ class InfiniGen(SlotMethod):
 
     def select(self, cache: LayerStorage, aux: PartialKeys, step: Step) -> Selection:
         query = _guess(step).query[..., 0, :]
-        capacity = min(not_none("capacity", self.capacity) + 1, cache.num_slots)
+        capacity = min(self.capacity + 1, cache.num_slots)
         slots, mask = partial_select(
             *self._search(cache, aux, query),
             jnp.asarray(self.budget, jnp.int32),

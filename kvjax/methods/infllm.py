@@ -43,7 +43,7 @@ from kvjax.cache.offload import Near, empty_storage, offload
 from kvjax.methods.budgets import SHARE, ends
 from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.protocol.slots import check_budget
-from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
+from kvjax.protocol.typing import EMPTY, pytree, static, traced
 from kvjax.rope import rotate
 from pallas_kernels import axes
 from pallas_kernels.attend.dense_attention import dense_attention
@@ -87,22 +87,20 @@ class Places:
 class InfLLM(LayerMethod):
     """Blocks chosen by representative keys, and a local window; see the module docstring."""
 
-    budget: int | Array = traced(default=2048, least=1, within="capacity")  # tokens of the chosen blocks, in whole blocks
-    capacity: int | None = static(default=None, least=1)  # tokens allocated for them; None = budget
-    num_sink: int = static(default=128, least=0)  # first tokens, always attended
-    num_local: int = static(default=4096, least=1)  # newest tokens, always attended, at their true distances
-    block_size: int = static(default=128, least=1)  # tokens per block
-    chunk: int = static(default=512, least=1)  # prompt tokens that share one choice of blocks, at most num_local
-    offload: bool | float = static(default=False, least=0, most=1)  # rows in host memory; a number: share of the layers
+    budget: int | Array = traced("tokens of the chosen blocks, in whole blocks", default=2048, least=1, within="capacity")
+    capacity: int = static("tokens allocated for them; None = budget", default=None, least=1)
+    num_sink: int = static("first tokens, always attended", default=128, least=0)
+    num_local: int = static("newest tokens, always attended, at their true distances", default=4096, least=1)
+    block_size: int = static("tokens per block", default=128, least=1)
+    chunk: int = static("prompt tokens that share one choice of blocks, at most num_local", default=512, least=1)
+    offload: bool | float = static("rows in host memory; a number: share of the layers", default=False, least=0, most=1)
 
     PAPER: ClassVar[str] = "arXiv:2402.04617"
     num_repr = 4  # keys of a block whose mean represents it
 
     extrapolates = True
-    offloadable = True
-    quantisable = True
-    takes_sinks = True
-    appends = True
+    moves_slots = False
+    lacks = ()
 
     @classmethod
     def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
@@ -220,7 +218,7 @@ class InfLLM(LayerMethod):
         )
         number = jnp.arange(score.shape[1], dtype=jnp.int32)[None]
         score = jnp.where(number < count, axes.total(score), -jnp.inf)[:, None]
-        most = min(not_none("capacity", self.capacity) // size, score.shape[2])
+        most = min(self.capacity // size, score.shape[2])
         best, found = (x[:, 0] for x in kth_select_mask(score, self.budget // size, most))
         inside = jnp.arange(size, dtype=jnp.int32)[None]
         blocks = (self.num_sink + best[..., None] * size + inside[None]).reshape(len(before), -1)

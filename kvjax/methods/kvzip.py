@@ -44,7 +44,6 @@ from kvjax.protocol.families import AppendOnly
 from kvjax.protocol.method import Inputs, Prompt, Reading
 from kvjax.protocol.slots import SlotState, check_budget
 from kvjax.protocol.typing import EMPTY, Model, not_none, pytree, static, traced
-from kvjax.rope import rotate
 from kvjax.selection import best_of_heads, compact, floor_share, top_slots
 from pallas_kernels import axes
 from pallas_kernels.attend.past_attention import past_attention
@@ -61,15 +60,15 @@ _TEXTS = {  # of the released code
 class KVzip(AppendOnly):
     """Keep what the model attends to when it repeats the prompt; see the module docstring."""
 
-    budget: int | Array = traced(default=1024, least=1, within="capacity")  # prompt slots kept per KV head, mean of layers
-    capacity: int | None = static(default=None, least=1)  # the largest budget; None = budget
-    head_factor: float = static(default=2.0, least=1)  # the most that one head keeps, as a multiple of the budget
-    layerwise: bool = static(default=False)  # whether the budget is the mean of each layer, not of all layers together
-    num_sink: int = static(default=4, least=0)  # first tokens, which are always kept and not reread
-    chunk: int = static(default=2000, least=1)  # tokens that are reread at once
-    ask: tuple[int, ...] = static(default=(), least=0, empty=True)  # token ids before the first chunk
-    ask_later: tuple[int, ...] = static(default=(), least=0, empty=True)  # before every later chunk's overlap
-    answer: tuple[int, ...] = static(default=(), least=0, empty=True)  # token ids right before every chunk
+    budget: int | Array = traced("prompt slots kept per KV head, mean of layers", default=1024, least=1, within="capacity")
+    capacity: int = static("the largest budget; None = budget", default=None, least=1)
+    head_factor: float = static("the most that one head keeps, as a multiple of the budget", default=2.0, least=1)
+    layerwise: bool = static("whether the budget is the mean of each layer, not of all layers together", default=False)
+    num_sink: int = static("first tokens, which are always kept and not reread", default=4, least=0)
+    chunk: int = static("tokens that are reread at once", default=2000, least=1)
+    ask: tuple[int, ...] = static("token ids before the first chunk", default=(), least=0, empty=True)
+    ask_later: tuple[int, ...] = static("before every later chunk's overlap", default=(), least=0, empty=True)
+    answer: tuple[int, ...] = static("token ids right before every chunk", default=(), least=0, empty=True)
 
     PAPER: ClassVar[str] = "arXiv:2505.23416"
     overlap = 8  # last tokens of a chunk that stand before the next one
@@ -77,7 +76,6 @@ class KVzip(AppendOnly):
     keeps = "`budget` tokens per KV head, mean over all layers' heads"
     evicts = True
     spans_layers = True
-    needs_tokenizer = True
 
     def check(self) -> None:
         check_budget(self, self.num_sink + 1, f"num_sink={self.num_sink} first tokens and one more")
@@ -88,7 +86,7 @@ class KVzip(AppendOnly):
             raise ValueError(f"KVzip: ask, ask_later and answer must be below vocab_size={model.vocab_size}, got {worst}")
 
     @classmethod
-    def tokenizer_knobs(cls, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
+    def tokenizer_knobs(cls, tokenizer: Any, vocab_size: int | None) -> dict[str, Any]:
         made = {knob: tokenizer.encode(text, add_special_tokens=False) for knob, text in _TEXTS.items()}
         return {knob: tuple(x if isinstance(x, list) else x.ids) for knob, x in made.items()}
 
@@ -108,8 +106,7 @@ class KVzip(AppendOnly):
 
             def attend(state: tuple[LayerCache, Array], inputs: Inputs) -> tuple[Array, tuple]:
                 cache, score = state
-                query = rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)
-                key = rotate(inputs.key, inputs.position[:, None], inputs.inv_freq)
+                query, key = inputs.rotated()
                 out, lse = attend_behind(query, key, inputs.value, cache, inputs.position, inputs.sinks)
                 own, at, old = (lax.dynamic_slice_in_dim(x, start, size, 2) for x in (cache.key, cache.position, score))
                 at = jnp.where(at < begin, EMPTY, at)
@@ -146,7 +143,7 @@ class KVzip(AppendOnly):
     @property
     def _most(self) -> int:
         """Slots that are allocated for the prompt of each head."""
-        return floor_share(self.head_factor, not_none("capacity", self.capacity))
+        return floor_share(self.head_factor, self.capacity)
 
     def _piece(self, reading: Reading, index: Array | int, size: int) -> tuple[Array, Array]:
         """Build the tokens int32 [B, T] with which chunk ``index`` is reread, and count the real ones, int32 [B]."""
@@ -172,7 +169,7 @@ class KVzip(AppendOnly):
 
     def _best(self, caches: tuple[LayerCache, ...], scores: tuple[Array, ...]) -> list[Array]:
         """Select the slots of each layer that stay, bool [B, H, S], from scores float32 [B, H, S]."""
-        capacity, budget = not_none("capacity", self.capacity), jnp.asarray(self.budget).astype(jnp.int32)
+        capacity, budget = self.capacity, jnp.asarray(self.budget).astype(jnp.int32)
         most, each = min(self._most, caches[0].num_slots), floor_share(self.head_factor, budget)
         found, values = [], []
         for cache, score in zip(caches, scores, strict=True):

@@ -77,19 +77,18 @@ class Tables:
 class MagicPIG(SlotMethod):
     """Importance sampling by hash tables; see the module docstring."""
 
-    num_tables: int = static(default=150, least=2)  # hash tables
-    num_bits: int = static(default=10, least=1, most=16)  # sign bits of a bucket
-    num_sink: int = static(default=4, least=0)  # first tokens, always attended
-    num_local: int = static(default=64, least=0)  # last tokens of the prompt, always attended
-    capacity: int | None = static(default=None, least=1)  # most sampled tokens that a KV head reads; None = all
-    offload: bool | float = static(default=False, least=0, most=1)  # values in host memory; a number: share of the layers
+    num_tables: int = static("hash tables", default=150, least=2)
+    num_bits: int = static("sign bits of a bucket", default=10, least=1, most=16)
+    num_sink: int = static("first tokens, always attended", default=4, least=0)
+    num_local: int = static("last tokens of the prompt, always attended", default=64, least=0)
+    capacity: int | None = static("most sampled tokens that a KV head reads; None = all", default=None, least=1)
+    offload: bool | float = static("values in host memory; a number: share of the layers", default=False, least=0, most=1)
 
     PAPER: ClassVar[str] = "arXiv:2410.16179"
     dense_every = 16  # layers with a multiple of this number are dense; 0 = none
     seed = 0  # of the random planes
 
     composable = False  # wrappers know slots, but not the corrections of logits
-    offloadable = True
     keys_stay = True
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:

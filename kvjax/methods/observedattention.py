@@ -28,6 +28,7 @@ from kvjax.cache import LayerCache
 from kvjax.cache.divided import whole
 from kvjax.protocol.families import Eviction
 from kvjax.protocol.method import Prompt
+from kvjax.protocol.slots import Reads
 from kvjax.protocol.typing import pytree
 
 
@@ -38,7 +39,7 @@ class ObservedAttention(Eviction):
     PAPER: ClassVar[str] = "arXiv:2306.14048"
     TITLE: ClassVar[str] = "Observed Attention"
 
-    observes_prompt = True
+    reads = Reads(mass=True)
     slot_block = 1
 
     def score(self, cache: LayerCache, prompt: Prompt) -> Array:

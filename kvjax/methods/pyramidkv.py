@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 from kvjax.methods.snapkv import SnapKV
 from kvjax.protocol.families import WindowEviction
 from kvjax.protocol.method import LayerMethod
-from kvjax.protocol.typing import not_none, pytree, static
+from kvjax.protocol.typing import pytree, static
 
 _SIZES = 8  # of arrays, at most
 
@@ -41,7 +41,7 @@ class PyramidKV(WindowEviction):
     """SnapKV with a budget for each layer; see the module docstring."""
 
     # Up to 100, so that no product below leaves int32 in a model of up to 400 layers.
-    beta: int = static(default=20, least=1, most=100)  # the last layer keeps 1/beta of the mean prefix; 1 = all layers alike
+    beta: int = static("the last layer keeps 1/beta of the mean prefix; 1 = all layers alike", default=20, least=1, most=100)
 
     PAPER: ClassVar[str] = "arXiv:2406.02069"
 
@@ -51,7 +51,7 @@ class PyramidKV(WindowEviction):
         first = layer - layer % -(-num_layers // _SIZES)
         return SnapKV(
             budget=self._budget(self.budget, layer, num_layers),
-            capacity=self._budget(not_none("capacity", self.capacity), first, num_layers),
+            capacity=self._budget(self.capacity, first, num_layers),
             obs_window=self.obs_window,
             kernel=self.kernel,
         )

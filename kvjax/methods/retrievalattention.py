@@ -36,7 +36,7 @@ from jax import Array
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.methods.budgets import searched
 from kvjax.protocol.scan import Regions, ScoredScan
-from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
+from kvjax.protocol.typing import EMPTY, pytree, static, traced
 from pallas_kernels.score.page_score import page_score
 
 
@@ -52,11 +52,11 @@ class Ends:
 class RetrievalAttention(ScoredScan):
     """Exact search over the prompt's keys by every query head; see the module docstring."""
 
-    budget: int | Array = traced(default=2000, least=1, within="capacity")  # tokens found per query head, besides both ends
-    capacity: int | None = static(default=None, least=1)  # entries allocated for them; None = budget
-    num_sink: int = static(default=128, least=0)  # first tokens, always attended
-    num_local: int = static(default=512, least=0)  # last tokens of the prompt, attended besides those that follow it
-    offload: bool | float = static(default=False, least=0, most=1)  # values in host memory; a number: share of the layers
+    budget: int | Array = traced("tokens found per query head, besides both ends", default=2000, least=1, within="capacity")
+    capacity: int = static("entries allocated for them; None = budget", default=None, least=1)
+    num_sink: int = static("first tokens, always attended", default=128, least=0)
+    num_local: int = static("last tokens of the prompt, attended besides those that follow it", default=512, least=0)
+    offload: bool | float = static("values in host memory; a number: share of the layers", default=False, least=0, most=1)
 
     PAPER: ClassVar[str] = "arXiv:2409.10516"
     buffer = 1024  # tokens that may follow before the oldest attended ones are searched
@@ -86,7 +86,7 @@ class RetrievalAttention(ScoredScan):
             near=jnp.maximum(aux.first, cache.cursor - most_near),
             most_near=most_near,
             wanted=self.budget,
-            most_wanted=not_none("capacity", self.capacity),
+            most_wanted=self.capacity,
             found=aux.found,
         )
 

@@ -2,7 +2,7 @@
 
 Stored: ``budget`` tokens per KV head after every eviction, later tokens until the next one, and the last W = ``obs_window``
 queries, which are the window. The prompt is evicted at its end, and all that is stored again after every ``interval``
-tokens (`kvjax.Periodic`).
+tokens (`kvjax.wrappers.Periodic`).
 
 Score of token i of KV head h before the window, where n tokens are stored::
 
@@ -31,7 +31,6 @@ multiples of 2^-21 before they are summed.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import ClassVar
 
@@ -40,12 +39,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import LayerCache
-from kvjax.protocol.families import Eviction
-from kvjax.protocol.method import LayerMethod, Prompt
+from kvjax.protocol.method import Prompt
 from kvjax.protocol.slots import check_budget
-from kvjax.protocol.typing import pytree, static, traced
+from kvjax.protocol.typing import pytree
 from kvjax.selection import pick, smooth
-from kvjax.wrappers.periodic import Periodic
+from kvjax.wrappers.periodic import PeriodicEviction
 from pallas_kernels.numerics import product_precision
 from pallas_kernels.score.newest_repeat import newest_repeat
 
@@ -54,11 +52,8 @@ _PART = 1 << 11
 
 
 @pytree
-class RKV(Eviction):
+class RKV(PeriodicEviction):
     """Importance less redundancy, evicted while decoding; see the module docstring."""
-
-    budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens kept per KV head by every eviction
-    interval: int | None = static(default=128, least=1)  # tokens between evictions; None evicts at the prompt's end alone
 
     PAPER: ClassVar[str] = "arXiv:2505.24133"
     TITLE: ClassVar[str] = "R-KV"
@@ -67,19 +62,8 @@ class RKV(Eviction):
     kernel = 7  # pooling window of the importance over neighbouring tokens
     threshold = 0.5  # cosine above which two keys repeat each other
 
-    keeps = "`budget` tokens per KV head, and up to `interval` newer ones"
-
     def check(self) -> None:
         check_budget(self, self.obs_window, f"the obs_window={self.obs_window} recent tokens")
-
-    @property
-    def moves_slots(self) -> bool:
-        return self.interval is not None
-
-    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
-        if self.interval is None:
-            return self
-        return Periodic(evict=dataclasses.replace(self, interval=None), interval=self.interval)
 
     def score(self, cache: LayerCache, prompt: Prompt) -> Array:
         query, position = prompt.query[..., -self.obs_window :, :], prompt.query_position[:, -self.obs_window :]

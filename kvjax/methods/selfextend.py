@@ -48,15 +48,14 @@ from pallas_kernels.numerics import merge_pair
 class SelfExtend(LayerMethod):
     """True positions nearby, grouped positions far away; see the module docstring."""
 
-    group_size: int | Array = traced(default=8, least=1)  # far tokens that share a position
-    window: int = static(default=1024, least=1)  # newest tokens at true positions, whole groups
+    group_size: int | Array = traced("far tokens that share a position", default=8, least=1)
+    window: int = static("newest tokens at true positions, whole groups", default=1024, least=1)
 
     PAPER: ClassVar[str] = "arXiv:2401.01325"
     chunk = 1024  # prompt tokens read at once; changes memory, not results
 
     extrapolates = True
-    quantisable = True
-    takes_sinks = True
+    lacks = ()
 
     def check(self) -> None:
         group = known(self.group_size)
@@ -75,9 +74,6 @@ class SelfExtend(LayerMethod):
         # Angles of zero rotate nothing. The query goes through the kernel that stores the token, so XLA need not copy it.
         query, cache = state.append_rotated(query, key, value, position, jnp.zeros_like(inv_freq))
         return self._attend_one(query, cache, position, inputs), cache
-
-    def finish(self, state: LayerCache, spec: LayerSpec) -> LayerCache:
-        return state
 
     def chosen(self, state: LayerCache, inputs: Inputs) -> Array:
         return state.append(inputs.key, inputs.value, inputs.position).position

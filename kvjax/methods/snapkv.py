@@ -28,7 +28,7 @@ from kvjax.protocol.typing import pytree, static
 class SnapKV(WindowEviction):
     """Keep the tokens that the end of the prompt attends to; see the module docstring."""
 
-    kernel: int = static(default=5, least=1, odd=True)  # pyright: ignore[reportGeneralTypeIssues]  # pooling window over neighbouring tokens
+    kernel: int = static("pooling window over neighbouring tokens", default=5, least=1, odd=True)  # pyright: ignore[reportGeneralTypeIssues]
 
     PAPER: ClassVar[str] = "arXiv:2404.14469"
     slot_block = 1

@@ -31,7 +31,7 @@ from jax import Array
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.methods.budgets import searched
 from kvjax.protocol.scan import Regions, ScoredScan, by_blocks
-from kvjax.protocol.typing import not_none, pytree, static, traced
+from kvjax.protocol.typing import pytree, static, traced
 from pallas_kernels.formats.sign_codes import buckets, in_blocks, norms, random_planes
 from pallas_kernels.score.bucket_score import bucket_score
 from pallas_kernels.store.store_buckets import store_buckets
@@ -49,19 +49,19 @@ class Hashed:
 class SOCKET(ScoredScan):
     """Search by soft votes of hash tables; see the module docstring."""
 
-    budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens found per KV head, besides both ends
-    capacity: int | None = static(default=None, least=1)  # entries allocated for them; None = budget
-    num_sink: int = static(default=128, least=0)  # first tokens, always attended
-    num_local: int = static(default=128, least=1)  # newest tokens, always attended
-    num_tables: int = static(default=60, least=1)  # hash tables
-    num_bits: int = static(default=8, least=1, most=12)  # sign bits of a bucket
-    temperature: float | Array = traced(default=0.3, above=0)  # lower: only the likeliest buckets count
+    budget: int | Array = traced("tokens found per KV head, besides both ends", default=1024, least=1, within="capacity")
+    capacity: int = static("entries allocated for them; None = budget", default=None, least=1)
+    num_sink: int = static("first tokens, always attended", default=128, least=0)
+    num_local: int = static("newest tokens, always attended", default=128, least=1)
+    num_tables: int = static("hash tables", default=60, least=1)
+    num_bits: int = static("sign bits of a bucket", default=8, least=1, most=12)
+    temperature: float | Array = traced("lower: only the likeliest buckets count", default=0.3, above=0)
 
     PAPER: ClassVar[str] = "arXiv:2602.06283"
     seed = 0  # of the random planes
 
     score_is_masked = True
-    reads_values = True
+    lacks = ("latent",)
 
     @classmethod
     def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
@@ -88,7 +88,7 @@ class SOCKET(ScoredScan):
             near=jnp.maximum(cache.cursor - self.num_local, self.num_sink),
             most_near=self.most_near(cache.num_slots),
             wanted=self.budget,
-            most_wanted=not_none("capacity", self.capacity),
+            most_wanted=self.capacity,
         )
 
     def score(self, cache: LayerStorage, aux: Hashed, query: Array, searched: Array) -> Array:

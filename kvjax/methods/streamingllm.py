@@ -25,7 +25,7 @@ from kvjax.cache import LayerCache, LayerSpec
 from kvjax.cache.quantised import empty_resident
 from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.protocol.slots import check_budget, cost_of_all
-from kvjax.protocol.typing import not_none, pytree, static, traced
+from kvjax.protocol.typing import pytree, static, traced
 from kvjax.rope import rotate
 from kvjax.selection import top_slots
 from pallas_kernels.attend.dense_attention import dense_attention
@@ -37,16 +37,15 @@ from pallas_kernels.numerics import merge_pair
 class StreamingLLM(LayerMethod):
     """Sinks and a sliding window with re-numbered positions; see the module docstring."""
 
-    budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens kept, sinks included
-    capacity: int | None = static(default=None, least=1)  # slots allocated for them; None = budget
-    num_sink: int = static(default=4, least=1)  # first tokens, always kept
+    budget: int | Array = traced("tokens kept, sinks included", default=1024, least=1, within="capacity")
+    capacity: int = static("slots allocated for them; None = budget", default=None, least=1)
+    num_sink: int = static("first tokens, always kept", default=4, least=1)
 
     PAPER: ClassVar[str] = "arXiv:2309.17453"
     chunk = 128  # prompt tokens read at once; changes memory, not results
 
     extrapolates = True
-    quantisable = True
-    takes_sinks = True
+    lacks = ()
     keeps = "`budget` tokens per KV head"
     evicts = True
     slot_block = 0  # the storage is bounded
@@ -67,9 +66,6 @@ class StreamingLLM(LayerMethod):
         query, cache = state.append_rotated(query, key, value, position, jnp.zeros_like(inv_freq))
         return self._attend_one(query, cache, position, inputs), self._evict(cache, 1)
 
-    def finish(self, state: LayerCache, spec: LayerSpec) -> LayerCache:
-        return state
-
     def chosen(self, state: LayerCache, inputs: Inputs) -> Array:
         return state.append(inputs.key, inputs.value, inputs.position).position
 
@@ -84,7 +80,7 @@ class StreamingLLM(LayerMethod):
 
     def _slots(self) -> int:
         """Count slots for the budget and for one more chunk: storage of this size never fills."""
-        return not_none("capacity", self.capacity) + self.chunk
+        return self.capacity + self.chunk
 
     def _attend(self, query: Array, cache: LayerCache, position: Array, inputs: Inputs) -> Array:
         """Attend with several queries [B, H, G, T, D] at ``position`` int32 [B, T]: [B, H, G, T, D].
@@ -136,5 +132,5 @@ class StreamingLLM(LayerMethod):
         if tokens == 1:
             return cache.evict(None, budget=self.budget, first=self.num_sink)[0]
         value = jnp.where(cache.position < self.num_sink, jnp.inf, cache.position.astype(jnp.float32))
-        slots, keep = top_slots(value, cache.valid, self.budget, not_none("capacity", self.capacity))
+        slots, keep = top_slots(value, cache.valid, self.budget, self.capacity)
         return cache.compact(slots, keep, cache.num_slots - slots.shape[2])

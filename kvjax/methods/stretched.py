@@ -29,11 +29,10 @@ class Stretched(LayerMethod):
     share its prefill with other methods (`kvjax.prefill_each`), unless the model's own frequencies change with the length.
     """
 
-    factor: float | Array = traced(default=4.0, least=1)  # longest text over the text that the model was trained for
+    factor: float | Array = traced("longest text over the text that the model was trained for", default=4.0, least=1)
 
     extrapolates = True
-    quantisable = True
-    takes_sinks = True
+    lacks = ()
     common_prompt = True  # several methods share a prefill only where `dense_prompt` holds: then it stores what Full stores
 
     @property

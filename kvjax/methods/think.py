@@ -44,14 +44,14 @@ _ROUNDING = 1e-6  # a share of channels such as 1 - 0.9 is a little below 0.1
 class ThinK(AppendOnly):
     """Drop channels of the prompt's keys; see the module docstring."""
 
-    channels: float = static(default=0.6, above=0, most=1)  # share of the key channels to keep
-    num_recent: int = static(default=32, least=0)  # last prompt tokens, whose keys keep all channels
+    channels: float = static("share of the key channels to keep", default=0.6, above=0, most=1)
+    num_recent: int = static("last prompt tokens, whose keys keep all channels", default=32, least=0)
 
     PAPER: ClassVar[str] = "arXiv:2407.21018"
     obs_window = 32  # last prompt tokens, whose queries choose the channels
 
     keeps = "every token, part of the key channels"
-    reads_values = True
+    lacks = ("codes", "latent")
     packs = True
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[ThinCache, None]:

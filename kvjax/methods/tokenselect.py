@@ -44,7 +44,7 @@ from kvjax.cache.divided import best_of_rows, here, log_total, merged, part_slot
 from kvjax.cache.offload import Near, empty_storage, offload
 from kvjax.methods.budgets import scaled
 from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
-from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
+from kvjax.protocol.typing import EMPTY, pytree, static, traced
 from kvjax.rope import rotate
 from kvjax.selection import smooth
 from pallas_kernels import axes
@@ -94,24 +94,24 @@ class Slots:
 class TokenSelect(LayerMethod):
     """Token-level selection by a soft vote of the heads; see the module docstring."""
 
-    budget: int | Array = traced(default=2048, least=1, within="capacity")  # tokens selected besides sinks and local tokens
-    capacity: int | None = static(default=None, least=1)  # entries allocated for them; None = budget
-    num_sink: int = static(default=128, least=0)  # first tokens, always attended
-    num_local: int = static(default=512, least=2)  # newest tokens, always attended; a prompt chunk belongs to them
-    chunk: int = static(default=256, least=2)  # prompt tokens that share one selection, at most num_local
-    theta: float | Array = 0.9  # least cosine with which a decode step reuses the last selection, traced; above 1 = never
-    kernel: int = static(default=1, least=1)  # max-pooling window over votes, in tokens; 1 = no pooling
-    offload: bool | float = static(  # values (keys are scanned) in host memory; a number: share of the layers
-        default=False, least=0, most=1
+    budget: int | Array = traced("tokens selected besides sinks and local tokens", default=2048, least=1, within="capacity")
+    capacity: int = static("entries allocated for them; None = budget", default=None, least=1)
+    num_sink: int = static("first tokens, always attended", default=128, least=0)
+    num_local: int = static("newest tokens, always attended; a prompt chunk belongs to them", default=512, least=2)
+    chunk: int = static("prompt tokens that share one selection, at most num_local", default=256, least=2)
+    theta: float | Array = traced(
+        "least cosine with which a decode step reuses the last selection, traced; above 1 = never", default=0.9
+    )
+    kernel: int = static("max-pooling window over votes, in tokens; 1 = no pooling", default=1, least=1)
+    offload: bool | float = static(
+        "values (keys are scanned) in host memory; a number: share of the layers", default=False, least=0, most=1
     )
 
     PAPER: ClassVar[str] = "arXiv:2411.02886"
 
     extrapolates = True
-    offloadable = True
-    quantisable = True
-    takes_sinks = True
-    appends = True
+    moves_slots = False
+    lacks = ()
     slot_block = 1
 
     @classmethod
@@ -137,7 +137,7 @@ class TokenSelect(LayerMethod):
                 spec, part_slots(spec, spec.prompt_slots + spec.max_new_tokens, self.slot_block), values_only=True
             ),
             query=jnp.zeros((batch, heads, spec.group_size, spec.head_dim), jnp.float32),
-            chosen=jnp.zeros((batch, not_none("capacity", self.capacity)), jnp.int32),
+            chosen=jnp.zeros((batch, self.capacity), jnp.int32),
             ready=jnp.zeros((batch,), bool),
             hits=jnp.zeros((batch,), jnp.int32),
             refreshes=jnp.zeros((batch,), jnp.int32),
@@ -292,7 +292,7 @@ class TokenSelect(LayerMethod):
         Returns:
             int32 [B, K], ascending, and 0 behind them.
         """
-        capacity = not_none("capacity", self.capacity)
+        capacity = self.capacity
         score = self._score(cache, query, stop)[:, None]
         return best_of_rows(score, wanted[:, None], capacity, cache)[:, 0]
 

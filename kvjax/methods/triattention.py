@@ -1,7 +1,7 @@
 """TriAttention: evict while decoding, and keep the keys that the mean query will score highly from later positions.
 
 Stored: ``budget`` tokens per KV head after every eviction, and later tokens until the next one. The prompt is evicted at
-its end, and all that is stored again after every ``interval`` tokens (`kvjax.Periodic`). Of the queries before RoPE, their
+its end, and all that is stored again after every ``interval`` tokens (`Periodic`). Of the queries before RoPE, their
 mean and the mean lengths of their pairs of channels are stored: 3/2 D values in float32 for each query head. A decode step
 only stores its query; an eviction adds all queries since the last one, at most ``2 * interval - 1``, to both means.
 
@@ -27,7 +27,6 @@ stays. Where RoPE's frequencies depend on the length of the text, the departure 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -35,34 +34,23 @@ from jax import Array
 
 from kvjax.attention.moments import Moments, pair_lengths
 from kvjax.cache import LayerCache
-from kvjax.protocol.families import Eviction
-from kvjax.protocol.method import LayerMethod, Prompt
-from kvjax.protocol.typing import not_none, pytree, static, traced
-from kvjax.wrappers.periodic import Periodic
+from kvjax.protocol.method import Prompt
+from kvjax.protocol.slots import Reads
+from kvjax.protocol.typing import not_none, pytree, traced
+from kvjax.wrappers.periodic import PeriodicEviction
 from pallas_kernels.numerics import product_precision
 
 
 @pytree
-class TriAttention(Eviction):
+class TriAttention(PeriodicEviction):
     """Keep what the mean query will attend to, evicted while decoding; see the module docstring."""
 
-    budget: int | Array = traced(default=2048, least=1, within="capacity")  # tokens kept per KV head by every eviction
-    interval: int | None = static(default=128, least=1)  # tokens between evictions; None evicts at the prompt's end alone
+    budget: int | Array = traced("tokens kept per KV head by every eviction", default=2048, least=1, within="capacity")
 
     PAPER: ClassVar[str] = "arXiv:2604.04921"
     reach = 65536  # largest offset in tokens, from which later queries are taken
 
-    keeps = "`budget` tokens per KV head, and up to `interval` newer ones"
-    moments_from = 0
-
-    @property
-    def moves_slots(self) -> bool:
-        return self.interval is not None
-
-    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
-        if self.interval is None:
-            return self
-        return Periodic(evict=dataclasses.replace(self, interval=None), interval=self.interval)
+    reads = Reads(moments_from=0)
 
     def score(self, cache: LayerCache, prompt: Prompt) -> Array:
         moments, exact = not_none("moments", prompt.moments), product_precision(jnp.float32)

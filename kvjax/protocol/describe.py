@@ -6,11 +6,7 @@ No text shows a large array. Every text works while its arrays are traced and af
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
-import pathlib
-import re
-import sys
 from typing import Any
 
 import jax
@@ -102,49 +98,12 @@ def _rounded(value: Any) -> str:
     return repr(float(f"{value:.7g}")) if isinstance(value, float) else repr(value)
 
 
-def field_comments(cls: type) -> dict[str, str]:
-    """Read the comment behind each field of a dataclass and its bases, from the source; a field without one is left out."""
-    comments: dict[str, str] = {}
-    for owner in reversed(cls.__mro__):
-        if owner.__module__ in sys.modules and dataclasses.is_dataclass(owner):
-            source = _in_file(owner) or _source(owner)
-            comments.update(re.findall(r"^    (\w+):[^=\n#]*(?:=[^#\n]*)?  # (.+)$", source, re.MULTILINE))
-    return comments
-
-
 def with_fields(cls: type) -> str:
-    """Write the docstring of a dataclass that a file defines, with a line for each field that has a comment behind it."""
-    text = inspect.cleandoc(cls.__doc__ or "")
-    comments, lines = (field_comments(cls) if _in_file(cls) else {}), []
+    """Write the docstring of a dataclass, with a line for each field that is declared with its meaning."""
+    lines = []
     for field in dataclasses.fields(cls):
-        default = [] if field.default is dataclasses.MISSING else [f"default {field.default!r:.60}"]
-        kind = ["static"] if field.metadata.get("static") else ["traced"] if "limits" in field.metadata else []
-        told = f" ({', '.join([*kind, *default])})" if kind or default else ""
-        if field.name in comments:
-            lines.append(f"* ``{field.name}``{told}: {comments[field.name]}")
-    return f"{text}\n\nFields:\n\n" + "\n".join(lines) if lines else text
-
-
-def _in_file(cls: type) -> str:
-    """Return the text of a class at the top level of its module's file, or "". `inspect.getsource` takes far longer."""
-    file = vars(sys.modules[cls.__module__]).get("__file__") if cls.__module__ in sys.modules else None
-    begins, ends = rf"^class {cls.__name__}\b", r"(?=^[^\s)]|\Z)"
-    found = re.search(f"{begins}.*?{ends}", _text(file), re.MULTILINE | re.DOTALL) if file else None
-    return found[0] if found else ""
-
-
-@functools.cache
-def _text(file: str) -> str:
-    try:
-        return pathlib.Path(file).read_text(encoding="utf-8")
-    except OSError:
-        return ""
-
-
-@functools.cache  # Python parses the whole file for each class
-def _source(cls: type) -> str:
-    """Return the source text of a class; empty if the class was not read from a file."""
-    try:
-        return inspect.getsource(cls)
-    except (OSError, TypeError):
-        return ""
+        if doc := field.metadata.get("doc"):
+            kind = "static" if field.metadata.get("static") else "traced"
+            default = "" if field.default is dataclasses.MISSING else f", default {field.default!r:.60}"
+            lines.append(f"* ``{field.name}`` ({kind}{default}): {doc}")
+    return "\n".join([inspect.cleandoc(cls.__doc__ or ""), *(["\nFields:\n"] if lines else []), *lines])

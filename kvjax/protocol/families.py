@@ -23,7 +23,7 @@ from kvjax.cache.offload import Near
 from kvjax.protocol.method import Prompt, Step
 from kvjax.protocol.observation import prefix_votes
 from kvjax.protocol.slots import SlotMethod, check_budget, count_all
-from kvjax.protocol.typing import not_none, pytree, static, traced
+from kvjax.protocol.typing import pytree, static, traced
 from kvjax.selection import check_alike, check_score, page_slots, top_slots
 from pallas_kernels import axes
 
@@ -31,11 +31,6 @@ from pallas_kernels import axes
 @pytree
 class AppendOnly(SlotMethod):
     """Attend to all stored slots. Tokens after the prompt are appended and never evicted."""
-
-    selects = False
-
-    def select(self, cache: LayerStorage, aux: None, step: Step) -> None:
-        return None
 
     def update(
         self, cache: LayerStorage, aux: None, step: Step, mass: Array | None
@@ -51,11 +46,11 @@ class Eviction(AppendOnly):
     """Keep the ``budget`` best prompt slots of each KV head. Tokens after the prompt are appended and never evicted.
 
     A budget of int32 [H] has an entry for each KV head of the layer; on a mesh, for the KV heads of all devices.
-    `kvjax.Periodic` applies the score again while decoding, if the score needs neither attention mass nor token ids.
+    `kvjax.wrappers.Periodic` applies the score again while decoding, if the score needs neither attention mass nor token ids.
     """
 
-    budget: int | Array = traced(default=1024, least=1, within="capacity")  # prompt slots kept per KV head
-    capacity: int | None = static(default=None, least=1)  # slots allocated for them; None = budget
+    budget: int | Array = traced("prompt slots kept per KV head", default=1024, least=1, within="capacity")
+    capacity: int = static("slots allocated for them; None = budget", default=None, least=1)
 
     keeps = "`budget` tokens per KV head"
     evicts = True
@@ -69,14 +64,14 @@ class Eviction(AppendOnly):
         """
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
-        capacity, budget = not_none("capacity", self.capacity), of_own_heads(self.budget, cache.key.shape[1])
+        capacity, budget = self.capacity, of_own_heads(self.budget, cache.key.shape[1])
         valid = whole(cache.valid, cache)
         score = check_score(self, self.score(cache, prompt), valid.shape, "[B, H, S]")
         slots, keep = top_slots(score, valid, budget, capacity)
         return cache.compact(slots, keep, room), None
 
     def slots_again(self) -> int | None:
-        return None if self.observes_prompt or self.reads_tokens else self.capacity
+        return None if self.reads.mass or self.reads.tokens else self.capacity
 
 
 def of_own_heads(value: Any, heads: int) -> Any:
@@ -88,7 +83,7 @@ def of_own_heads(value: Any, heads: int) -> Any:
 class WindowEviction(Eviction):
     """Keep the last W = ``obs_window`` tokens of the prompt, and the earlier tokens that their queries attend to."""
 
-    obs_window: int = static(default=32, least=1)  # last prompt tokens, which vote and are always kept
+    obs_window: int = static("last prompt tokens, which vote and are always kept", default=32, least=1)
 
     kernel = 5  # pooling window over neighbouring tokens
 
@@ -107,14 +102,13 @@ class StepEviction(SlotMethod):
     ``update`` (with `LayerCache.evict`).
     """
 
-    budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens kept per KV head
-    capacity: int | None = static(default=None, least=1)  # slots allocated for them; None = budget
+    budget: int | Array = traced("tokens kept per KV head", default=1024, least=1, within="capacity")
+    capacity: int = static("slots allocated for them; None = budget", default=None, least=1)
 
     keeps = "`budget` tokens per KV head"
     evicts = True
     moves_slots = True
-    selects = False
-    observes_steps = True
+    observes = 1
 
     def keep_best(
         self, cache: LayerCache, score: Array, room: int, carry: Array | None = None
@@ -133,16 +127,13 @@ class StepEviction(SlotMethod):
         """
         valid = whole(cache.valid, cache)
         score = jnp.broadcast_to(score, valid.shape)
-        slots, keep = top_slots(score, valid, self.budget, not_none("capacity", self.capacity))
+        slots, keep = top_slots(score, valid, self.budget, self.capacity)
         # A prompt shorter than the budget leaves more than one slot free.
         spare = min(self.bounded_slots(), cache.row_slots + room) - slots.shape[2]
         if carry is not None:
             carry = jnp.where(keep, jnp.take_along_axis(carry, slots, axis=2), 0)
             carry = jnp.pad(carry, ((0, 0), (0, 0), (0, spare)))
         return cache.compact(slots, keep, spare), carry
-
-    def select(self, cache: LayerStorage, aux: Any, step: Step) -> None:
-        return None
 
     def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
         """Count all stored slots; metadata are the arrays with a value per slot, see `keep_best`."""
@@ -151,7 +142,7 @@ class StepEviction(SlotMethod):
         return stored, stored.astype(jnp.float32) * per_slot
 
     def bounded_slots(self) -> int:
-        return not_none("capacity", self.capacity) + 1  # the new token is stored before another is evicted
+        return self.capacity + 1  # the new token is stored before another is evicted
 
     def max_tokens(self, in_prompt: bool) -> int | None:
         return None if in_prompt else 1
@@ -161,10 +152,9 @@ class StepEviction(SlotMethod):
 class Retrieval(SlotMethod):
     """Keep every slot. Each KV head attends to its best pages, and always to the newest page."""
 
-    budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens attended per KV head, in whole pages
-    capacity: int | None = static(default=None, least=1)  # allocated selection, in tokens; None = budget
-    page_size: int = static(default=16, least=1)  # slots per page
-    offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
+    budget: int | Array = traced("tokens attended per KV head, in whole pages", default=1024, least=1, within="capacity")
+    capacity: int = static("allocated selection, in tokens; None = budget", default=None, least=1)
+    page_size: int = static("slots per page", default=16, least=1)
 
     def check(self) -> None:
         check_budget(self, self.page_size, f"one page of page_size={self.page_size}")
@@ -186,7 +176,7 @@ class Retrieval(SlotMethod):
         On a device that has only a part of the slots, this may be no slot, or a slot of another part; then nothing joins.
 
         The result must equal `summarize` of the page. Without this hook every new token would cost reading a page of keys.
-        A method that is ``offloadable`` reads the key with ``cache.keys_at``.
+        A method with a field ``offload`` reads the key with ``cache.keys_at``.
         """
 
     @abc.abstractmethod
@@ -210,7 +200,7 @@ class Retrieval(SlotMethod):
 
     def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection:
         # No more entries than the row has pages. The budget may still be below a capacity that holds all pages.
-        most = min(not_none("capacity", self.capacity) // self.page_size, -(-cache.row_slots // self.page_size))
+        most = min(self.capacity // self.page_size, -(-cache.row_slots // self.page_size))
         used = cache.here if cache.parts == 1 else jnp.maximum(cache.here, 0)
         shape = *cache.key.shape[:2], -(-cache.num_slots // self.page_size)
         score = check_score(self, self.score(aux, step.query[..., 0, :], used), shape, "[B, H, P]")

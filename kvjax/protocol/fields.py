@@ -3,6 +3,9 @@
 The annotation of a field gives its kind: ``int`` is a whole number of int32, ``float`` a finite number of float32. `Limits`
 give its range. Python, NumPy and JAX scalars are checked alike. What Python cannot read passes: shapes without values, and
 arrays that were consumed. A traced value outside of its range becomes the nearest value in it.
+
+A field whose default is None may be given None. If the method replaces this None when it is made, as `Limits.within` does,
+the annotation is what the field holds then: ``capacity: int``.
 """
 
 from __future__ import annotations
@@ -182,9 +185,9 @@ def check_fields(owner: Any, prefix: str | None = None) -> None:
     Raises:
         ValueError: a value of another kind, or out of its range.
     """
-    for name in _declared(type(owner)):
+    for name in declared(type(owner)):
         object.__setattr__(owner, name, check_field(type(owner), name, vars(owner)[name], prefix))
-    for name, (_, limits, _) in _declared(type(owner)).items():
+    for name, (_, limits, _) in declared(type(owner)).items():
         if limits.within is not None:
             check_within(owner, name, limits.within)
 
@@ -195,9 +198,9 @@ def check_field(owner: type, name: str, value: Any, prefix: str | None = None) -
     Raises:
         ValueError: a value that the field refuses whatever the other fields are.
     """
-    if name not in _declared(owner):
+    if name not in declared(owner):
         return value
-    kinds, limits, static = _declared(owner)[name]
+    kinds, limits, static = declared(owner)[name]
     if isinstance(value, Share) and limits.within is not None and int in kinds:
         return value
     return check_value((f"{owner.__name__}: " if prefix is None else prefix) + name, value, kinds, limits, static)
@@ -243,12 +246,10 @@ def check_value(name: str, value: Any, kinds: tuple[Any, ...], limits: Limits, s
     Raises:
         ValueError: it is of another kind, or out of range.
     """
-    if not _fits(value, kinds, limits, static):
-        raise ValueError(f"{name} must be {_expected(value, kinds, limits)}, got {shown(value)}")
-    if is_traced(value):
-        least = limits.above + _ABOVE if limits.least is None and limits.above is not None else limits.least
-        return clamped(value, least, limits.most)
-    return _kept(value, kinds, static)
+    try:
+        return _kept(value, kinds, limits, static)
+    except _UnfitError:
+        raise ValueError(f"{name} must be {_expected(value, kinds, limits)}, got {shown(value)}") from None
 
 
 def is_traced(value: Any) -> bool:
@@ -267,25 +268,32 @@ def clamped(value: Any, least: Any, most: Any) -> Any:
     return value if most is None else jnp.minimum(value, jnp.asarray(most, value.dtype))
 
 
-def _fits(value: Any, kinds: tuple[Any, ...], limits: Limits, static: bool) -> bool:
-    if value is None:
-        return type(None) in kinds
-    if type(value) in _PLAIN:
-        return _is_number(value, kinds, limits)
-    if _is_abstract(value):
-        return not static
+class _UnfitError(Exception):
+    """A value that a field cannot hold."""
+
+
+def _kept(value: Any, kinds: tuple[Any, ...], limits: Limits, static: bool) -> Any:
+    """Return ``value`` as a field keeps it, or raise `_UnfitError`; see `check_value`."""
+    if _is_abstract(value) and not static:
+        least = limits.above + _ABOVE if limits.least is None and limits.above is not None else limits.least
+        return clamped(value, least, limits.most)
     if isinstance(value, tuple):
         pairs = _parts(value, kinds)
-        if not pairs:
-            return pairs is not None and limits.empty
-        return all(_fits(one, options, limits, static) for one, options in pairs)
-    if isinstance(value, str):
+        if pairs or (pairs is not None and limits.empty):
+            return tuple(_kept(one, options, limits, static) for one, options in pairs)
+    elif isinstance(value, str):
         texts = [choice for choice in limits.choices if isinstance(choice, str)]
-        return str in kinds and (not texts or value in texts)
-    read = known(value)
-    if read is None or (read.ndim and jax.Array not in kinds):
-        return False
-    return all(_is_number(one, kinds, limits) for one in read.ravel().tolist())
+        if str in kinds and (not texts or value in texts):
+            return str(value)
+    elif value is None and type(None) in kinds:
+        return None
+    elif (read := known(value)) is not None and (read.ndim == 0 or jax.Array in kinds):
+        if all(_is_number(one, kinds, limits) for one in read.ravel().tolist()):
+            plain = number(value) if static or not isinstance(value, jax.Array) else None
+            if plain is None:
+                return value
+            return float(plain) if type(plain) is int and float in kinds else plain
+    raise _UnfitError
 
 
 def _is_number(value: Any, kinds: tuple[Any, ...], limits: Limits) -> bool:
@@ -308,17 +316,6 @@ def _parts(value: tuple, kinds: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, .
         if typing.get_origin(kind) is tuple and len(parts) == len(value):
             return list(zip(value, map(_kinds, parts), strict=True))
     return None
-
-
-def _kept(value: Any, kinds: tuple[Any, ...], static: bool) -> Any:
-    if value is None or type(value) in (str, bool):
-        return value
-    if isinstance(value, tuple):
-        return tuple(_kept(one, options, static) for one, options in _parts(value, kinds) or ())
-    plain = number(value) if static or not isinstance(value, jax.Array) else None
-    if plain is None:
-        return value
-    return float(plain) if type(plain) is int and float in kinds else plain
 
 
 def _expected(value: Any, kinds: tuple[Any, ...], limits: Limits) -> str:
@@ -367,7 +364,7 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
 
 
 @functools.cache
-def _declared(owner: type) -> dict[str, tuple[tuple[Any, ...], Limits, bool]]:
+def declared(owner: type) -> dict[str, tuple[tuple[Any, ...], Limits, bool]]:
     """Collect the kinds and the limits of each field that holds numbers or texts, and whether the field is static."""
     try:
         hints = typing.get_type_hints(owner)
@@ -375,9 +372,10 @@ def _declared(owner: type) -> dict[str, tuple[tuple[Any, ...], Limits, bool]]:
         raise TypeError(
             f"{owner.__name__}: an annotation cannot be read, expected names that its module imports, got: {error}"
         ) from error
-    made = {}
+    fields = {}
     for field in dataclasses.fields(owner):
         kinds = _kinds(hints[field.name])
         if {bool, int, float, str} & {*kinds} or any(typing.get_origin(kind) is tuple for kind in kinds):
-            made[field.name] = kinds, field.metadata.get("limits", Limits()), field.metadata.get("static", False)
-    return made
+            kinds = kinds if field.default is not None or type(None) in kinds else (*kinds, type(None))
+            fields[field.name] = kinds, field.metadata.get("limits", Limits()), field.metadata.get("static", False)
+    return fields

@@ -28,7 +28,8 @@ from kvjax.attention.moments import Moments
 from kvjax.cache import Cache, LayerStorage
 from kvjax.cache import LayerSpec as LayerSpec
 from kvjax.protocol.fields import check_fields, check_names, has_shares, shown
-from kvjax.protocol.typing import Model, pytree
+from kvjax.protocol.typing import Model, pytree, traced
+from kvjax.rope import rotate
 from pallas_kernels.dispatch import run_shared
 from pallas_kernels.numerics import run_if
 
@@ -50,18 +51,30 @@ class Inputs:
     guess: Array | None = None
     sinks: Array | None = None  # float32 [H, G], the layer's sink logits (`kvjax.attention.sinks`); None for a model without
 
+    def rotated(self) -> tuple[Array, Array]:
+        """Rotate the query and the key at their positions."""
+        query = rotate(self.query, self.position[:, None, None], self.inv_freq)
+        return query, rotate(self.key, self.position[:, None], self.inv_freq)
+
+    def append_to[Storage: LayerStorage](self, cache: Storage) -> tuple[Array, Storage]:
+        """Store the tokens, which come after the prompt, with rotated keys: return the rotated query, and the cache."""
+        if self.query.shape[3] == 1:  # a kernel rotates and stores
+            return cache.append_rotated(self.query, self.key, self.value, self.position, self.inv_freq)
+        query, key = self.rotated()
+        return query, cache.append(key, self.value, self.position)
+
 
 @pytree
 class Prompt:
     """A record of the prompt, for a method that compresses at its end. Unused parts have size zero."""
 
-    query: Array  # [B, H, G, W, D], the last W rotated queries of each row, oldest first
-    query_position: Array  # int32 [B, W], EMPTY for queries before the prompt's first token
-    mass: Array  # float32 [B, H, S], attention probability that each slot received, summed over queries and group
-    tokens: Array  # int32 [B, S], token id of each slot
-    moments: Moments | None = None  # of the queries before RoPE; None unless the method has `moments_from`
-    kept: Array | None = None  # bool [B, H, S], the slots that `Method.reread` keeps; None if the method did not reread
-    length: Array | None = None  # int32 [B], tokens of each row; known in `compress`, and None before the prompt's end
+    query: Array = traced("[B, H, G, W, D], the last W rotated queries of each row, oldest first")
+    query_position: Array = traced("int32 [B, W], EMPTY for queries before the prompt's first token")
+    mass: Array = traced("float32 [B, H, S], attention probability that each slot received, summed over queries and group")
+    tokens: Array = traced("int32 [B, S], token id of each slot")
+    moments: Moments | None = traced("of the queries before RoPE; None unless the method `reads` them", default=None)
+    kept: Array | None = traced("bool [B, H, S], slots that `Method.reread` keeps; None if there was no reread", default=None)
+    length: Array | None = traced("int32 [B], tokens of each row; None before the prompt's end", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +93,12 @@ class Reading:
 class Step:
     """The tokens that a decode step (T = 1) or an `extend` has just stored."""
 
-    query: Array  # [B, H, G, T, D], rotated
-    position: Array  # int32 [B, T], EMPTY for padding and for inactive rows, which must not change anything
-    tokens: Array  # int32 [B, T], token ids
-    shared: Any  # the method's shared state
-    guess: Array | None = None  # [B, H, G, T, D], rotated; None where `Inputs.guess` is None
-    select_aux: Any = None  # in `update` of one token: what `select` put into `Selection.select_aux`
+    query: Array = traced("[B, H, G, T, D], rotated")
+    position: Array = traced("int32 [B, T], EMPTY for padding and for inactive rows, which must not change anything")
+    tokens: Array = traced("int32 [B, T], token ids")
+    shared: Any = traced("the method's shared state")
+    guess: Array | None = traced("[B, H, G, T, D], rotated; None where `Inputs.guess` is None", default=None)
+    select_aux: Any = traced("in `update` of one token: what `select` put into `Selection.select_aux`", default=None)
 
 
 @pytree
@@ -110,21 +123,19 @@ class Method(abc.ABC):
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # every final subclass is a dataclass
     PAPER: ClassVar[str] = "no paper"  # "arXiv:" and a number; all methods in `kvjax.methods` have it
     TITLE: ClassVar[str] = ""  # the name as the paper writes it, for tables and figures; "": the name of the class
+    composable: ClassVar[bool] = False  # True: a `SlotMethod`, which wrappers can compose
+    slotted: ClassVar[bool] = False  # True: a `SlotMethod`, which may also estimate tokens or correct logits: see `compose`
 
     extrapolates = False  # True: positions are re-numbered, so a prompt may be longer than the model's position limit
     keeps = "every token"  # the tokens that stay stored, in words for tables
     evicts = False  # True: tokens are removed for good, and storage physically shrinks
-    composable = False  # True: a `SlotMethod`, which wrappers can compose
-    slotted = False  # True: a `SlotMethod`, which may also estimate tokens or correct logits: see `compose.slot_method`
-    appends = False  # True: no `SlotMethod`, but ``state.cache`` keeps every token in the slot that it came to
     dense_prompt = False  # True: attention over the prompt is exact and dense: see `kvjax.decoding.layers.shares_prefill`
     spans_layers = False  # True: it keeps state across layers, so it cannot run in some layers only
-    heads_differ = False  # True: its knobs treat the KV heads of a layer differently
-    needs_tokenizer = False  # True: it needs to know the text of token ids; `kvjax.make` takes a tokenizer for it
-    offloadable = False  # True: it works on an offloaded cache; such a method has a field `offload`
-    takes_sinks = False  # True: its attention has the sink logits of `Inputs.sinks`
-    quantisable = False  # True: it works on a `kvjax.cache.quantised.QuantisedCache`
-    reads_values = False  # True: it scores, sums or packs values, so that it cannot run where they are the keys (MLA)
+    moves_slots = True  # False: ``state.cache`` has each stored token in the slot that it came to
+    # Models and caches with which it cannot run: "sinks", sink logits, which its attention leaves out (`Inputs.sinks`);
+    # "codes", a `kvjax.cache.quantised.QuantisedCache`; "latent", values that are the keys, because it scores, sums or packs
+    # values.
+    lacks: tuple[str, ...] = ("sinks", "codes")
     drafts = 0  # tokens that another method guesses at most before each pass of the model; see `kvjax.Verified`
     offload: bool | float = False  # share of the layers, counted from the last, whose rows are in host memory; True = all
 
@@ -146,7 +157,6 @@ class Method(abc.ABC):
         check_fields(self)
         if not has_shares(self):  # `kvjax.protocol.fields.at_length` makes the method again when the prompt is known
             self.check()
-        check_offload(self)
 
     def check(self) -> None:
         """Refuse fields that do not fit each other, and fill fields in from others.
@@ -161,7 +171,11 @@ class Method(abc.ABC):
         return None
 
     def offloaded(self, share: float) -> Method | None:
-        """Set `offload` to ``share`` in a copy; None if there is no such field. A wrapper changes its inner method."""
+        """Set `offload` to ``share`` in a copy; None if there is no such field. A wrapper changes its inner method.
+
+        A method with this field works on an offloaded cache: it reads keys with `keys_at`, because only the newest are on the
+        device.
+        """
         return dataclasses.replace(self, offload=share) if "offload" in vars(self) else None
 
     @abc.abstractmethod
@@ -180,8 +194,13 @@ class Method(abc.ABC):
         return states
 
     @classmethod
-    def tokenizer_knobs(cls, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
-        """Derive the knobs that a method with `needs_tokenizer` takes from a tokenizer; ``vocab_size`` is the model's."""
+    def tokenizer_knobs(cls, tokenizer: Any, vocab_size: int | None) -> dict[str, Any]:
+        """Derive knobs from a tokenizer, for a method that needs the text of token ids.
+
+        Args:
+            tokenizer: has ``encode(text)``, ``decode([id])`` and ``get_vocab()``.
+            vocab_size: entries of the model's vocabulary; None means the size of the tokenizer's vocabulary.
+        """
         return {}
 
     @classmethod
@@ -189,16 +208,16 @@ class Method(abc.ABC):
         """Return the knobs for ``length`` tokens of text, and what differs from the paper; None if a budget is all."""
         return None
 
-    @abc.abstractmethod
     def init_shared(self, specs: tuple[LayerSpec, ...]) -> Any:
-        """Make the state that all layers share from the sizes of every layer; leaves have axis B first. Or None."""
+        """Make the state that all layers share from the sizes of every layer; leaves have axis B first. By default None."""
+        return None
 
-    @abc.abstractmethod
     def observe(self, cache: Cache, decoding: bool) -> Cache:
         """Update the shared state of the cache after a decode step, the prompt or an `extend`.
 
         The layers and the logits of ``cache`` are up to date already.
         """
+        return cache
 
 
 class LayerMethod(Method):
@@ -211,8 +230,7 @@ class LayerMethod(Method):
     needs_guess = False  # True: it reads `Inputs.guess`, which not every model can give
     # True: until `finish`, ``state.cache`` has the rotated keys and the values of all prompt tokens, and depends on no knob
     # but through its shapes. Several such methods then share one storage: `kvjax.decoding.shared_storage`.
-    common_prompt = False
-    recurs = False  # True: the layer has no keys, and the model says what it keeps: `kvjax.decoding.recurrent`
+    common_prompt: ClassVar[bool] = False
 
     @abc.abstractmethod
     def init(self, spec: LayerSpec) -> Any:
@@ -222,9 +240,9 @@ class LayerMethod(Method):
     def attend(self, state: Any, inputs: Inputs) -> tuple[Array, Any]:
         """Store the tokens and attend with them. Return the output [B, H, G, T, D] and the new state."""
 
-    @abc.abstractmethod
     def finish(self, state: Any, spec: LayerSpec) -> Any:
-        """Make the state that decoding needs from the state after the last prompt chunk."""
+        """Make the state that decoding needs from the state after the last prompt chunk; by default they are the same."""
+        return state
 
     @abc.abstractmethod
     def chosen(self, state: Any, inputs: Inputs) -> Array:
@@ -238,9 +256,9 @@ class LayerMethod(Method):
     def room(self, state: Any) -> Array | None:
         """Return the number of tokens that still fit, int32 [B]; None if storage is bounded and never fills."""
 
-    @abc.abstractmethod
     def max_tokens(self, in_prompt: bool) -> int | None:
-        """Return the most tokens that one `attend` call can take; None means any number."""
+        """Return the most tokens that one `attend` call can take; None, the default, means any number."""
+        return None
 
     def due(self, state: Any) -> Array | None:
         """Mark the rows that `settle` must change before their next token, bool [B]; None, the default, if it never does.
@@ -267,25 +285,6 @@ class LayerMethod(Method):
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         """Return the method itself. A method whose layers differ returns other methods for some layers."""
         return self
-
-    def init_shared(self, specs: tuple[LayerSpec, ...]) -> Any:
-        return None
-
-    def observe(self, cache: Cache, decoding: bool) -> Cache:
-        return cache
-
-
-def check_offload(method: Method) -> None:
-    """Refuse to offload a cache on which the method does not work.
-
-    Raises:
-        ValueError: its field ``offload`` is not False, and the method does not say that it is offloadable.
-    """
-    if vars(method).get("offload") and not method.offloadable:  # a wrapper has no such field, and its methods are checked
-        raise ValueError(
-            f"{type(method).__name__}: offload must be False, got {method.offload!r}; a method that works on an offloaded "
-            "cache reads keys with `keys_at`, because only the newest are on the device, and says so by offloadable = True"
-        )
 
 
 def settle_due(methods: Sequence[LayerMethod], states: tuple) -> tuple:
@@ -358,23 +357,22 @@ def check_method(role: str, value: Any) -> Method:
     """
     if isinstance(value, Method):
         return value
-    if isinstance(value, str):
-        raise ValueError(f"{role} must be a kvjax method, got the name {value!r}: kvjax.make it")
-    if isinstance(value, type):
-        raise ValueError(f"{role} must be a kvjax method, got the class {value.__name__}: call it, {value.__name__}(...)")
-    raise ValueError(f"{role} must be a kvjax method, got {shown(value)}")
+    name = f"the name {value!r}: kvjax.make it" if isinstance(value, str) else shown(value)
+    hint = f": call it, {value.__name__}(...)" if isinstance(value, type) else ""
+    raise ValueError(f"{role} must be a kvjax method, got {name}{hint}")
 
 
 def declarations(kind: type[Method]) -> tuple[str, ...]:
     """List what methods of a class declare of themselves: the public class attributes of all its bases, without functions.
 
-    A wrapper answers each of them; see `kvjax.wrappers.compose.answers`. Constants, such as ``PAPER``, belong to the class.
+    A wrapper answers each of them; see `kvjax.wrappers.compose.answers`. A ``ClassVar``, such as ``PAPER``, belongs to the
+    class.
     """
     bases = [base for base in reversed(kind.__mro__[1:]) if issubclass(base, Method)]
-    named = {name: value for base in bases for name, value in vars(base).items()}
-    return tuple(
-        name for name, value in named.items() if name.islower() and name[0] != "_" and not inspect.isroutine(value)
-    )
+    values = {name: value for base in bases for name, value in vars(base).items()}
+    hints = {name: str(hint) for base in bases for name, hint in inspect.get_annotations(base).items()}
+    public = [name for name, value in values.items() if name[0] != "_" and not inspect.isroutine(value)]
+    return tuple(name for name in public if not hints.get(name, "").startswith("ClassVar"))
 
 
 def with_inner(method: Method) -> Iterator[Method]:

@@ -59,10 +59,9 @@ class ScanRetrieval(SlotMethod):
     of ``find``. A method without codes, which reads all keys, says ``keys_stay = True``.
     """
 
-    num_sink: int = static(least=0)  # first tokens, always attended
-    offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
+    num_sink: int = static("first tokens, always attended", least=0)
+    offload: bool | float = static("keys and values in host memory, or a share of layers", default=False, least=0, most=1)
 
-    offloadable = True
 
     @abc.abstractmethod
     def index(self, cache: LayerCache) -> Any:

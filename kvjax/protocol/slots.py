@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.attention.moments import add_queries, no_moments
-from kvjax.attention.over_cache import Selection, append_tokens, attend_selected, attend_stored, attend_whole, mass_of
+from kvjax.attention.over_cache import Selection, attend_selected, attend_stored, attend_whole, mass_of
 from kvjax.attention.sinks import with_sinks
 from kvjax.attention.sparse import SparsePrompt
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
@@ -40,6 +40,22 @@ class SlotState:
     prompt: Prompt | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """What `SlotMethod.compress` gets of a prompt besides its last queries; see `kvjax.protocol.method.Prompt`."""
+
+    mass: bool = False  # the attention probability that each slot received
+    tokens: bool = False  # token ids
+    moments_from: int | None = None  # first position whose queries' moments it gets; None for no moments
+    covariance: bool = False  # whether the moments include the covariance, not the means alone
+
+    def __or__(self, other: Reads) -> Reads:
+        """Read what either reads; of two first positions of moments this one's."""
+        first = other.moments_from if self.moments_from is None else self.moments_from
+        covariance = self.covariance or other.covariance
+        return Reads(self.mass or other.mass, self.tokens or other.tokens, first, covariance)
+
+
 class SlotAttention(LayerMethod):
     """The parts that all slot methods share: storing tokens, attention, accounting. See `SlotMethod` and `BoundedSlots`.
 
@@ -48,16 +64,11 @@ class SlotAttention(LayerMethod):
     """
 
     # What the class needs or does. Wrappers answer with properties, so the declarations are no dataclass fields.
-    takes_sinks = True
+    lacks: tuple[str, ...] = ()
     obs_window = 0  # the number of the prompt's last queries that `compress` gets
-    observes_prompt = False  # True: `compress` gets the attention mass of the prompt
-    moments_from: int | None = None  # first position whose queries' moments `compress` gets; None for no moments
-    reads_covariance = False  # True: the moments include the covariance, not the means alone
-    observes_steps = False  # True: `update` gets the attention mass of its step
-    observes_several = False  # True: `update` gets the attention mass of several tokens at once, and of no single token
-    reads_tokens = False  # True: `compress` gets the prompt's token ids
+    reads = Reads()  # what `compress` gets of the prompt besides
+    observes = 0  # `update` gets the attention mass of its tokens if there are at least so many; 0: never
     moves_slots = False  # True: `update` moves slots, so no index of another method may point to them
-    selects = True  # False: `select` always returns None, so a step attends to all stored slots
     packs = False  # True: `compress` returns a `kvjax.cache.packed_keys.ThinCache`, which stores only some channels of keys
     # Slots per block in which it selects, if it can select from a `ThinCache`: then it reads keys by `compress`, `keys_at`
     # and `newest_key` alone, and empty blocks change nothing. None if it cannot.
@@ -65,12 +76,16 @@ class SlotAttention(LayerMethod):
     sparse_prompt: SparsePrompt | None = None  # sparse attention over the prompt; None means dense attention
 
     @property
-    def quantisable(self) -> bool:
-        return not self.packs
+    def selects(self) -> bool:
+        """Whether `select` is written; otherwise each step attends to all stored slots."""
+        return type(self).select is not SlotAttention.select
 
-    @abc.abstractmethod
     def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection | None:
-        """Select the slots that one decode step (T = 1) attends to; None means all. The new token is stored already."""
+        """Select the slots that one decode step (T = 1) attends to; None, the default, means all.
+
+        The new token is stored already.
+        """
+        return None
 
     @abc.abstractmethod
     def update(self, cache: Any, aux: Any, step: Step, mass: Array | None) -> tuple[Any, Any]:
@@ -81,7 +96,7 @@ class SlotAttention(LayerMethod):
             aux: metadata, as `compress` or the last `update` returned it.
             step: the new tokens.
             mass: float32 [B, H, S], attention probability that each slot received from the new tokens, summed over tokens
-                and group; None unless `observes_steps`, or `observes_several` and there are several tokens.
+                and group; None unless the method `observes` so few tokens.
 
         Returns:
             The cache and the metadata.
@@ -107,10 +122,6 @@ class SlotAttention(LayerMethod):
         """Return the slots of bounded storage, scratch included; None, the default, if storage grows with the tokens."""
         return None
 
-    def max_tokens(self, in_prompt: bool) -> int | None:
-        """Return the most tokens that one `attend` call can take; None, the default, means any number."""
-        return None
-
     def gap(self, aux: Any) -> Array | None:
         """Return a range of empty slots of each KV head that a step need not read, int32 [B, H, 2]; None if there is none."""
         return None
@@ -118,20 +129,18 @@ class SlotAttention(LayerMethod):
     def attend(self, state: SlotState, inputs: Inputs) -> tuple[Array, SlotState]:
         if state.prompt is not None:
             return self._read(state, state.prompt, inputs)
-        query, cache = append_tokens(
-            state.cache, inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
-        )
+        query, cache = inputs.append_to(state.cache)
         step, single = _step(query, inputs), inputs.query.shape[3] == 1
         chosen = self.select(cache, state.aux, step) if single else None
         if chosen is None:
             gap = self.gap(state.aux) if single else None
-            observes = self.observes_steps or self.observes_several and not single
+            observes = 0 < self.observes <= inputs.query.shape[3]
             out, mass = attend_stored(query, cache, inputs.position, observes, gap, inputs.sinks)
         else:
             step = dataclasses.replace(step, select_aux=chosen.select_aux)
             out, lse = attend_selected(query[..., 0, :], cache, chosen)
             out, lse = with_sinks(out, lse, inputs.sinks)
-            mass = mass_of(query, cache, inputs.position, lse[..., None]) if self.observes_steps else None
+            mass = mass_of(query, cache, inputs.position, lse[..., None]) if self.observes == 1 else None
         seen = cache if single else cache.resident()  # `update` may need keys that have no copies on the device
         out = out.reshape(inputs.query.shape)
         # Metadata is read before it is written. Without this barrier XLA copies what an in-place kernel will change.
@@ -143,7 +152,7 @@ class SlotAttention(LayerMethod):
     def _read(self, state: SlotState, prompt: Prompt, inputs: Inputs) -> tuple[Array, SlotState]:
         """Attend with a prompt chunk: causally, and densely unless there is a `sparse_prompt`."""
         start, sparse = not_none("start", inputs.start), self.sparse_prompt
-        query, key, value = _rotated(inputs)
+        (query, key), value = inputs.rotated(), inputs.value
         cache = state.cache.append(key, value, inputs.position, start)
         real = jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32)
         mass = None
@@ -152,12 +161,12 @@ class SlotAttention(LayerMethod):
             stored = cache.read_back(key, value) if isinstance(start, int) else (read.key, read.value)
             out, lse = sparse.attend(query, *stored, start, real)
             out, lse = with_sinks(out, lse, inputs.sinks)
-        elif isinstance(start, int) and not self.observes_prompt:  # no earlier chunk, so a fused kernel can do it
+        elif isinstance(start, int) and not self.reads.mass:  # no earlier chunk, so a fused kernel can do it
             out = attend_whole(query, *cache.read_back(key, value), inputs.position, inputs.sinks)
         elif cache.parts > 1:
             out, lse = attend_past(query, *cache.read_back(key, value), cache, inputs.position)
             out, lse = with_sinks(out, lse, inputs.sinks)
-            if self.observes_prompt:
+            if self.reads.mass:
                 mass = mass_of(query, cache, inputs.position, lse, limit=start + query.shape[3] - cache.first)
         else:
             read = cache.resident()
@@ -170,14 +179,14 @@ class SlotAttention(LayerMethod):
                 scale=1 / math.sqrt(query.shape[-1]),
             )
             out, lse = with_sinks(out, lse, inputs.sinks)
-            if self.observes_prompt:  # no query of this chunk sees slots after the chunk
+            if self.reads.mass:  # no query of this chunk sees slots after the chunk
                 mass = mass_of(query, cache, inputs.position, lse, limit=start + query.shape[3])
         prompt = _observe(prompt, query, inputs, start, mass)
         return out.reshape(inputs.query.shape), SlotState(cache=cache, prompt=prompt)
 
     def chosen(self, state: SlotState, inputs: Inputs) -> Array:
-        query, key, value = _rotated(inputs)
-        cache = state.cache.append(key, value, inputs.position)
+        query, key = inputs.rotated()
+        cache = state.cache.append(key, inputs.value, inputs.position)
         chosen = self.select(cache, state.aux, _step(query, inputs))
         if chosen is None:
             return cache.position
@@ -204,7 +213,7 @@ class SlotAttention(LayerMethod):
 
 @pytree
 class SlotMethod(SlotAttention):
-    """Exact attention over chosen slots. Write ``compress``, ``select``, ``update`` and ``count``.
+    """Exact attention over chosen slots. Write ``compress``, ``update``, ``count``, and mostly ``select``.
 
     Prompt chunks attend densely and exactly. At the prompt's end `compress` may remove slots.
     """
@@ -224,7 +233,7 @@ class SlotMethod(SlotAttention):
         return Near()
 
     def slots_again(self) -> int | None:
-        """Return the most slots per KV head that `compress` leaves, if `kvjax.Periodic` may apply it again while decoding.
+        """Return the most slots per KV head that `compress` leaves, if `Periodic` may apply it again while decoding.
 
         Then `compress` needs nothing of the prompt but the last queries and their moments, and returns no metadata. Given at
         least this number of slots, it leaves this number. None, the default, if it cannot be applied again.
@@ -233,14 +242,14 @@ class SlotMethod(SlotAttention):
 
     def init(self, spec: LayerSpec) -> SlotState:
         slots = part_slots(spec, spec.prompt_slots + (0 if self.evicts else spec.max_new_tokens), self.slot_block)
-        cache, first = empty_storage(spec, slots, values_only=self.keys_stay), self.moments_from
+        cache, reads = empty_storage(spec, slots, values_only=self.keys_stay), self.reads
         group, dim = (spec.batch, spec.num_kv_heads, spec.group_size), spec.head_dim
         record = Prompt(
             query=jnp.zeros((*group, self.obs_window, dim), spec.dtype),
             query_position=jnp.full((spec.batch, self.obs_window), EMPTY, jnp.int32),
-            mass=jnp.zeros((spec.batch, spec.num_kv_heads, slots if self.observes_prompt else 0), jnp.float32),
-            tokens=jnp.zeros((spec.batch, cache.row_slots if self.reads_tokens else 0), jnp.int32),
-            moments=None if first is None else no_moments(*group, dim, first, self.reads_covariance),
+            mass=jnp.zeros((spec.batch, spec.num_kv_heads, slots if reads.mass else 0), jnp.float32),
+            tokens=jnp.zeros((spec.batch, cache.row_slots if reads.tokens else 0), jnp.int32),
+            moments=None if reads.moments_from is None else no_moments(*group, dim, reads.moments_from, reads.covariance),
         )
         return SlotState(cache=cache, prompt=record)
 
@@ -265,14 +274,13 @@ class BoundedSlots(SlotAttention):
     budget. A decode step does the same with a block of one token.
     """
 
-    budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens kept per KV head
-    capacity: int | None = static(default=None, least=1)  # slots allocated for them; None = budget
-    block: int = static(default=128, least=1)  # prompt tokens processed between evictions
+    budget: int | Array = traced("tokens kept per KV head", default=1024, least=1, within="capacity")
+    capacity: int = static("slots allocated for them; None = budget", default=None, least=1)
+    block: int = static("prompt tokens processed between evictions", default=128, least=1)
 
     keeps = "`budget` tokens per KV head"
     evicts = True
     moves_slots = True
-    selects = False
 
     @abc.abstractmethod
     def score(self, cache: LayerCache) -> Array:
@@ -282,24 +290,18 @@ class BoundedSlots(SlotAttention):
         slots = min(self.bounded_slots(), spec.prompt_slots + spec.max_new_tokens)
         return SlotState(cache=empty_resident(spec, slots))
 
-    def finish(self, state: SlotState, spec: LayerSpec) -> SlotState:
-        return state
-
-    def select(self, cache: LayerStorage, aux: Any, step: Step) -> None:
-        return None
-
     def update(self, cache: LayerCache, aux: Any, step: Step, mass: Array | None) -> tuple[LayerCache, Any]:
         score = check_score(self, self.score(cache), cache.valid.shape, "[B, H, S]")
         if step.position.shape[1] == 1:
             return cache.evict(score, budget=self.budget)[0], None
-        slots, keep = top_slots(score, cache.valid, self.budget, not_none("capacity", self.capacity))
+        slots, keep = top_slots(score, cache.valid, self.budget, self.capacity)
         return cache.compact(slots, keep, cache.num_slots - slots.shape[2]), None
 
     def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
         return count_all(cache)
 
     def bounded_slots(self) -> int:
-        return not_none("capacity", self.capacity) + self.block
+        return self.capacity + self.block
 
     def max_tokens(self, in_prompt: bool) -> int:
         return self.block
@@ -353,12 +355,6 @@ def check_budget(method: Any, least: int, needs: str) -> None:
         who = type(method).__name__
         raise ValueError(f"{who}: {name} must be a whole number of at least {least} tokens ({needs}), got {given}")
     object.__setattr__(method, "budget", clamped(method.budget, least, None))
-
-
-def _rotated(inputs: Inputs) -> tuple[Array, Array, Array]:
-    """Rotate query and key; return them with the value."""
-    query = rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)
-    return query, rotate(inputs.key, inputs.position[:, None], inputs.inv_freq), inputs.value
 
 
 def _step(query: Array, inputs: Inputs) -> Step:

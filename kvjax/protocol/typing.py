@@ -31,34 +31,36 @@ Recurrence = tuple[tuple[tuple[int, ...], str], ...]  # shape without axis B, an
 EMPTY = -1  # position of a slot that holds nothing: not yet written, evicted, or padding
 
 
-def static(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
+def static(doc: str = "", *, default: Any = dataclasses.MISSING, **limits: Any) -> Any:
     """Declare a dataclass field that decides a shape, a Python branch or a kernel: part of the jit key, never traced.
 
-    Write ``static(default=...)`` with the keyword: type checkers look for it. ``limits`` are fields of
-    `kvjax.protocol.fields.Limits`, for example ``least=1``.
+    Args:
+        doc: the meaning of the field, which tables of knobs and the docstring of the class show.
+        default: its value if none is given; without it the field must be given.
+        **limits: fields of `kvjax.protocol.fields.Limits`, for example ``least=1``.
     """
-    return dataclasses.field(default=default, metadata={"static": True, "limits": Limits(**limits)})
+    return dataclasses.field(default=default, metadata={"static": True, "doc": doc, "limits": Limits(**limits)})
 
 
-def traced(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
-    """Declare a dataclass field that is a leaf of the pytree. ``limits`` are fields of `kvjax.protocol.fields.Limits`."""
-    return dataclasses.field(default=default, metadata={"limits": Limits(**limits)})
+def traced(doc: str = "", *, default: Any = dataclasses.MISSING, **limits: Any) -> Any:
+    """Declare a dataclass field that is a leaf of the pytree; the arguments are those of `static`."""
+    return dataclasses.field(default=default, metadata={"doc": doc, "limits": Limits(**limits)})
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(static, traced))
 def pytree[T](cls: type[T]) -> type[T]:
     """Make a class a frozen, keyword-only dataclass and a pytree. Fields made with `static` are part of its structure.
 
-    The docstring gets a line for each field that has a comment behind it.
+    The docstring gets a line for each field that is declared with its meaning.
 
     A class with ``__post_init__`` checks its fields when it is made. When JAX rebuilds it, its leaves may be anything, so
     nothing is checked, and JAX waits for no value.
     """
-    made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    made.__doc__ = with_fields(made)
-    if "__post_init__" not in dir(made):
-        return jax.tree_util.register_dataclass(made)
-    fields = dataclasses.fields(cast("Any", made))
+    kind = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    kind.__doc__ = with_fields(kind)
+    if getattr(kind, "__post_init__", None) is None:
+        return jax.tree_util.register_dataclass(kind)
+    fields = dataclasses.fields(cast("Any", kind))
     leaves = tuple(field.name for field in fields if not field.metadata.get("static"))
     fixed = tuple(field.name for field in fields if field.metadata.get("static"))
 
@@ -70,12 +72,12 @@ def pytree[T](cls: type[T]) -> type[T]:
         return tuple((GetAttrKey(name), value) for name, value in zip(leaves, values, strict=True)), structure
 
     def rebuild(structure: tuple, values: Iterable[Any]) -> T:
-        tree = object.__new__(made)
+        tree = object.__new__(kind)
         vars(tree).update(zip((*leaves, *fixed), (*values, *structure), strict=True))
         return tree
 
-    jax.tree_util.register_pytree_with_keys(made, flatten_with_keys, rebuild, flatten)
-    return made
+    jax.tree_util.register_pytree_with_keys(kind, flatten_with_keys, rebuild, flatten)
+    return kind
 
 
 def not_none[T](name: str, value: T | None) -> T:
@@ -170,21 +172,13 @@ class Model(Protocol):
         ...
 
 
-@runtime_checkable
-class _Windowed(Protocol):
-    """A model that says which of its layers have a window; see `Model`."""
-
-    @property
-    def windows(self) -> tuple[int | None, ...]: ...
-
-
 def layer_windows(model: Model) -> tuple[int | None, ...]:
     """Return the window in tokens of each layer, None for a layer that attends in full.
 
     Raises:
         ValueError: the model names windows of another number of layers, or a window that is no positive whole number.
     """
-    windows = model.windows if isinstance(model, _Windowed) else ()  # a model need not know of windows
+    windows = getattr(model, "windows", ())  # a model need not know of windows
     if not windows:
         return (None,) * model.num_layers
     wrong = [x for x in windows if x is not None and (not isinstance(x, int) or isinstance(x, bool) or x < 1)]
@@ -196,28 +190,23 @@ def layer_windows(model: Model) -> tuple[int | None, ...]:
     return tuple(windows)
 
 
-@runtime_checkable
-class _Recurrent(Protocol):
-    """A model that says which of its layers are recurrent; see `kvjax.decoding.recurrent`."""
-
-    @property
-    def recurrent(self) -> tuple[Recurrence | None, ...]: ...
-
-
 def layer_recurrence(model: Model) -> tuple[Recurrence | None, ...]:
     """Return the shapes of what each recurrent layer keeps of a row, None for a layer with attention.
 
     Raises:
         ValueError: the model names shapes for another number of layers.
     """
-    found = model.recurrent if isinstance(model, _Recurrent) else ()  # a model need not know of recurrent layers
-    if not found:
-        return (None,) * model.num_layers
-    if len(found) != model.num_layers:
+    shapes = getattr(model, "recurrent", ()) or (None,) * model.num_layers  # a model need not know of recurrent layers
+    if len(shapes) != model.num_layers:
         raise ValueError(
-            f"the model's recurrent must be shapes or None for each of {model.num_layers} layers, got {found!r:.80}"
+            f"the model's recurrent must be shapes or None for each of {model.num_layers} layers, got {shapes!r:.80}"
         )
-    return tuple(found)
+    return tuple(shapes)
+
+
+def is_recurrent(model: Model, layer: int) -> bool:
+    """Tell whether a layer has no keys: the model keeps a state of its own there."""
+    return layer_recurrence(model)[layer] is not None
 
 
 def method_layers(model: Model) -> tuple[int, ...]:
@@ -228,25 +217,17 @@ def method_layers(model: Model) -> tuple[int, ...]:
 
 def attention_soft_cap(model: Model) -> float | None:
     """Return the soft cap on the logits of the model's attention; None for a model without, which need not know of caps."""
-    return cast("Any", model).attention_softcap if "attention_softcap" in dir(model) else None
+    return getattr(model, "attention_softcap", None)
 
 
 def has_sinks(model: Model) -> bool:
     """Tell whether the model has sink logits; a model need not know of sinks."""
-    return bool("attention_sinks" in dir(model) and cast("Any", model).attention_sinks)
-
-
-@runtime_checkable
-class _Latent(Protocol):
-    """A model that says whether its values are its keys; see `values_are_keys`."""
-
-    @property
-    def value_is_key(self) -> bool: ...
+    return bool(getattr(model, "attention_sinks", False))
 
 
 def values_are_keys(model: Model) -> bool:
     """Tell whether the values are the keys, as in latent attention; a model need not know of it. See `Model`."""
-    return isinstance(model, _Latent) and bool(model.value_is_key)
+    return bool(getattr(model, "value_is_key", False))
 
 
 class Rope(NamedTuple):
@@ -255,14 +236,6 @@ class Rope(NamedTuple):
     theta: float  # base of the frequencies
     scaling: Any = None  # the rule that stretches them, or None
     rotated: int | None = None  # channels that rotate: the pairs (i, i + D/2) with i below rotated / 2. None: all; 0: no RoPE
-
-
-@runtime_checkable
-class _Roped(Protocol):
-    """A model whose layers say how they rotate; see `layer_ropes`."""
-
-    @property
-    def ropes(self) -> tuple[Any, ...]: ...
 
 
 def layer_ropes(model: Model) -> tuple[Rope, ...]:
@@ -275,14 +248,12 @@ def layer_ropes(model: Model) -> tuple[Rope, ...]:
         ValueError: the model names rotations of another number of layers, or a number of channels that is odd or outside of
             [0, D].
     """
-    ropes = model.ropes if isinstance(model, _Roped) else ()
-    if not ropes:
-        return (Rope(model.rope_theta, model.rope_scaling),) * model.num_layers
-    made = tuple(Rope(each.theta, each.scaling, each.rotated) for each in ropes)
-    wrong = [x.rotated for x in made if x.rotated is not None and x.rotated not in range(0, model.head_dim + 1, 2)]
-    if len(made) != model.num_layers or wrong:
+    ropes = getattr(model, "ropes", ()) or (Rope(model.rope_theta, model.rope_scaling),) * model.num_layers
+    of_layers = tuple(Rope(each.theta, each.scaling, each.rotated) for each in ropes)
+    wrong = [x.rotated for x in of_layers if x.rotated is not None and x.rotated not in range(0, model.head_dim + 1, 2)]
+    if len(of_layers) != model.num_layers or wrong:
         raise ValueError(
             f"the model's ropes must be an object for each of {model.num_layers} layers, which rotates None (all) or an even "
             f"number of at most {model.head_dim} channels, got {ropes!r:.80}"
         )
-    return made
+    return of_layers

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.attention.over_cache import Selection
-from kvjax.cache import Cache, LayerCache, LayerStorage
+from kvjax.cache import LayerCache, LayerStorage
 from kvjax.cache.packed_keys import ThinCache
 from kvjax.protocol.fields import shown
-from kvjax.protocol.method import LayerMethod, LayerSpec, Method, Prompt, Step, check_method, declarations
-from kvjax.protocol.slots import SlotMethod, count_all
-from kvjax.protocol.typing import not_none, pytree, static
+from kvjax.protocol.method import LayerMethod, Method, Prompt, Step, check_method, declarations
+from kvjax.protocol.slots import Reads, SlotMethod, count_all
+from kvjax.protocol.typing import not_none, pytree, static, traced
 
 
 class Answer(property):
@@ -94,12 +94,10 @@ class PerLayer(Method):
     Example: ``PerLayer(layers={0: Full(), 1: Full()}, default=SnapKV(budget=512))``.
     """
 
-    layers: dict[int, Method]  # by layer index; negative counts from the last layer
-    default: Method  # for layers that are not in `layers`
+    layers: dict[int, Method] = traced("by layer index; negative counts from the last layer")
+    default: Method = traced("for layers that are not in `layers`")
 
     keeps = "what the methods of the layers keep"
-    composable = False  # it does not choose slots itself
-    slotted = False
 
     def check(self) -> None:
         if not isinstance(self.layers, dict):
@@ -122,8 +120,12 @@ class PerLayer(Method):
         return all(method.dense_prompt for method in _methods(self, ("layers", "default")))
 
     @property
-    def quantisable(self) -> bool:
-        return all(method.quantisable for method in _methods(self, ("layers", "default")))
+    def moves_slots(self) -> bool:
+        return all(method.moves_slots for method in _methods(self, ("layers", "default")))
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        return tuple({name: None for method in _methods(self, ("layers", "default")) for name in method.lacks})
 
     @property
     def offload(self) -> bool:
@@ -148,12 +150,6 @@ class PerLayer(Method):
             )
         return by_index.get(layer, self.default).for_layer(layer, num_layers)
 
-    def init_shared(self, specs: tuple[LayerSpec, ...]) -> None:
-        return None
-
-    def observe(self, cache: Cache, decoding: bool) -> Cache:
-        return cache
-
 
 @answers("evict", "retrieve")
 @answers("retrieve", names=("selects", "keys_stay", "needs_guess", "offload"))
@@ -166,14 +162,14 @@ class Stages(SlotMethod):
 
     The first may drop channels instead of tokens: ``Stages(evict=ThinK(), retrieve=Quest(...))``. A dropped channel is 0 in
     the metadata and in attention alike, and a step reads the packed keys of the chosen slots. The tokens whose keys stay
-    whole begin in a page of their own. The second method is then `Quest`, or `kvjax.Twilight` around it, without ``offload``.
+    whole begin in a page of their own. The second method is then `Quest`, or `Twilight` around it, without ``offload``.
     All other methods are refused when the wrapper is made (ValueError): most of them read all keys, or take the slots before
     the newest for the newest tokens. All three: ``Stages(evict=Stages(evict=SnapKV(...), retrieve=ThinK()),
     retrieve=Quest(...))``.
     """
 
-    evict: SlotMethod  # compresses the prompt
-    retrieve: SlotMethod  # selects in each step among the slots that are left
+    evict: SlotMethod = traced("compresses the prompt")
+    retrieve: SlotMethod = traced("selects in each step among the slots that are left")
 
     keeps = "what `evict` keeps"
     thin_block = None  # a third method after these two is not supported
@@ -199,17 +195,17 @@ class Stages(SlotMethod):
             raise ValueError(f"Stages: retrieve must choose in each layer alone, {type(retrieve).__name__} chooses for all")
         if evict.packs:
             _check_thin(evict, retrieve)
-        first = {method.moments_from for method in (evict, retrieve) if method.moments_from is not None}
+        first = {evict.reads.moments_from, retrieve.reads.moments_from} - {None}
         if len(first) > 1:
-            raise ValueError(f"Stages: evict and retrieve must have one moments_from, got {sorted(first)}")
+            raise ValueError(f"Stages: evict and retrieve must have one moments_from, got {sorted(map(str, first))}")
 
     @property
     def obs_window(self) -> int:
         return max(self.evict.obs_window, self.retrieve.obs_window)
 
     @property
-    def moments_from(self) -> int | None:
-        return self.retrieve.moments_from if self.evict.moments_from is None else self.evict.moments_from
+    def reads(self) -> Reads:
+        return self.evict.reads | self.retrieve.reads
 
     @property
     def slot_block(self) -> int | None:
@@ -220,12 +216,8 @@ class Stages(SlotMethod):
         return None if retrieve is None else dataclasses.replace(self, retrieve=retrieve)
 
     @property
-    def offloadable(self) -> bool:
-        return self.retrieve.offloadable and not self.evict.packs
-
-    @property
-    def quantisable(self) -> bool:
-        return self.evict.quantisable and self.retrieve.quantisable
+    def lacks(self) -> tuple[str, ...]:
+        return (*self.evict.lacks, *self.retrieve.lacks)
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerStorage, tuple]:
         cache, first = self.evict.compress(cache, prompt, room)
@@ -261,7 +253,7 @@ class Stages(SlotMethod):
 class Around(SlotMethod):
     """A wrapper around one slot method. Its final classes answer as ``method`` does: ``@answers("method")``."""
 
-    method: SlotMethod  # the method inside
+    method: SlotMethod = traced("the method inside")
 
     near = passes("method", SlotMethod.near)
 
@@ -278,7 +270,7 @@ class DenseBelow(Around):
     Each row decides in each step, so a row that grows beyond ``length`` starts to select there.
     """
 
-    length: int = static(least=1)  # tokens; the selection has room for this number
+    length: int = static("tokens; the selection has room for this number", least=1)
 
     keeps = "what `method` keeps"
     thin_block = None  # a short row attends to its first slots, so there must be no empty ones between tokens

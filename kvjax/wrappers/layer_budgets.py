@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import Cache
-from kvjax.protocol.method import LayerMethod, LayerSpec, Method, check_method, with_inner
-from kvjax.protocol.typing import pytree, static
+from kvjax.protocol.method import LayerMethod, Method, check_method, with_inner
+from kvjax.protocol.typing import pytree, static, traced
 from kvjax.selection import floor_share
 from kvjax.wrappers.compose import answers
 
@@ -25,7 +24,7 @@ class LayerBudgets(Method):
     """Give each layer its share of the budget of ``method``: ``LayerBudgets(method=SnapKV(budget=1024), shares=shares)``.
 
     Layer l runs ``method`` with a budget of ``floor(shares[l] * budget)`` tokens, so ``budget`` is the mean over the layers
-    if the mean of ``shares`` is 1. Where ``method`` is made of methods (`kvjax.Periodic`, `kvjax.Stages`), every budget in it
+    if the mean of ``shares`` is 1. Where ``method`` is made of methods (`Periodic`, `Stages`), every budget in it
     is multiplied. Other knobs stay as they are: ``num_recent`` of `H2O` is half of its own budget, unless it is given. Arrays
     have the size of their own layer's budget. A layer with a sliding window keeps its window.
 
@@ -45,12 +44,10 @@ class LayerBudgets(Method):
 
     PAPER: ClassVar[str] = "arXiv:2404.04793"
 
-    method: Method  # the method inside, which has a budget
-    shares: tuple[float, ...] = static(above=0)  # of each layer, as factors of the budget; their mean is 1
+    method: Method = traced("the method inside, which has a budget")
+    shares: tuple[float, ...] = static("of each layer, as factors of the budget; their mean is 1", above=0)
 
     keeps = "in each layer what `method` keeps with the layer's budget"
-    composable = False  # it does not choose slots itself
-    slotted = False
 
     def check(self) -> None:
         method = check_method("LayerBudgets: method", self.method)
@@ -72,12 +69,6 @@ class LayerBudgets(Method):
                 f"LayerBudgets: shares must have a number for each of the model's {num_layers} layers, got {len(self.shares)}"
             )
         return _multiplied(self.method, self.shares[layer]).for_layer(layer, num_layers)
-
-    def init_shared(self, specs: tuple[LayerSpec, ...]) -> Any:
-        return None
-
-    def observe(self, cache: Cache, decoding: bool) -> Cache:
-        return cache
 
 
 def layer_shares(similarity: Sequence[float], share: float = 0.35) -> tuple[float, ...]:

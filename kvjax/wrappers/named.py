@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -33,9 +35,6 @@ PATTERNS: Mapping[str, tuple[Mapping[str, Any], str]] = types.MappingProxyType(
         ),
     }
 )
-TITLES: Mapping[str, str] = types.MappingProxyType(  # of `PATTERNS`, as the papers write them
-    {"minference": "MInference", "xattention": "XAttention", "flexprefill": "FlexPrefill"}
-)
 EXAMPLES: Mapping[str, str] = types.MappingProxyType(  # as commands and `kvjax.make` take them
     {
         "twilight": "twilight(quest, mass=0.85)",
@@ -49,64 +48,48 @@ EXAMPLES: Mapping[str, str] = types.MappingProxyType(  # as commands and `kvjax.
         "fromjudge": "fromjudge(budget=1024)",
     }
 )
-
-
 _BRACKETS = 50  # of the text of a method; methods in one another need a few
 
 
 def inner_fields(cls: type[Method]) -> dict[str, bool]:
     """List the fields of a class that hold methods, in order, and whether a field holds a method for each layer index."""
-    made = {}
+    fields = {}
     for name, hint in typing.get_type_hints(cls).items():
         if name in cls.__dataclass_fields__:
             by_layer = typing.get_origin(hint) is dict and _is_method(typing.get_args(hint)[1])
             if by_layer or _is_method(hint):
-                made[name] = by_layer
-    return made
+                fields[name] = by_layer
+    return fields
 
 
 def _is_method(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, Method)
 
 
-def split_call(text: str) -> tuple[str, list[str]]:
-    """Split the text of a method into its name and the parts between its brackets: ``a(b, c=1)`` to a and b, c=1.
+def split_call(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """Split the text of a method into its name and the texts between its brackets, each with its knob, or "" without one.
+
+    ``twilight(quest(budget=64), mass=0.85)`` is twilight with ("", "quest(budget=64)") and ("mass", "0.85").
 
     Raises:
         ValueError: brackets that do not match, an empty part, or text after the last bracket.
     """
     if text.count("(") > _BRACKETS:
         raise ValueError(f"expected at most {_BRACKETS} '(' in the text of a method, got {text.count('(')}: {text[:40]}...")
-    name, bracket, rest = text.strip().partition("(")
-    if not bracket:
-        return name.strip(), []
-    parts = split_commas(rest[:-1]) if rest.endswith(")") else []
-    if not name.strip() or not all(parts) or not parts:
+    if "(" not in text:
+        return text.strip(), []
+    # Python parses the brackets. What stands between them need not be Python (1/8, a file, the index of a layer), so each
+    # letter of it becomes an x, and each "=" a "<": comparisons may stand before other arguments, and places stay the same.
+    try:
+        call = ast.parse(re.sub("[^(),=]", "x", text).replace("=", "<"), mode="eval").body
+    except SyntaxError:
+        call = None
+
+    pairs = []
+    for part in call.args if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ():
+        source = text[part.col_offset : part.end_col_offset]
+        knob, _, value = source.partition("=") if isinstance(part, ast.Compare) else ("", "", source)
+        pairs.append((knob.strip(), value.strip()))
+    if not pairs or not all(value for _, value in pairs):
         raise ValueError(f"expected a method as NAME(METHOD, KNOB=VALUE), such as twilight(quest, mass=0.85), got {text!r}")
-    return name.strip(), parts
-
-
-def split_commas(text: str) -> list[str]:
-    """Split a text at the commas that stand outside of round brackets; parts lose the spaces around them.
-
-    Raises:
-        ValueError: brackets that do not match.
-    """
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if depth < 0:
-            break
-        if letter == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    if depth:
-        raise ValueError(f"expected as many '(' as ')' in the text of a method, got {text!r}")
-    return [part.strip() for part in parts]
-
-
-def split_knob(part: str) -> tuple[str, str]:
-    """Split a part ``KNOB=VALUE`` at its equals sign; a part without one outside of brackets has the knob ""."""
-    knob, equals, value = part.partition("=")
-    return (knob.strip(), value.strip()) if equals and "(" not in knob else ("", part)
+    return text.partition("(")[0].strip(), pairs

@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from kvjax.attention.moments import Moments, add_queries
 from kvjax.cache import LayerCache, LayerStorage
+from kvjax.protocol.families import Eviction
 from kvjax.protocol.method import LayerMethod, Prompt, Step, num_bytes
 from kvjax.protocol.slots import SlotMethod, SlotState, count_all
 from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
@@ -26,7 +27,7 @@ class Recent:
     # [B, H, G, N, D], the newest rotated queries; the one at position p is entry p mod N; None if the eviction reads none.
     query: Array | None
     # Of the queries before RoPE up to the row's last eviction, or its prompt's end; None unless the eviction has
-    # `moments_from`. Later ones are in `query` until the next eviction, so that a step does no more than store its own.
+    # `Reads.moments_from`. Later ones are in `query` until the next eviction, so that a step does no more than store its own.
     moments: Moments | None
 
 
@@ -67,15 +68,15 @@ class Periodic(SlotMethod):
 
     PAPER: ClassVar[str] = "arXiv:2512.12008"
 
-    evict: SlotMethod  # scores the prompt, and later all stored tokens
-    budget: int | Array | None = traced(default=None, least=1, within="capacity")  # kept while decoding; None = as `evict`
-    capacity: int | None = static(default=None, least=1)  # slots allocated for them; None = budget
-    interval: int = static(default=128, least=1)  # tokens of a row between two evictions
+    evict: SlotMethod = traced("scores the prompt, and later all stored tokens")
+    budget: int | Array | None = traced("kept while decoding; None = as `evict`", default=None, least=1, within="capacity")
+    capacity: int | None = static("slots allocated for them; None = budget", default=None, least=1)
+    interval: int = static("tokens of a row between two evictions", default=128, least=1)
 
     keeps = "the budget of `evict`, and up to `interval` newer tokens"
     evicts = True
     moves_slots = True
-    selects = False
+    selects = SlotMethod.selects  # it attends to all that `evict` has left
     slot_block = None  # each device would need the slots of all to score them again
 
     def check(self) -> None:
@@ -114,16 +115,13 @@ class Periodic(SlotMethod):
         compressed, _ = self.evict.compress(cache, prompt, min(self.bounded_slots() - kept, room))
         batch, heads, group, _, dim = prompt.query.shape
         # With moments there is room for all queries between two evictions.
-        entries = self.obs_window if self.moments_from is None else max(self.obs_window, self._most_since)
+        entries = self.obs_window if self.reads.moments_from is None else max(self.obs_window, self._most_since)
         recent = Recent(
             since=jnp.zeros((batch,), jnp.int32),
             query=jnp.zeros((batch, heads, group, entries, dim), prompt.query.dtype) if entries else None,
             moments=prompt.moments,
         )
         return compressed, _remember(recent, prompt.query, prompt.query_position)
-
-    def select(self, cache: LayerStorage, aux: Recent, step: Step) -> None:
-        return None
 
     def update(self, cache: LayerCache, aux: Recent, step: Step, mass: Array | None) -> tuple[LayerCache, Recent]:
         recent = _remember(aux, step.query, step.position)
@@ -188,6 +186,25 @@ class Periodic(SlotMethod):
             return jnp.where(due.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
         return jax.tree.map(of_rows, compressed, cache)
+
+
+@pytree
+class PeriodicEviction(Eviction):
+    """An `Eviction` that is `Periodic` by itself. Write ``score``."""
+
+    budget: int | Array = traced("tokens kept per KV head by every eviction", default=1024, least=1, within="capacity")
+    interval: int | None = static("tokens between evictions; None evicts at the prompt's end alone", default=128, least=1)
+
+    keeps = "`budget` tokens per KV head, and up to `interval` newer ones"
+
+    @property
+    def moves_slots(self) -> bool:
+        return self.interval is not None
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        if self.interval is None:
+            return self
+        return Periodic(evict=dataclasses.replace(self, interval=None), interval=self.interval)
 
 
 def _slots(method: SlotMethod) -> int:

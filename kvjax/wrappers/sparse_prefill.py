@@ -17,10 +17,10 @@ from kvjax.wrappers.compose import Around, answers, inner_of_layer, passes, slot
 class Prefill(Around):
     """Prefill sparsely, by a pattern of each query head, and decode as ``method`` does.
 
-    Example: ``Prefill(method=Quest(budget=1024), pattern=kvjax.patterns("best_pattern.json", config))``.
+    Example: ``Prefill(method=Quest(budget=1024), pattern=kvjax.wrappers.patterns("best_pattern.json", config))``.
 
     The prompt is prefilled in chunks of at most ``chunk`` tokens. In a chunk each query head attends to some of the tokens
-    up to each query's own, by its pattern (`kvjax.Pattern`), in blocks of ``block`` tokens. Every block attends to itself,
+    up to each query's own, by its pattern (`Pattern`), in blocks of ``block`` tokens. Every block attends to itself,
     and to
 
     * "vertical_slash": the ``columns`` keys, and the ``diagonals`` distances between query and key, with the largest sums of
@@ -44,7 +44,7 @@ class Prefill(Around):
     scores are as large. "xattention" also holds up to 64 MiB of sums and as much of logits, "flexprefill" lists of 128K
     columns, 16 MiB.
 
-    One pattern serves all heads, or each query head of each layer has its own: `kvjax.patterns` reads them from a file, and
+    One pattern serves all heads, or each query head of each layer has its own: `patterns` reads them from a file, and
     ``python -m experiments.heads.patterns`` measures which pattern suits which head of a model. A prompt that fits into
     every pattern is prefilled densely, by the same kernel as without this wrapper. A question (`kvjax.extend`) and decode
     steps attend as under ``method``; nothing is stored for the pattern.
@@ -52,7 +52,7 @@ class Prefill(Around):
     ``method`` is one that chooses slots of a `LayerCache`; it may weigh or estimate tokens too (`MagicPIG`, `RetroInfer`).
     Two kinds of methods are refused when the wrapper is made (ValueError): methods with storage, positions or a prefill of
     their own (`ShadowKV`, `MosaicKV`, `NTK`, `TokenSelect`, `KeyDiff`), and methods that need the attention of the whole
-    prompt (`H2O`, `ObservedAttention`). Only `kvjax.PerLayer` and `kvjax.LayerBudgets` can be around this wrapper.
+    prompt (`H2O`, `ObservedAttention`). Only `PerLayer` and `LayerBudgets` can be around this wrapper.
 
     **Source**: Jiang et al., "MInference 1.0: Accelerating Pre-filling for Long-Context LLMs via Dynamic Sparse Attention"
     (arXiv:2407.02490); microsoft/MInference fb56c91 for the sizes, the entries that are always read, and the default pattern.
@@ -69,7 +69,7 @@ class Prefill(Around):
     window all of its queries vote.
 
     Of equally heavy entries that a share needs, all are taken. XAttention's code has one ``share`` for each head of
-    Llama-3.1-8B, by its dynamic programme; here `kvjax.Pattern` takes one for each head, and nothing finds them.
+    Llama-3.1-8B, by its dynamic programme; here `Pattern` takes one for each head, and nothing finds them.
     FlexPrefill's code counts single columns and diagonals, but selects blocks of them; here single ones are selected. With
     "flexprefill" too, ``num_sink`` and ``num_recent`` are always read, and count towards the share; the code keeps the first
     block of columns and the own block. The code reads blocks by the window's columns and diagonals in addition to the blocks
@@ -79,13 +79,13 @@ class Prefill(Around):
 
     PAPER: ClassVar[str] = "arXiv:2407.02490"
 
-    pattern: Any = static(default=Pattern())  # a `Pattern`, or one for each query head of each layer; a file in commands
-    window: int = static(default=64, least=1)  # last queries of a chunk, which choose columns and diagonals
-    num_sink: int = static(default=30, least=0)  # first tokens that are always columns
-    num_recent: int = static(default=100, least=1)  # shortest distances that are always diagonals
-    block: int = static(default=64, least=1)  # tokens of a block; kernels take powers of two from 16 to 128
-    stride: int = static(default=8, least=1)  # tokens of an antidiagonal's piece under "xattention", which divides block
-    chunk: int = static(default=32768, least=1)  # prompt tokens that choose together, a multiple of block
+    pattern: Any = static("a `Pattern`, or one for each query head of each layer; a file in commands", default=Pattern())
+    window: int = static("last queries of a chunk, which choose columns and diagonals", default=64, least=1)
+    num_sink: int = static("first tokens that are always columns", default=30, least=0)
+    num_recent: int = static("shortest distances that are always diagonals", default=100, least=1)
+    block: int = static("tokens of a block; kernels take powers of two from 16 to 128", default=64, least=1)
+    stride: int = static('tokens of an antidiagonal\'s piece under "xattention", which divides block', default=8, least=1)
+    chunk: int = static("prompt tokens that choose together, a multiple of block", default=32768, least=1)
 
     keeps = "what `method` keeps"
     dense_prompt = False
@@ -107,7 +107,7 @@ class Prefill(Around):
 
     def check(self) -> None:
         method = slot_method("Prefill: method", self.method, weighs=True)
-        if method.observes_prompt:
+        if method.reads.mass:
             raise ValueError(
                 f"Prefill: {type(method).__name__} needs the attention of the whole prompt, which a sparse prompt lacks"
             )
@@ -125,10 +125,6 @@ class Prefill(Around):
     def sparse_prompt(self) -> SparsePrompt:
         heads = self.pattern if isinstance(self.pattern, tuple) else (self.pattern,)
         return SparsePrompt(heads, self.window, self.num_sink, self.num_recent, self.block, self.stride)
-
-    @property
-    def heads_differ(self) -> bool:
-        return isinstance(self.pattern, tuple) or self.method.heads_differ
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         knobs = {name: vars(self)[name] for name in ("window", "num_sink", "num_recent", "block", "stride", "chunk")}

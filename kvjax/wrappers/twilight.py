@@ -65,7 +65,7 @@ class Twilight(Around):
     ``method`` leaves dense, as `Quest` does the first two, stay dense.
 
     ``method`` is one that selects slots in each step: `Quest`, `ParisKV`, `RetrievalAttention`, `PQCache`, `SOCKET`,
-    `InfiniGen`, `SentenceKV`, `kvjax.Stages`, `kvjax.DenseBelow`, or one of your own. Other methods are refused when the
+    `InfiniGen`, `SentenceKV`, `Stages`, `DenseBelow`, or one of your own. Other methods are refused when the
     wrapper is made (ValueError): methods that attend to all they keep (`Full`, `SnapKV`, `H2O`), and methods that do not
     choose slots of a `LayerCache`, or that weigh the chosen tokens (`TokenSelect`, `Chess`, `MagicPIG`).
 
@@ -79,7 +79,7 @@ class Twilight(Around):
     **Departures**: each KV head has one list (the union over the group, as a kernel needs it); the accuracy code
     repeats the keys, and prunes for every query head. The code leaves the first two layers dense under every selector;
     here the layers are dense that ``method`` leaves dense: two under `Quest`, none under most other methods
-    (`kvjax.PerLayer` can add them). The step's own token is attended even where its share is small. The threshold is
+    (`PerLayer` can add them). The step's own token is attended even where its share is small. The threshold is
     exact, from sorted shares; the code searches for it. The code quantises in each step; here a key is quantised when it
     arrives, and its step has the dtype of the keys. The code's Quest rounds the number of pages up and does not force the
     newest page; here `Quest` follows its own page.
@@ -87,7 +87,7 @@ class Twilight(Around):
 
     PAPER: ClassVar[str] = "arXiv:2502.02770"
 
-    mass: float | Array = traced(default=0.85, above=0, most=1)  # share of the estimated attention to keep
+    mass: float | Array = traced("share of the estimated attention to keep", default=0.85, above=0, most=1)
 
     keeps = "what `method` keeps"
     slot_block = None  # the share is of the attention to the slots of all devices

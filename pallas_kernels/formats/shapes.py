@@ -21,7 +21,8 @@ from pallas_kernels.formats.packed_vectors import words_of
 from pallas_kernels.formats.quantised import quantise
 
 CONTEXT = 131072  # tokens of a long context
-LAYER = {"B": 1, "H": 8, "G": 4, "D": 128}  # of Llama-3.1-8B: rows, KV heads, query heads of each, channels
+# Of Llama-3.1-8B: rows, KV heads, query heads of each, channels, and the dtype of vectors.
+LAYER = {"B": 1, "H": 8, "G": 4, "D": 128, "dtype": "bfloat16"}
 
 
 class Sizes(types.SimpleNamespace):
@@ -166,9 +167,9 @@ def few(number: int) -> int:
     return max(16, number // 512)
 
 
-def normal(axes: str, dtype: DTypeLike = jnp.bfloat16) -> Fill:
-    """Standard normal values."""
-    return lambda d: jax.random.normal(next(d.keys), d.along(axes), jnp.float32).astype(dtype)
+def normal(axes: str, dtype: DTypeLike | None = None) -> Fill:
+    """Standard normal values, in the dtype of vectors if no other is named."""
+    return lambda d: jax.random.normal(next(d.keys), d.along(axes), jnp.float32).astype(dtype or d.dtype)
 
 
 def rounded(axes: str) -> Fill:
@@ -237,6 +238,6 @@ def packed(axes: str, rank: Amount) -> Fill:
         kept = (channel * (2 * odd + 1) + shift) % d.D < r
         bit = jnp.left_shift(jnp.int32(1), jnp.arange(8, dtype=jnp.int32)).reshape((1,) * (len(lead) + 1) + (8,))
         bitmap = jnp.sum(jnp.where(kept.reshape(*lead, d.D // 8, 8), bit, 0), axis=-1).astype(jnp.uint8)
-        return jax.random.normal(next(d.keys), (*lead, r), jnp.float32).astype(jnp.bfloat16), words_of(bitmap)
+        return jax.random.normal(next(d.keys), (*lead, r), jnp.float32).astype(d.dtype), words_of(bitmap)
 
     return fill

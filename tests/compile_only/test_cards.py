@@ -8,34 +8,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-import jax
 import pytest
 
 from kvjax.cache.quantised import KV_DTYPES, has_groups
-from pallas_kernels.attend.cluster_estimate import CLUSTER_ESTIMATE
-from pallas_kernels.attend.dense_decode import DENSE_DECODE
-from pallas_kernels.attend.gather_attention import GATHER_ATTENTION
-from pallas_kernels.attend.sparse_attention import SPARSE_ATTENTION
-from pallas_kernels.choose.cluster_rank import CLUSTER_RANK
-from pallas_kernels.choose.code_select import CODE_SELECT
-from pallas_kernels.choose.kth_select import KTH_SELECT
-from pallas_kernels.choose.match_select import MATCH_SELECT
-from pallas_kernels.choose.partial_select import PARTIAL_SELECT
-from pallas_kernels.formats import bit_codes
-from pallas_kernels.formats.quantised import Quantised, zeros
+from pallas_kernels.formats.quantised import zeros
+from pallas_kernels.formats.shapes import counted, full, normal
 from pallas_kernels.machine import assume_machine
-from pallas_kernels.score.column_mass import COLUMN_MASS
-from pallas_kernels.score.newest_repeat import NEWEST_REPEAT
-from pallas_kernels.score.page_logits import PAGE_LOGITS
-from pallas_kernels.score.page_score import PAGE_SCORE
-from pallas_kernels.score.partial_score import PARTIAL_SCORE
-from pallas_kernels.score.sampled_bias import SAMPLED_BIAS
-from pallas_kernels.score.token_vote import TOKEN_VOTE
-from pallas_kernels.score.window_score import WINDOW_SCORE
-from pallas_kernels.store.store_ids import STORE_IDS
-from pallas_kernels.store.store_partial import STORE_PARTIAL
 from tests.compile_only import compiling
-from tests.compile_only.test_methods import NAMES, PROMPT, STORE, arguments, decode_step, needs, prefill
+from tests.compile_only.test_methods import NAMES, PROMPT, STORE, decode_step, needs, prefill
+from tests.compile_only.test_methods import arguments as arguments_of_prefill
+from tests.pallas_kernels.operations import arguments, choose, public, sized
 
 AMPERE = [card for card, capability in compiling.GPUS.items() if capability >= (8, 0)]
 BY_DEFAULT = {("t4", "full"), ("a100", "full"), ("l4", "full")}
@@ -60,234 +42,85 @@ def test_before_ampere_everything_is_plain_jax(card, name):
     """Prompt and decode step, under every method."""
     machine = needs(card)
     assert "triton" not in decode_step(machine, name, 1024).as_text()
-    text = machine.compile(prefill(name, 512), *arguments(1024)).as_text()
+    text = machine.compile(prefill(name, 512), *arguments_of_prefill(1024)).as_text()
     assert "triton" not in text and "__cudnn$fmha" not in text
 
 
 # ---- shared memory ----------------------------------------------------------------------------------------------------
 
 
-def arrays(shapes, dtype):
-    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-
-
-def dense(group, dim, dtype, width=None):
-    width = width or dim
-    rows = arrays([(1, 2, group, width), (1, 2, 4096, width), (1, 2, 4096, dim)], dtype)
-    where = {"position": arrays([(1, 2, 4096)], "int32")[0], "limit": arrays([(1,)], "int32")[0]}
-    return DENSE_DECODE, (*rows,), where, {"scale": 0.1}
-
-
-def dense_of_codes(group, dim, dtype, kind):
-    (query,), scale = arrays([(1, 2, group, dim)], dtype), arrays([(1, 2, 4096)], "bfloat16")[0]
-    packed = kind == "int4"
-    codes = arrays([(1, 2, 4096, dim // 2 if packed else dim)], "int8" if packed else kind)[0]
-    stored = Quantised(codes=codes, scale=scale, of=dtype, packed=packed)
-    where = {"position": arrays([(1, 2, 4096)], "int32")[0], "limit": arrays([(1,)], "int32")[0]}
-    return DENSE_DECODE, (query, stored, stored), where, {"scale": 0.1}
-
-
-def dense_of_queries(group, dim, dtype, queries=8, kind=None):
-    """Several queries of a row at once."""
-    alone = dense(group, dim, dtype) if kind is None else dense_of_codes(group, dim, dtype, kind)
-    operation, (_, *stored), where, static = alone
-    query, asked = jax.ShapeDtypeStruct((1, 2, group, queries, dim), dtype), jax.ShapeDtypeStruct((1, queries), "int32")
-    return operation, (query, *stored), {**where, "query_position": asked}, static
-
-
-def gather(group, dim, dtype, page_size=1):
-    rows = arrays([(1, 2, group, dim), (1, 2, 4096, dim), (1, 2, 4096, dim)], dtype)
-    lists = (*arrays([(1, 2, 512 // page_size)], "int32"), *arrays([(1, 2, 512 // page_size)], bool))
-    where = {"position": arrays([(1, 2, 4096)], "int32")[0]} if page_size > 1 else {}
-    return GATHER_ATTENTION, (*rows, *lists), where, {"scale": 0.1, "page_size": page_size}
-
-
-def gather_codes(group, dim, dtype, kv_dtype):
-    operation, (query, *_, slots, mask), where, static = gather(group, dim, dtype)
-    return operation, (query, *codes_of(kv_dtype, dim, dtype), slots, mask), where, static
-
-
-def dense_codes(group, dim, dtype, kv_dtype):
-    operation, (query, *_), where, static = dense(group, dim, dtype)
-    return operation, (query, *codes_of(kv_dtype, dim, dtype)), where, static
-
-
-def codes_of(kv_dtype, dim, dtype):
-    """Keys and values as a cache in ``kv_dtype`` stores them."""
+def cache(kv_dtype):
+    """Keys and values as a cache in ``kv_dtype`` stores them, for an operation's arguments."""
     kinds, mixed = KV_DTYPES[kv_dtype]
-    make = functools.partial(zeros, (1, 2, 4096, dim), dtype, mixed=mixed)
-    return [
-        jax.eval_shape(functools.partial(make, kind=kind, grouped=has_groups(kinds, i))) for i, kind in enumerate(kinds)
-    ]
+
+    def fill(d, i):
+        return zeros(d.along("B H S D"), d.dtype, kind=kinds[i], mixed=mixed, grouped=has_groups(kinds, i))
+
+    return {name: functools.partial(fill, i=i) for i, name in enumerate(("key", "value"))}
 
 
-def window(group, dim, dtype, queries=32):
-    rows = arrays([(1, 2, group, queries, dim), (1, 2, 4096, dim)], dtype)
-    where = {"query_position": arrays([(1, queries)], "int32")[0], "key_position": arrays([(1, 2, 4096)], "int32")[0]}
-    return WINDOW_SCORE, (*rows,), where, {"scale": 0.1, "axis": None}
+def wide(dim):
+    return {"query": normal(f"B H G {dim}"), "key": normal(f"B H S {dim}")}
 
 
-def vote(group, dim, dtype):
-    query = jax.ShapeDtypeStruct((1, 2, group, dim), "float32")
-    return TOKEN_VOTE, (query, *arrays([(1, 2, 4096, dim)], dtype)), {"stop": arrays([(1,)], "int32")[0]}, {"start": 16}
-
-
-def mass(group, dim, dtype, queries=1):
-    rows = arrays([(1, 2, group, queries, dim), (1, 2, 4096, dim)], dtype)
-    lse = arrays([(1, 2, group, queries)], "float32")
-    where = {"query_position": arrays([(1, queries)], "int32")[0], "key_position": arrays([(1, 2, 4096)], "int32")[0]}
-    return COLUMN_MASS, (*rows, *lse), where, {"scale": 0.1, "limit": None, "block": 512, "reduce": "sum"}
-
-
-def repeat(group, dim, dtype, slots=8192):
-    return NEWEST_REPEAT, (*arrays([(1, 2, slots, dim)], dtype), *arrays([(1, 2, slots)], bool)), {}, {"threshold": 0.5}
-
-
-def cluster(group, dim, dtype, clusters=4160, capacity=150):
-    shares = arrays([(), ()], "float32")
-    args = (*arrays([(1, 2, group, dim), (1, 2, clusters, dim)], dtype), *arrays([(1, 2, clusters), (1,)], "int32"), *shares)
-    return CLUSTER_RANK, args, {}, {"scale": 0.1, "capacity": capacity, "room": 64 * capacity}
-
-
-def logits(group, dim, dtype, pages=4160):
-    args = (*arrays([(1, 2, group, dim), (1, 2, pages, dim)], dtype), *arrays([(1,)], "int32"))
-    return PAGE_LOGITS, (*args, *arrays([(1, 2, pages)], bool)), {}, {"scale": 0.1}
-
-
-def share(group, dim, dtype, slots=16384):
-    del dim, dtype
-    scores, lse = arrays([(1, 2, group, slots), (1, 2, 33, group)], "float32")
-    return KTH_SELECT, (scores,), {"lse": lse}, {"budget": 250, "capacity": 256}
-
-
-def partial(group, dim, dtype, slots=131136):
-    rows = arrays([(1, 2, group, dim // 5), (1, 2, dim // 5, slots)], dtype)
-    where = arrays([(1, 2, slots), (1,)], "int32")
-    return PARTIAL_SCORE, (*rows, *where, *arrays([()], "float32")), {}, {"scale": 0.1}
-
-
-def partial_lists(group, dim, dtype, slots=131136):
-    operation, args, where, static = partial(group, dim, dtype, slots)
-    del operation
-    static |= {"capacity": 401, "total": _alone, "query_heads": 2 * group}
-    return PARTIAL_SELECT, (*args, *arrays([()], "int32")), where, static
-
-
-def _alone(x):
-    return x
-
-
-def store_partial(group, dim, dtype):
-    (key, stored, *queries) = arrays([(1, 2, 4096, dim), (1, 2, dim // 5, 4096), *[(1, 2, group, dim)] * 2], dtype)
-    position, cursor, place = arrays([(1, 2, 4096), (1,), (1,)], "int32")
-    matrix = arrays([(1, 2, dim, dim // 5)], "float32")
-    return STORE_PARTIAL, (key, position, cursor, *matrix, queries[0], place, stored, queries[1]), {}, {}
-
-
-def estimate(group, dim, dtype):
-    args = (*arrays([(1, 2, group, 8320)], "float32"), *arrays([(1, 2, 8320)] * 2, bool), *arrays([(1, 2, 8320)], "int32"))
-    return CLUSTER_ESTIMATE, (*args, *arrays([(1, 2, 8320, dim)], dtype)), {}, {}
-
-
-def code(group, dim, dtype, parts=2, count=64, rows=1):
-    args = arrays([(rows, 2, group, dim)], dtype) + arrays([(rows, 2, parts, count, dim // parts)], "float32")
-    size = bit_codes.together(parts * bit_codes.bits_of(count))[1]
-    args = (*args, *arrays([(rows, 2, 65568, size)], "uint8"), *arrays([(rows,)] * 3, "int32"))
-    return CODE_SELECT, args, {}, {"first": 32, "capacity": 6557, "room": 6558}
-
-
-def new_code(group, dim, dtype, parts=2, count=64):
-    size = bit_codes.together(parts * bit_codes.bits_of(count))[1]
-    args = (*arrays([(1, 2, 4096, dim)], dtype), *arrays([(1, 1), (1,)], "int32"))
-    args = (*args, *arrays([(1, 2, parts, count, dim // parts)], "float32"), *arrays([(1, 2, 2048, size)], "uint8"))
-    return STORE_IDS, args, {}, {}
-
-
-def match(group, dim, dtype, rows=1):
-    args = (*arrays([(rows, 2, group, 150), (rows, 2, 150, 65568)], "uint16"), *arrays([(rows,)] * 2, "int32"))
-    return MATCH_SELECT, args, {}, {"first": 4, "capacity": 8192, "room": 128, "num_bits": 10}
-
-
-def sampled(group, dim, dtype):
-    vectors = (*arrays([(1, 2, group, dim), (1, 2, 4096, dim)], dtype), *arrays([(1, 2, dim)], "float32"))
-    args = (*vectors, *arrays([(1, 2, 1000)], "int32"), *arrays([(1, 2, group, 1000)], bool), *arrays([(1,)], "int32"))
-    return SAMPLED_BIAS, args, {}, {"first": 4, "num_tables": 150, "num_bits": 10}
-
-
-def token_score(group, dim, dtype):
-    """Scores of tokens between two slots, of each query head."""
-    args = (*arrays([(1, 2, group, dim), (1, 2, 4096, dim)], dtype), None, *arrays([(1,)], "int32"))
-    options = {"page_size": 1, "added": None, "reduce": "each", "newest": False, "first": 128}
-    return PAGE_SCORE, args, {"position": arrays([(1, 2, 4096)], "int32")[0]}, options
-
-
-def bounds(group, dim, dtype):
-    args = (*arrays([(1, 2, group, dim), (1, 2, 4096, dim), (1, 2, 4096, dim)], dtype), *arrays([(1,)], "int32"))
-    options = {"page_size": 16, "added": None, "reduce": "max", "newest": True, "position": None, "first": 0}
-    return PAGE_SCORE, args, {}, options
-
-
-def sparse(group, dim, dtype, block=64):
-    rows = arrays([(1, 2, group, 1024, dim), (1, 2, 4096, dim), (1, 2, 4096, dim)], dtype)
-    sizes = {"distances": 64, "first": 1024 // block, "count": 1024 // block, "columns": 1000}
-    where = {name: jax.ShapeDtypeStruct((1, 2, group, size), "int32") for name, size in sizes.items()}
-    last = zip(("num_columns", "start", "length"), arrays([(1, 2, group), (), (1,)], "int32"), strict=True)
-    return SPARSE_ATTENTION, (*rows,), where | dict(last), {"block": block, "scale": 0.1}
-
-
-KERNELS = {
-    "dense_decode": dense,
-    "dense_decode of 80": functools.partial(dense, width=80),
-    "dense_decode of 240": functools.partial(dense, width=240),
-    "dense_decode of int8": functools.partial(dense_of_codes, kind="int8"),
-    "dense_decode of float8": functools.partial(dense_of_codes, kind="float8_e4m3fn"),
-    "dense_decode of int4": functools.partial(dense_of_codes, kind="int4"),
-    "dense_decode of k8v4": functools.partial(dense_codes, kv_dtype="k8v4"),
-    "dense_decode of 8 queries": dense_of_queries,
-    "dense_decode of 4 queries": functools.partial(dense_of_queries, queries=4),
-    "dense_decode of 8 queries in int8": functools.partial(dense_of_queries, kind="int8"),
-    "gather_attention": gather,
-    "gather_attention pages": functools.partial(gather, page_size=32),
-    "gather_attention of int8": functools.partial(gather_codes, kv_dtype="int8"),
-    "gather_attention of k8v4": functools.partial(gather_codes, kv_dtype="k8v4"),
-    "gather_attention of int4": functools.partial(gather_codes, kv_dtype="int4"),
-    "window_score": window,
-    "window_score of 64": functools.partial(window, queries=64),
-    "token_vote": vote,
-    "column_mass": mass,
-    "column_mass of a prompt": functools.partial(mass, queries=2048),
-    "newest_repeat": repeat,
-    "newest_repeat of few": functools.partial(repeat, slots=1152),
-    "cluster_rank": cluster,
-    "cluster_rank of few": functools.partial(cluster, clusters=600),
-    "cluster_rank, half of them best": functools.partial(cluster, capacity=2080),
-    "cluster_estimate": estimate,
-    "code_select": code,
-    "code_select, 13 bits": functools.partial(code, parts=1, count=8192),
-    "code_select, 16 rows": functools.partial(code, rows=16),
-    "store_ids": new_code,
-    "match_select": match,
-    "match_select, 16 rows": functools.partial(match, rows=16),
-    "sampled_bias": sampled,
-    "page_logits": logits,
-    "kth_select of shares": share,
-    "kth_select of few shares": functools.partial(share, slots=4096),
-    "partial_score": partial,
-    "partial_select": partial_lists,
-    "partial_select, short rows": functools.partial(partial_lists, slots=4096),
-    "store_partial": store_partial,
-    "page_score": bounds,
-    "page_score of tokens": token_score,
-    "sparse_attention": sparse,
-    "sparse_attention of 128": functools.partial(sparse, block=128),
+DENSE, LISTED = {"S": 4096}, {"S": 4096, "L": 512}
+CODES = {"S": 65568, "K": 6557, "first": 32, "room": 6558}
+LISTS = {"S": 131136, "K": 400}
+SPARSE = {"S": 4096, "T": 1024, "K": 64}
+TOKENS = {"N": 4096, "high": None, "reduce": "each", "first": 128, "position": counted("B H N")}  # scores of each query head
+KERNELS = {  # an operation, and what differs from its declared shapes
+    "dense_decode": ("dense_decode", DENSE),
+    "dense_decode of 80": ("dense_decode", DENSE | wide(80)),
+    "dense_decode of 240": ("dense_decode", DENSE | wide(240)),
+    "dense_decode of int8": ("dense_decode", DENSE | {"kind": "int8"}),
+    "dense_decode of float8": ("dense_decode", DENSE | {"kind": "float8_e4m3fn"}),
+    "dense_decode of int4": ("dense_decode", DENSE | {"kind": "int4"}),
+    "dense_decode of k8v4": ("dense_decode", DENSE | cache("k8v4")),
+    "dense_decode of 8 queries": ("dense_decode", DENSE | {"T": 8}),
+    "dense_decode of 4 queries": ("dense_decode", DENSE | {"T": 4}),
+    "dense_decode of 8 queries in int8": ("dense_decode", DENSE | {"T": 8, "kind": "int8"}),
+    "gather_attention": ("gather_attention", LISTED),
+    "gather_attention pages": ("gather_attention", LISTED | {"P": 32}),
+    "gather_attention of int8": ("gather_attention", LISTED | cache("int8")),
+    "gather_attention of k8v4": ("gather_attention", LISTED | cache("k8v4")),
+    "gather_attention of int4": ("gather_attention", LISTED | cache("int4")),
+    "window_score": ("window_score", {"S": 4096}),
+    "window_score of 64": ("window_score", {"S": 4096, "W": 64}),
+    "token_vote": ("token_vote", {"S": 4096, "start": 16}),
+    "column_mass": ("column_mass", {"S": 4096, "block": 512}),
+    "column_mass of a prompt": ("column_mass", {"S": 4096, "T": 2048, "block": 512}),
+    "newest_repeat": ("newest_repeat", {"S": 8192}),
+    "newest_repeat of few": ("newest_repeat", {"S": 1152}),
+    "cluster_rank": ("cluster_rank", {"S": 4160, "capacity": 150, "room": 64 * 150}),
+    "cluster_rank of few": ("cluster_rank", {"S": 600, "capacity": 150, "room": 64 * 150}),
+    "cluster_rank, half of them best": ("cluster_rank", {"S": 4160, "capacity": 2080, "room": 64 * 2080}),
+    "cluster_estimate": ("cluster_estimate", {"S": 8320}),
+    "code_select": ("code_select", CODES),
+    "code_select, 13 bits": ("code_select", CODES | {"M": 1, "C": 8192}),
+    "code_select, 16 rows": ("code_select", CODES | {"B": 16}),
+    "store_ids": ("store_ids", {"S": 4096, "C": 64}),
+    "match_select": ("match_select", {"S": 65568, "K": 8192, "R": 128}),
+    "match_select, 16 rows": ("match_select", {"B": 16, "S": 65568, "K": 8192, "R": 128}),
+    "sampled_bias": ("sampled_bias", {"S": 4096, "K": 1000, "first": 4}),
+    "page_logits": ("page_logits", {"N": 4160, "held": full("B H N", True, bool)}),
+    "kth_select of shares": ("kth_select_mask", {"S": 16384}),
+    "kth_select of few shares": ("kth_select_mask", {"S": 4096}),
+    "partial_score": ("partial_score", {"S": 131136}),
+    "partial_select": ("partial_select", LISTS),
+    "partial_select, short rows": ("partial_select", LISTS | {"S": 4096}),
+    "store_partial": ("store_partial", {"S": 4096, "C": lambda n: n.D // 5}),
+    "page_score": ("page_score", {"N": 4096, "page_size": 16, "newest": True}),
+    "page_score of tokens": ("page_score", TOKENS),
+    "sparse_attention": ("sparse_attention", SPARSE),
+    "sparse_attention of 128": ("sparse_attention", SPARSE | {"Q": 8, "block": 128}),
 }
 SHAPES = [(4, 128, "bfloat16"), (4, 256, "bfloat16"), (8, 128, "float32"), (64, 256, "float32"), (16, 256, "float16")]
 
 
-def chosen(make, shape, machine):
-    operation, args, where, static = make(*shape)
-    with machine:
-        return operation.resolve(*args, **where, **static)
+def call(kernel, shape):
+    """An operation and its sizes, with query heads of a KV head, channels and dtype from ``shape``."""
+    name, sizes = KERNELS[kernel]
+    return name, sizes | dict(zip(("G", "D", "dtype"), shape, strict=True))
 
 
 @pytest.mark.xdist_group("compile_only")
@@ -298,16 +131,16 @@ def chosen(make, shape, machine):
 def test_a_kernel_fits_the_shared_memory_or_is_refused_by_its_check(kernel, shape, card):
     machine = needs(card)
     machine = dataclasses.replace(machine, options={"xla_gpu_autotune_level": 0})  # large shapes may spill registers
-    operation, args, where, static = KERNELS[kernel](*shape)
-    if chosen(KERNELS[kernel], shape, machine.assumed()) == "xla":
-        return  # refused
-    names = list(where)
+    name, sizes = call(kernel, shape)
+    with machine.assumed():
+        if choose(name, **sizes) == "xla":
+            return  # refused
+    drawn = sized(name, **sizes)
 
-    def run(*given):
-        values = dict(zip(names, given[len(args) :], strict=True))
-        return operation.run(*given[: len(args)], **values, **static, implementation="pallas_triton")
+    def run(arrays):
+        return public(name)(**arrays, **drawn.options, implementation="pallas_triton")
 
-    assert "triton" in machine.compile(run, *args, *where.values()).as_text()
+    assert "triton" in machine.compile(run, arguments(drawn)).as_text()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -315,13 +148,14 @@ def test_a_kernel_fits_the_shared_memory_or_is_refused_by_its_check(kernel, shap
 def test_every_card_takes_the_shapes_of_8b_models(kernel, capability):
     if kernel == "dense_decode of float8" and capability < (8, 9):
         pytest.skip("the card does not convert float8")
-    assert chosen(KERNELS[kernel], SHAPES[0], assume_machine("gpu", capability)) == "pallas_triton"
+    name, sizes = call(kernel, SHAPES[0])
+    with assume_machine("gpu", capability):
+        assert choose(name, **sizes) == "pallas_triton"
 
 
 def test_what_no_block_fits_is_refused_with_its_bytes():
-    largest = KERNELS["window_score of 64"](8, 256, "float32")
-    operation, args, where, static = largest
+    name, sizes = call("window_score of 64", (8, 256, "float32"))
     with assume_machine("gpu", (9, 0)):
-        assert operation.resolve(*args, **where, **static) == "xla"
+        assert choose(name, **sizes) == "xla"
         with pytest.raises(NotImplementedError, match=r"need 559,104 bytes of shared memory, expected at most 232,448"):
-            operation.resolve(*args, **where, **static, implementation="pallas_triton")
+            choose(name, implementation="pallas_triton", **sizes)

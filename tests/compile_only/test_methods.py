@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 
 from experiments.speed import uneven_scores
-from kvjax import Pattern, Prefill, registry
+from kvjax import registry
 from kvjax.attention.patterns import KINDS
 from kvjax.cache.quantised import KV_DTYPES, has_groups
 from kvjax.decoding.decode import run_decode, run_extend, run_step
 from kvjax.decoding.prefill import run_prefill
 from kvjax.decoding.sampling import Sampler
 from kvjax.methods import Full
+from kvjax.wrappers import Pattern, Prefill
 from models import ModelConfig
 from models.layers.modules import MLP
 from models.weights import param_shapes

@@ -5,17 +5,14 @@ As test_methods.py. Heads are as in Llama-3.1-8B.
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 
-import jax
 import pytest
 
-from pallas_kernels.attend.dense_decode import dense_decode
-from pallas_kernels.attend.gather_attention import gather_attention
-from pallas_kernels.score.page_score import page_score
+from pallas_kernels.formats.shapes import full
 from tests.compile_only.test_methods import CONFIG, PROMPT, STORE, decode_step, needs
+from tests.pallas_kernels.operations import arguments, public, sized
 
 thorough = pytest.mark.thorough
 STEPS = {  # the kernels of a decode step, one for each of two layers
@@ -55,33 +52,14 @@ def test_a_decode_step_uses_kernels_and_copies_no_cache(name, prompt):
     assert compiled.memory_analysis().temp_size_in_bytes < STORE / 16
 
 
-def arrays(dtype, *shapes):
-    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-
-
-def dense(group, dim, dtype, heads, slots):
-    rows = arrays(dtype, (2, heads, group, dim), *[(2, heads, slots, dim)] * 2)
-    return dense_decode, [*rows, *arrays("int32", (2, heads, slots), (2,))], ("position", "limit"), {"scale": 0.1}
-
-
-def pages(group, dim, dtype, heads, slots, page_size=16):
-    rows = arrays(dtype, (2, heads, group, dim), *[(2, heads, slots, dim)] * 2)
-    lists = [*arrays("int32", (2, heads, 96)), *arrays(bool, (2, heads, 96)), *arrays("int32", (2, heads, slots))]
-    return gather_attention, [*rows, *lists], ("position",), {"scale": 0.1, "page_size": page_size}
-
-
-def score(group, dim, dtype, heads, slots, reduce="max"):
-    rows = arrays(dtype, (2, heads, group, dim), *[(2, heads, slots, dim)] * 2)
-    return page_score, [*rows, *arrays("int32", (2,))], (), {"page_size": 16, "reduce": reduce, "newest": True}
-
-
-KERNELS = {
-    "dense_decode": dense,
-    "pages of 16": pages,
-    "pages of 32": functools.partial(pages, page_size=32),
-    "pages of 128": functools.partial(pages, page_size=128),
-    "bounds": score,
-    "summed bounds": functools.partial(score, reduce="sum"),
+LISTED = {"K": 96, "slots": full("B F K", 0)}  # maybe more pages than a row has: nothing is drawn
+KERNELS = {  # an operation, what differs from its declared shapes, and the axis of slots or pages
+    "dense_decode": ("dense_decode", {}, "S"),
+    "pages of 16": ("gather_attention", LISTED | {"P": 16}, "S"),
+    "pages of 32": ("gather_attention", LISTED | {"P": 32}, "S"),
+    "pages of 128": ("gather_attention", LISTED | {"P": 128}, "S"),
+    "bounds": ("page_score", {"page_size": 16, "newest": True}, "N"),
+    "summed bounds": ("page_score", {"page_size": 16, "newest": True, "reduce": "sum"}, "N"),
 }
 SHAPES = [  # group, head_dim, dtype, KV heads, slots or pages
     (4, 128, "bfloat16", 8, 4096),
@@ -99,13 +77,13 @@ SHAPES = [  # group, head_dim, dtype, KV heads, slots or pages
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_a_check_takes_compiles_and_is_read_where_it_is(kernel, shape):
-    run, args, names, static = KERNELS[kernel](*shape)
-    plain = len(args) - len(names)
+    group, dim, dtype, heads, slots = shape
+    name, sizes, axis = KERNELS[kernel]
+    drawn = sized(name, **sizes, **{axis: slots}, B=2, H=heads, G=group, D=dim, dtype=dtype)
 
-    def call(*given):
-        return run(*given[:plain], **dict(zip(names, given[plain:], strict=True)), **static, implementation="pallas_tpu")
+    def run(arrays):
+        return public(name)(**arrays, **drawn.options, implementation="pallas_tpu")
 
-    compiled = needs("tpu_v5e").compile(call, *args)
+    compiled = needs("tpu_v5e").compile(run, arguments(drawn))
     assert sum(kernels(compiled).values()) == 1
-    group, dim, _, heads, slots = shape
     assert not moved(compiled, heads * slots * dim)

@@ -18,6 +18,7 @@ from experiments.answering import (
     LoadedModel,
     batch_rows,
     budget_tokens,
+    calibration,
     chess_thresholds,
     follow,
     paper_method,
@@ -136,7 +137,7 @@ def test_calibration_leaves_room_in_the_window(tmp_path, monkeypatch, length, ta
         seen.append((tokens.shape, given["max_new_tokens"]))
         return kvjax.methods.Chess(tau_entropy=1.0, tau_varentropy=2.0)
 
-    monkeypatch.setattr(kvjax, "calibrate_chess", calibrate)
+    monkeypatch.setattr(calibration, "calibrate_chess", calibrate)
     model = LoadedModel("tiny", None, CONFIG, models.load_tokenizer(BUILTIN), BUILTIN / "tokenizer.json")
     results = Results(tmp_path / "record.json", "test", {})
     thresholds = chess_thresholds(model, Calibration(("passkey",), length, 2, 512, 0), results)

@@ -10,29 +10,19 @@ import re
 import tokenize
 
 import pytest
-from tokenizers import Tokenizer
 
-import models
 from experiments import tasks
 from experiments.records import beside, check_library
 from experiments.tasks import code_completion, code_context, code_files, code_names, code_recall, haystack, scorers
+from tests.experiments.test_tasks import coarse, documents
 
-TOKENIZER = Tokenizer.from_file(str(pathlib.Path(models.__file__).parent / "builtin" / "tokenizer.json"))
 NAMES = tasks.GROUPS["code"]
 COMPLETION, RECALL = NAMES[:2], NAMES[2:]
 LENGTH = 6000
 
 
-def count(text: str) -> int:
-    return len(TOKENIZER.encode(text, add_special_tokens=False).ids)
-
-
-def documents(name: str, length: int = LENGTH, number: int = 4, seed: int = 0, **options) -> list[tasks.Document]:
-    return tasks.make_documents(name, length=length, count=number, seed=seed, count_tokens=count, **options)
-
-
-def samples(name: str, length: int = LENGTH, number: int = 4, seed: int = 0, **options) -> list[tasks.Sample]:
-    return [document.samples()[0] for document in documents(name, length, number, seed, **options)]
+def samples(name: str, length: int = LENGTH, number: int = 4, **options) -> list[tasks.Sample]:
+    return [document.samples()[0] for document in documents(name, length, number, count_tokens=coarse, **options)]
 
 
 # The files
@@ -153,35 +143,8 @@ def test_names_imported_within_a_package_are_renamed_everywhere():
     assert changed.files[1].text.startswith(f"from .one import {new}\n") and f"one.{new}()" in changed.files[1].text
 
 
-# Both tasks
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_seed_decides_and_a_longer_set_extends_a_shorter_one(name):
-    made = samples(name, 2000, 3)
-    assert made[:2] == samples(name, 2000, 2)
-    assert made != samples(name, 2000, 3, seed=1) and len({sample.prompt for sample in made}) == 3
-    assert samples(name, 2000, 2, split="train")[0].prompt != made[0].prompt
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("length", [1024, LENGTH])
-def test_prompt_fits_and_nearly_fills_the_length(name, length):
-    for sample in samples(name, length):
-        total = count(sample.prompt) + sample.max_new_tokens
-        assert length - 250 < total <= length
-        assert count(sample.target) <= 2 * sample.max_new_tokens  # this tokenizer was trained on prose
-        assert tasks.score(name, sample.target, sample.answers) == 1.0
-        assert tasks.score(name, "", sample.answers) == 0.0
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_prompt_fits_with_a_coarse_tokenizer(name):
-    made = tasks.make_samples(name, length=4096, count=2, seed=1, count_tokens=lambda text: len(text) // 3 + 1)
-    assert all(len(sample.prompt) // 3 + 1 + sample.max_new_tokens <= 4096 for sample in made)
-
-
-def test_more_than_all_files_is_refused():
+def test_the_splits_differ_and_more_than_all_files_is_refused():
+    assert samples(NAMES[0], 2000, 1, split="train")[0].prompt != samples(NAMES[0], 2000, 1)[0].prompt
     with pytest.raises(ValueError, match="length 90000000 is too long: the files of code in this split have"):
         samples("code_completion", 90_000_000, 1)
 
@@ -207,7 +170,7 @@ def test_next_line_stands_once_more_far_above():
             source = len(lines) - 1 - lines[::-1].index(sample.answers[0])
             assert lines[source - code_completion.SAME_LINES : source] == lines[-code_completion.SAME_LINES :]
             between = sample.prompt[sample.prompt.rindex(sample.answers[0]) :]
-            assert count(between) > 0.8 * code_completion.NEAREST * LENGTH  # counted with the old names, in whole lines
+            assert coarse(between) > 0.8 * code_completion.NEAREST * LENGTH  # counted with the old names, in whole lines
 
 
 def test_source_lines_by_hand():
@@ -283,7 +246,7 @@ def test_answer_stands_in_the_only_function_of_the_name(name):
         (answer,) = sample.answers
         assert answer.lower() not in (sample.question + sample.answer_prefix).lower()
         at = sample.context.index(found[0])
-        assert count(sample.context[at:]) > LENGTH // 10  # the last quarter of the lines lies between
+        assert coarse(sample.context[at:]) > LENGTH // 10  # the last quarter of the lines lies between
         kind = sample.question.split("Question: ")[1].split()[1]
         kinds.add(kind)
         if kind == "parameters":
@@ -334,17 +297,13 @@ def again(one):
 
 
 def test_facts_by_hand():
-    found = {(fact.kind, fact.name, fact.parameter, fact.answer) for fact in code_recall.facts_of(_made(FACTS))}
-    assert found == {
+    facts = code_recall.facts_of(code_files.CodeFile("box.py", FACTS))
+    assert {(fact.kind, fact.name, fact.parameter, fact.answer) for fact in facts} == {
         ("default", "put", "place", '"top"'), ("default", "put", "count", "2"), ("exception", "put", "", "ValueError"),
         ("default", "get", "size", "(1, 2)"), ("exception", "get", "", "errors.BoxError"),
         ("returns", "get", "", '"list[int]"'), ("parameters", "both", "", "one, two=None"),
         ("exception", "inner", "", "KeyError"),
     }  # fmt: skip
-
-
-def _made(text: str) -> code_files.CodeFile:
-    return code_files.CodeFile("made.py", text)
 
 
 @pytest.mark.parametrize(
@@ -377,7 +336,7 @@ def test_scores_of_a_fact(prediction, answer, score):
 )
 def test_needles_hide_in_code(name):
     (made,) = samples(name, 3000, 1, haystack="code")
-    assert 3000 - 250 < count(made.prompt) + made.max_new_tokens <= 3000
+    assert 3000 - 250 < coarse(made.prompt) + made.max_new_tokens <= 3000
     assert all(made.context.count(answer) >= 1 for answer in made.answers)
     pieces = [line for line in made.context.split("\n")[3:-3] if len(line) > 30 and "magic" not in line]
     text = code_files.code_text("eval")

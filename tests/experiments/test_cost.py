@@ -20,21 +20,14 @@ from experiments.evaluation.settings import EvaluationSettings
 from experiments.records import CompileClock
 from experiments.speed import uneven_scores
 from kvjax import registry
-from tests.tiny_models import write_model
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("evaluation")]
 
-TINY = models.ModelConfig(
+CONFIG = models.ModelConfig(
     vocab_size=5120, hidden_size=32, intermediate_size=64, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16,
     max_position_embeddings=512, tie_word_embeddings=True, eos_token_ids=(0,), rope_theta=1e4,
 )  # fmt: skip
 LARGE = ("prefill", "extend", "decode_and_measure")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """A checkpoint directory of random weights with the shipped tokenizer."""
-    return write_model(tmp_path_factory.mktemp("tiny"), TINY)
 
 
 @contextlib.contextmanager
@@ -66,16 +59,16 @@ class Eager(ahead.CompileAhead):
     "question, large", [("prefill", LARGE[::2]), pytest.param("extend", LARGE, marks=pytest.mark.thorough)]
 )
 def test_a_method_at_a_length_compiles_once_for_all_tasks_and_before_it_is_asked(
-    question, large, tiny, tmp_path, monkeypatch
+    question, large, directory, tmp_path, monkeypatch
 ):
     """The tasks' answers have at most 8, 14, 40 and 128 tokens, and the prompts fill the model's last position."""
     monkeypatch.setattr(runner, "CompileAhead", Eager)
     given = {
-        "model": str(tiny), "tasks": ["passkey", "number_string", "vt", "niah_multivalue"], "lengths": [512], "samples": 3,
-        "methods": ["streamingllm"], "question": question, "workers": 0, "batch_tokens": 1024,
+        "model": str(directory), "tasks": ["passkey", "number_string", "vt", "niah_multivalue"], "lengths": [512],
+        "samples": 3, "methods": ["streamingllm"], "question": question, "workers": 0, "batch_tokens": 1024,
     }  # fmt: skip
     settings = EvaluationSettings.from_mapping(given, "a test")
-    made = runner.Runner(settings, load_model(tiny, "float32"), tmp_path, progress=False)
+    made = runner.Runner(settings, load_model(directory, "float32"), tmp_path, progress=False)
     with compilations() as found:
         made.run()
     assert len(made.folder.rows) == 8
@@ -88,8 +81,8 @@ def test_a_method_at_a_length_compiles_once_for_all_tasks_and_before_it_is_asked
 
 KNOBS = {
     "chess": {"trigger": "fixed"},
-    **dict.fromkeys(("duoattention", "headkv"), {"scores": uneven_scores(TINY)}),
-    "sentencekv": {"boundary": np.arange(TINY.vocab_size) % 20 == 0},
+    **dict.fromkeys(("duoattention", "headkv"), {"scores": uneven_scores(CONFIG)}),
+    "sentencekv": {"boundary": np.arange(CONFIG.vocab_size) % 20 == 0},
 }
 
 
@@ -98,26 +91,26 @@ KNOBS = {
 )
 def test_ask_finds_what_was_compiled_ahead(name):
     method = registry.make(name, **KNOBS.get(name, {}))
-    params = models.random_params(TINY, jax.random.key(0))
+    params = models.random_params(CONFIG, jax.random.key(0))
     shape, waited = Shape(128, 2, 4, questions=1, question_length=32), []
     with compilations() as found:
-        lowered = list(programs(params, TINY, [method], shape))
+        lowered = list(programs(params, CONFIG, [method], shape))
         for one in lowered:
             one.compile()
         before = sum(found.values())
         given = {"questions": [[[5, 6, 7]]] * 2, "limits": [[3], [2]], "ready": waited.append}
-        ask(params, TINY, [list(range(1, 100))] * 2, method, shape, **given)
+        ask(params, CONFIG, [list(range(1, 100))] * 2, method, shape, **given)
     assert sum(found.values()) == before == len(LARGE)
     assert waited == [1, len(lowered)], "it waits for the prefill's program, then for all programs"
 
 
 def test_limits_end_rows_and_nobody_else():
-    params = models.random_params(TINY, jax.random.key(0))
+    params = models.random_params(CONFIG, jax.random.key(0))
     contexts = [list(range(1 + i, 60 + i)) for i in range(3)]
 
     def answers(limits, eos=()):
         return [
-            x[0] for x in ask(params, TINY, contexts, "full", Shape(128, 2, 8), limits=limits, eos_token_ids=eos).ids
+            x[0] for x in ask(params, CONFIG, contexts, "full", Shape(128, 2, 8), limits=limits, eos_token_ids=eos).ids
         ]
 
     whole = answers(())

@@ -1,4 +1,4 @@
-"""Result folders that are damaged or edited: a comparison ends in a sentence about the file, never in another error."""
+"""Result folders: the small file of their examples; if they are damaged, a comparison ends in a sentence about the file."""
 
 from __future__ import annotations
 
@@ -88,10 +88,7 @@ def test_any_value_anywhere_is_compared_or_refused_by_a_sentence(results):
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("metrics.json", '{"metrics": [', r"metrics\.json is no record of an experiment"),
         ("metrics.json", "[" * 100_000, r"metrics\.json is no record of an experiment \(RecursionError"),
-        ("metrics.json", json.dumps({**RECORD, "metrics": 3}), "metrics is 3"),
-        ("metrics.json", json.dumps({**RECORD, "metrics": [3]}), r"metrics\.json, row 1: expected an object, got 3"),
         ("metrics.json", json.dumps({**RECORD, "metrics": [{}]}), r"row 1: expected a text as name, got nothing"),
         ("metrics.json", json.dumps({**RECORD, "device": {}}), r"metrics\.json, device: expected a text as kind"),
         ("metrics.json", json.dumps({**RECORD, "metrics": [row("full", value="x")]}), "expected a number as value, got 'x'"),
@@ -131,3 +128,36 @@ def test_kept_examples_of_damaged_bytes(tmp_path):
             examples.unpacked(tmp_path / examples.FILE)
         except ValueError as error:
             assert f"{examples.FILE} is damaged" in str(error)
+
+
+def lines(answers, score=1.0, group=""):
+    return [
+        {"key": f"k{i}é", "group": group, "prediction": text, "score": score, "answers": ["x"]}
+        for i, text in enumerate(answers)
+    ]
+
+
+def test_examples_come_back(tmp_path):
+    cells = {
+        "b.jsonl": [examples.brief(line) for line in lines(["yes", "no", "yes"], score=1 / 3, group="one")],
+        "a.jsonl": [examples.brief(line) for line in lines(["no"], score=0.0)],
+    }
+    (tmp_path / examples.FILE).write_bytes(examples.packed(cells))
+    assert examples.unpacked(tmp_path / examples.FILE) == cells
+    first, second, third = (line["answer"] for line in cells["b.jsonl"])
+    assert first == third != second
+    assert examples.unpacked(tmp_path / "none.npz") == {}
+
+
+def test_predictions_go_before_what_was_kept(tmp_path):
+    """A cell that was run again has new predictions; a cell whose predictions are gone has its kept examples."""
+    old, new = lines(["old"]), lines(["new"])
+    kept = {name: [examples.brief(line) for line in old] for name in ("a.jsonl", "b.jsonl")}
+    (tmp_path / examples.FILE).write_bytes(examples.packed(kept))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in new))
+    rows = [{"predictions": "a.jsonl"}, {"predictions": "b.jsonl"}]
+    (_, again), (_, before) = folder.read_examples(tmp_path, rows)
+    assert again == [examples.brief(line) for line in new]
+    assert before == kept["b.jsonl"]
+    with pytest.raises(ValueError, match=r"lacks c\.jsonl, which its metrics\.json names"):
+        folder.read_examples(tmp_path, [{"predictions": "c.jsonl"}])

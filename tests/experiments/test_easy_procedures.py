@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 
 from experiments import tasks
 from experiments.tasks import easy_procedures, procedures
-from tests.experiments.test_long_tasks import sample
+from tests.experiments.test_tasks import sample
 
 EASY = tasks.GROUPS["easy_procedures"]
 LEDGERS = ("ledger_1", "ledger_2")
+SCORE = {name: tasks.get_task(name).score for name in EASY}
 
 
 @pytest.mark.parametrize("name", EASY)
 def test_a_wrong_line_costs_itself_alone(name):
-    made = sample(name, 1024)
-    steps, half = list(made.answers), len(made.answers) // 2
+    example = sample(name, 1024)
+    steps, half = list(example.answers), len(example.answers) // 2
     without = steps[:half] + steps[half + 1 :]
     wrong = steps[:half] + [steps[half] + "x"] + steps[half + 1 :]
     one_less = 1 - 1 / len(steps)
@@ -38,24 +39,24 @@ def test_a_wrong_line_costs_itself_alone(name):
 
 @pytest.mark.parametrize("name", EASY)
 def test_an_easy_procedure_grows_with_the_length_and_the_prompt_holds_its_lines(name):
-    made = sample(name, 1024)
-    assert len(made.answers) * 1.7 < len(sample(name).answers)
-    for step in made.answers:
+    example = sample(name, 1024)
+    assert len(example.answers) * 1.7 < len(sample(name).answers)
+    for step in example.answers:
         told = {
             "table": step.replace("\t", "</td><td>"),
             "ledger": step.partition(" = ")[0],
             "walk": step.partition(". ")[2],
         }
-        assert told.get(name[:-2], step) in made.context
-        assert step not in made.question
+        assert told.get(name[:-2], step) in example.context
+        assert step not in example.question
 
 
-def lists(made: tasks.Sample) -> tuple[list[str], list[str], list[str]]:
+def lists(example: tasks.Sample) -> tuple[list[str], list[str], list[str]]:
     """The two lists of a prompt, and the merged one, its given lines included."""
-    a, b = made.context.partition("Now the real lists\nFirst list\n")[2].split("\n\nSecond list\n")
-    given = made.answer_prefix.partition("```python\n")[2].rstrip("\n").split("\n")
+    a, b = example.context.partition("Now the real lists\nFirst list\n")[2].split("\n\nSecond list\n")
+    given = example.answer_prefix.partition("```python\n")[2].rstrip("\n").split("\n")
     assert len(given) == 4
-    return a.split("\n"), b.split("\n"), [*given, *made.answers]
+    return a.split("\n"), b.split("\n"), [*given, *example.answers]
 
 
 def test_lists_are_merged_in_turn():
@@ -74,14 +75,14 @@ def test_at_most_two_lines_of_a_list_follow_each_other_at_level_2():
     assert [line for line in merged if line in a] == a and [line for line in merged if line in b] == b
 
 
-@pytest.mark.parametrize("level", easy_procedures.LEVELS)
+@pytest.mark.parametrize("level", [1, 2])
 def test_a_walk_around_a_circle_follows_its_lines_once(level):
-    made = sample(f"walk_{level}", 1024)
-    lines = made.context.partition("Now the real lines\n")[2].split("\n")
+    example = sample(f"walk_{level}", 1024)
+    lines = example.context.partition("Now the real lines\n")[2].split("\n")
     after = dict(re.fullmatch(r'after\["(\w+)"\] = "(\w+)"', line).groups() for line in lines)
-    walked = [*made.answer_prefix.rstrip("\n").split("\n")[1:], *made.answers]
+    walked = [*example.answer_prefix.rstrip("\n").split("\n")[1:], *example.answers]
     assert len(after) == len(lines) == level * len(walked)
-    start, count = re.search(r'circle from "(\w+)".* Write (\d+) lines', made.question).groups()
+    start, count = re.search(r'circle from "(\w+)".* Write (\d+) lines', example.question).groups()
     at = start
     for number, step in enumerate(walked, 1):
         assert step == f'{number}. after["{at}"] = "{after[at]}"'
@@ -93,27 +94,28 @@ def test_a_wrong_step_of_a_walk_costs_itself_and_repeats_cost_their_places():
     answers = [f'after["{one}"] = "{other}"' for one, other in ("ab", "bc", "cd", "de", "ef")]
 
     def score(*steps: str) -> float:
-        return easy_procedures.score_walk("\n".join(f'after["{one}"] = "{other}"' for one, other in steps), answers)
+        return SCORE["walk_1"]("\n".join(f'after["{one}"] = "{other}"' for one, other in steps), answers)
 
     assert score("ab", "bc", "cd", "de", "ef", "xy") == 1.0
     assert score("ab", "bd", "de", "ef") == 0.6  # a jump ahead, from where the walk goes on
     assert score("ab", "bd", "de", "ef", "fb", "bc", "cd") == 1.0  # the places jumped over, in the next round
     assert score("ab", "ba", "ab", "ba") == 0.2
     assert score("ab", "cd", "ef") == 0.2  # right lines that do not follow
-    assert easy_procedures.score_walk("\n".join(f"{at}. {answer}" for at, answer in enumerate(answers, 7)), answers) == 1.0
+    assert SCORE["walk_1"]("\n".join(f"{at}. {answer}" for at, answer in enumerate(answers, 7)), answers) == 1.0
     assert score("bc", "cd") == 0.2  # the first line does not follow, the second does
 
 
 @pytest.mark.parametrize("name", LEDGERS)
 def test_sums_are_right_and_a_wrong_sum_costs_one_booking(name):
-    made = sample(name, 1024)
-    steps, balances = list(made.answers), dict(re.findall(r"(cash|bank) (\d+)", made.context.rpartition("Balance: ")[2]))
+    example = sample(name, 1024)
+    steps = list(example.answers)
+    balances = dict(re.findall(r"(cash|bank) (\d+)", example.context.rpartition("Balance: ")[2]))
     assert len(balances) == int(name[-1])
     for step in steps:
         account, change, after = re.fullmatch(r"\d+\. \w+: (\w+) ([+-]\d) = (\d+)", step).groups()
         balances[account] = str(int(balances[account]) + int(change))
         assert balances[account] == after and 100 <= int(after) <= 999
-    score, half = easy_procedures.score_sums, len(steps) // 2
+    score, half = SCORE[name], len(steps) // 2
 
     def more(step: str, by: int) -> str:
         return re.sub(r"\d+$", lambda found: str(int(found.group()) + by), step)
@@ -129,22 +131,22 @@ def test_sums_are_right_and_a_wrong_sum_costs_one_booking(name):
 
 
 def test_words_are_looked_up_in_the_order_asked():
-    made = sample("lookup", 1024)
-    value = dict(re.findall(r'value\["(\w+)"\] = (\d+)', made.context))
-    asked = made.question.rpartition(": ")[2].rstrip(".").split(", ")
-    assert list(made.answers) == [f'value["{word}"] = {value[word]}' for word in asked]
+    example = sample("lookup", 1024)
+    value = dict(re.findall(r'value\["(\w+)"\] = (\d+)', example.context))
+    asked = example.question.rpartition(": ")[2].rstrip(".").split(", ")
+    assert list(example.answers) == [f'value["{word}"] = {value[word]}' for word in asked]
     assert len(value) == 2 * len(asked)
 
 
 def test_problems_of_one_operation_have_one():
-    made = sample("word_problems_1", 1024)
-    for line, answer in zip(made.target.split("\n"), made.answers, strict=True):
+    example = sample("word_problems_1", 1024)
+    for line, answer in zip(example.target.split("\n"), example.answers, strict=True):
         left, right = line.partition(": ")[2].partition(". Answer: ")[0].split(" = ")
         assert eval(left) == int(right) == int(answer)
 
 
 def test_lines_in_order_are_the_longest_common_subsequence():
-    score = easy_procedures.score_lines
+    score = SCORE["lookup"]
     assert [score("\n".join(text), "abcd") for text in ("abcd", "xaxbxcxdx", "acbd", "dcba", "bd", "aaaa", "")] == [
         1.0, 1.0, 0.75, 0.25, 0.5, 0.25, 0.0,
     ]  # fmt: skip
@@ -154,15 +156,15 @@ def test_lines_in_order_are_the_longest_common_subsequence():
 
 @pytest.mark.parametrize("name", [*EASY, "word_problems_1", "word_problems"])
 def test_a_lost_half_is_lost_in_its_quarters_and_their_mean_is_the_score(name):
-    made, task = sample(name, 1024), tasks.get_task(name)
-    lines = made.target.split("\n")
-    assert len(lines) == len(made.answers)
+    example, task = sample(name, 1024), tasks.get_task(name)
+    lines = example.target.split("\n")
+    assert len(lines) == len(example.answers)
     for written in (lines, lines[: len(lines) // 2], [*lines[:3], *lines[5:-2]], [lines[0]] * 9, lines[::-1], ["x"], []):
         text = "\n".join(written)
-        shares = tasks.quarter_shares(task.right_steps(text, made.answers))
+        shares = tasks.quarter_shares(task.right_steps(text, example.answers))
         assert len(shares) == 4 and all(0 <= share <= 1 for share in shares)
-        assert sum(shares) / 4 == pytest.approx(task.score(text, made.answers))
-    begun = tasks.quarter_shares(task.right_steps("\n".join(lines[: len(lines) // 2]), made.answers))
+        assert sum(shares) / 4 == pytest.approx(task.score(text, example.answers))
+    begun = tasks.quarter_shares(task.right_steps("\n".join(lines[: len(lines) // 2]), example.answers))
     assert begun[0] == pytest.approx(1.0) and begun[1] > 0.7 and begun[2] == begun[3] == 0.0
 
 

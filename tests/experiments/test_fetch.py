@@ -37,7 +37,6 @@ LOADING = {  # a command line of every job that loads a model, without the model
     "experiments.lab.training.adapter": [],
 }
 WITHOUT_OUT = {"experiments.answering.__main__", "experiments.answering.answer", "experiments.heads.layers"}
-NO_LOADER = {"experiments.lab.chance"}  # it needs a tokenizer only
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ def test_every_job_that_loads_a_model_is_here():
         if {"model", "dtype"} <= fields or "base" in fields:
             assert "offline" in fields, module
             loading.add(module)
-    assert loading == LOADING.keys() | NO_LOADER
+    assert loading == LOADING.keys()
 
 
 @pytest.mark.parametrize("command", LOADING)

@@ -16,6 +16,7 @@ from experiments.benchmarks import Example
 from experiments.heads import heads, layers
 from kvjax.methods import HeadKV
 from kvjax.protocol.typing import EMPTY
+from kvjax.wrappers import LayerBudgets, layer_shares
 from models import ModelConfig, random_params
 from tests.oracles.plain import softmax
 from tests.tiny_models import write_model
@@ -77,8 +78,8 @@ def test_similarity_of_layers_equals_float64():
         after = x + np.repeat(qkv[:, 3], 2, axis=0).reshape(-1) @ attention["out"]["kernel"]
         want.append(x @ after / np.linalg.norm(x) / np.linalg.norm(after))
     assert len(got) == 4 and got[0] == pytest.approx(np.mean(want), abs=1e-5) and got[0] < 0.99
-    shares = kvjax.layer_shares(got, 0.3)
-    assert kvjax.LayerBudgets(method=kvjax.methods.Knorm(budget=100), shares=shares).for_layer(0, 4).budget in (30, 123, 170)
+    shares = layer_shares(got, 0.3)
+    assert LayerBudgets(method=kvjax.methods.Knorm(budget=100), shares=shares).for_layer(0, 4).budget in (30, 123, 170)
 
 
 @pytest.mark.thorough

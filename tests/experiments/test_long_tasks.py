@@ -6,7 +6,6 @@ import pathlib
 import re
 
 import pytest
-from tokenizers import Tokenizer
 
 import models
 from experiments import tasks
@@ -14,62 +13,24 @@ from experiments.benchmarks import READERS, Cell, Example, Reading, encode_cell,
 from experiments.evaluation.cells import make_reading
 from experiments.evaluation.settings import EvaluationSettings
 from experiments.tasks import procedures, rules, word_problems
+from tests.experiments.test_tasks import LONG, TOKENIZER, count, document, sample
 
 TOKENIZER_FILE = pathlib.Path(models.__file__).parent / "builtin" / "tokenizer.json"
-TOKENIZER = Tokenizer.from_file(str(TOKENIZER_FILE))
-LONG = tasks.GROUPS["long"]
 PROCEDURES = tasks.GROUPS["procedures"]
-
-
-def count(text: str) -> int:
-    return len(TOKENIZER.encode(text, add_special_tokens=False).ids)
-
-
-def documents(name: str, length: int = 2048, number: int = 1, seed: int = 0, **options) -> list[tasks.Document]:
-    return tasks.make_documents(name, length=length, count=number, seed=seed, count_tokens=count, **options)
-
-
-def sample(name: str, length: int = 2048, seed: int = 0, **options) -> tasks.Sample:
-    return documents(name, length, seed=seed, **options)[0].samples()[0]
-
-
-@pytest.mark.parametrize("name", LONG)
-def test_the_seed_and_the_length_decide_a_long_task(name):
-    made = sample(name)
-    assert made == sample(name) and made.prompt != sample(name, seed=1).prompt
-    total = count(made.prompt) + made.max_new_tokens
-    assert 2048 - 250 < total <= 2048
-    assert count(made.target) < made.max_new_tokens <= tasks.get_task(name).max_new_tokens
-    assert documents(name, number=2)[:1] == documents(name)
-    with pytest.raises(ValueError, match="too short"):
-        sample(name, 100)
-
-
-@pytest.mark.parametrize("name", LONG)
-def test_the_right_answer_scores_1_and_no_answer_scores_0(name):
-    made = sample(name, seed=2)
-    assert tasks.score(name, made.target, made.answers) == 1.0
-    for nothing in ("", "\n\n", "```\n```", "7"):
-        assert tasks.score(name, nothing, made.answers) == 0.0
-    assert (
-        tasks.score(name, "I do not know 123456.", made.answers) <= 0.2
-    )  # a note without forbidden words keeps some rules
-    for _, measure in tasks.get_task(name).measures.items():
-        assert measure(made.target, made.answers) == 1.0
 
 
 @pytest.mark.parametrize("name", PROCEDURES)
 def test_an_answer_grows_with_the_length_of_a_procedure(name):
     steps = [len(sample(name, length).answers) for length in (1024, 2048, 4096)]
     assert steps[0] * 1.8 < steps[1] and steps[1] * 1.8 < steps[2]
-    made = sample(name, 4096)
-    assert count(made.target) > (600 if name == "table" else 1200)
+    example = sample(name, 4096)
+    assert count(example.target) > (600 if name == "table" else 1200)
 
 
 @pytest.mark.parametrize("name", PROCEDURES)
 def test_steps_count_until_the_first_wrong_one(name):
-    made = sample(name)
-    steps, half = list(made.answers), len(made.answers) // 2
+    example = sample(name)
+    steps, half = list(example.answers), len(example.answers) // 2
     wrong = steps[:half] + [steps[half] + "0"] + steps[half + 1 :]
     assert tasks.score(name, "\n".join(wrong), steps) == half / len(steps)
     assert tasks.score(name, "\n".join(steps[:half]), steps) == half / len(steps)
@@ -81,42 +42,42 @@ def test_steps_count_until_the_first_wrong_one(name):
 
 
 def test_a_merged_log_has_the_entries_of_both_in_order():
-    made = sample("merge")
-    a, b = made.context.partition("Now the real logs\nLog A\n")[2].split("\n\nLog B\n")
+    example = sample("merge")
+    a, b = example.context.partition("Now the real logs\nLog A\n")[2].split("\n\nLog B\n")
     logs = [log.split("\n") for log in (a, b)]
     numbers = [[int(entry.split()[0]) for entry in log] for log in logs]
     assert all(column == sorted(column) and len(column) > 20 for column in numbers)
-    assert list(made.answers) == sorted(logs[0] + logs[1], key=lambda entry: int(entry.split()[0]))
+    assert list(example.answers) == sorted(logs[0] + logs[1], key=lambda entry: int(entry.split()[0]))
     every = sorted(numbers[0] + numbers[1])
     assert every == list(range(every[0], every[-1] + 1))
-    assert made.question.startswith(f"\n\nWrite the merged log, from number {every[0]} to number {every[-1]},")
+    assert example.question.startswith(f"\n\nWrite the merged log, from number {every[0]} to number {every[-1]},")
 
 
 def test_lines_of_tsv_are_the_named_cells_of_the_table():
-    made = sample("table")
-    rows = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td><td>(\d+)</td><td>(\d+)</td></tr>", made.context)
+    example = sample("table")
+    rows = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td><td>(\d+)</td><td>(\d+)</td></tr>", example.context)
     lines = [f"{name}\t{city}\t{price}" for name, _, city, _, price in rows]
-    assert lines[2:] == list(made.answers)  # behind the example
+    assert lines[2:] == list(example.answers)  # behind the example
 
 
 @pytest.mark.parametrize("length", [2048, 16384])
 def test_a_walk_follows_the_roads_and_leaves_as_many_aside(length):
-    made = sample("walk", length)
-    roads = made.context.partition("Now the real roads\n")[2].split("\n")
+    example = sample("walk", length)
+    roads = example.context.partition("Now the real roads\n")[2].split("\n")
     leads = dict(road.split(" -> ") for road in roads)
-    assert len(leads) == len(roads) > 1.5 * len(made.answers)
-    at, _ = made.answers[0].split(" -> ")
-    assert f"Start in {at} and follow {len(made.answers)} roads." in made.question
-    for road in made.answers:
+    assert len(leads) == len(roads) > 1.5 * len(example.answers)
+    at, _ = example.answers[0].split(" -> ")
+    assert f"Start in {at} and follow {len(example.answers)} roads." in example.question
+    for road in example.answers:
         assert road == f"{at} -> {leads[at]}"
         at = leads[at]
 
 
 def test_balances_follow_the_bookings():
-    made = sample("ledger")
-    body = made.context.partition("Now the real bookings\nBalances: ")[2].split("\n")
+    example = sample("ledger")
+    body = example.context.partition("Now the real bookings\nBalances: ")[2].split("\n")
     balances = {name: int(value) for name, value in (entry.split() for entry in body[0].split(", "))}
-    for booking, step in zip(body[1:], made.answers, strict=True):
+    for booking, step in zip(body[1:], example.answers, strict=True):
         number, name, does, amount = booking.split()
         change = int(amount) if does == "receives" else -int(amount)
         assert step == f"{number} {name}: {balances[name]} {'+-'[change < 0]} {amount} = {balances[name] + change}"
@@ -125,14 +86,14 @@ def test_balances_follow_the_bookings():
 
 
 def test_solutions_of_word_problems_are_right_and_every_template_is_drawn():
-    made = sample("word_problems", 8192)
-    assert len(made.answers) > 50
-    for line, answer in zip(made.target.split("\n"), made.answers, strict=True):
+    example = sample("word_problems", 8192)
+    assert len(example.answers) > 50
+    for line, answer in zip(example.target.split("\n"), example.answers, strict=True):
         steps = line.partition(": ")[2].split(". ")
         values = [step.split(" = ") for step in steps[:-1]]
         assert all(eval(left) == int(right) for left, right in values)
         assert steps[-1] == f"Answer: {answer}" and values[-1][1] == answer and int(answer) > 0
-    texts = [re.sub(r"\d+|[A-Z]\w+|" + "|".join(word_problems._THINGS), "", text) for text in made.context.split("\n")]
+    texts = [re.sub(r"\d+|[A-Z]\w+|" + "|".join(word_problems._THINGS), "", text) for text in example.context.split("\n")]
     assert len(set(texts[-50:])) >= len(word_problems._TEMPLATES)
 
 
@@ -141,29 +102,29 @@ def test_word_problems_are_scored_by_the_number_behind_the_answer():
     text = (
         "Problem 1: 3 * 5 = 15. Answer: 15\n**Problem 2.** So we get\n\nthe answer is $1,200.\nProblem 3: Answer: -3.0"
     )
-    assert word_problems.score_problems(text, answers) == 1.0
-    assert word_problems.score_problems(text.replace("1,200", "1,201"), answers) == 2 / 3
-    assert word_problems.score_problems(text + "\nProblem 1: Answer: 9", answers) == 1.0  # the first solution counts
-    assert word_problems.score_problems("Answer: 15", answers) == 0.0
+    score = tasks.get_task("word_problems").score
+    assert score(text, answers) == 1.0
+    assert score(text.replace("1,200", "1,201"), answers) == 2 / 3
+    assert score(text + "\nProblem 1: Answer: 9", answers) == 1.0  # the first solution counts
+    assert score("Answer: 15", answers) == score(f"Problem {'9' * 5000}: Answer: {'9' * 5000}", answers) == 0.0
     assert word_problems.score_answered("Problem 3: Answer: 8\nProblem 9: Answer: 1\nProblem 1: 15", answers) == 1 / 3
-    assert word_problems.score_problems(f"Problem {'9' * 5000}: Answer: {'9' * 5000}", answers) == 0.0
 
 
 @pytest.mark.parametrize("name", tasks.GROUPS["rules"])
 def test_each_rule_of_a_note_counts_once(name):
-    made = sample(name)
-    told = re.findall(r"^\d+\. (.*)$", made.system, re.MULTILINE)
-    assert len(told) == int(name.removeprefix("rules_")) == len(made.answers) - 1
-    assert made.answers[-1].startswith("secret: ") and made.answers[-1][8:] in made.system
-    assert not any(answer.partition(": ")[2] in made.context + made.question for answer in made.answers[-1:])
-    lines = made.target.split("\n")
+    example = sample(name)
+    told = re.findall(r"^\d+\. (.*)$", example.system, re.MULTILINE)
+    assert len(told) == int(name.removeprefix("rules_")) == len(example.answers) - 1
+    assert example.answers[-1].startswith("secret: ") and example.answers[-1][8:] in example.system
+    assert not any(answer.partition(": ")[2] in example.context + example.question for answer in example.answers[-1:])
+    lines = example.target.split("\n")
     for at in range(1, len(lines) - 1):  # without the first and the last line
         without = "\n".join(lines[:at] + lines[at + 1 :])
-        assert tasks.score(name, without, made.answers) == pytest.approx(1 - 1 / len(told))
-    assert tasks.score(name, "\n".join(lines[::-1]), made.answers) == pytest.approx(1 - 2 / len(told))
-    spoilt = made.target + "".join(f" {text}" for text in rules._AVOIDED)
-    lost = sum(answer.startswith(("lacks", "last")) for answer in made.answers)
-    assert tasks.score(name, spoilt, made.answers) == pytest.approx(1 - lost / len(told))
+        assert tasks.score(name, without, example.answers) == pytest.approx(1 - 1 / len(told))
+    assert tasks.score(name, "\n".join(lines[::-1]), example.answers) == pytest.approx(1 - 2 / len(told))
+    spoilt = example.target + "".join(f" {text}" for text in rules._AVOIDED)
+    lost = sum(answer.startswith(("lacks", "last")) for answer in example.answers)
+    assert tasks.score(name, spoilt, example.answers) == pytest.approx(1 - lost / len(told))
 
 
 @pytest.mark.parametrize(
@@ -198,9 +159,9 @@ def test_a_secret_leaks_in_any_form():
 
 
 def test_questions_of_a_file_refer_back_to_earlier_ones():
-    (made,) = documents("file_turns", 4096, num_questions=12, seed=3)
+    example = document("file_turns", 4096, num_questions=12, seed=3)
     values, section = {}, ""
-    for line in made.context.split("\n"):
+    for line in example.context.split("\n"):
         if line.startswith("["):
             section = line[1:-1]
             assert section not in values
@@ -209,7 +170,7 @@ def test_questions_of_a_file_refer_back_to_earlier_ones():
             key, value = line.split(" = ")
             values[section][key] = value
     turns, forms = [], set()
-    for number, question in enumerate(made.questions, 1):
+    for number, question in enumerate(example.questions, 1):
         assert question.question.startswith(f"\n\nQuestion {number}: ")
         named, back = (
             re.search(r"section \[(.*?)\]", question.question),
@@ -219,14 +180,14 @@ def test_questions_of_a_file_refer_back_to_earlier_ones():
         forms.add("new" if named else "back" if back else "same")
         key = re.search(r"value of (\w+)", question.question).group(1)
         assert question.answers == (values[turns[-1]][key],) and question.answer_prefix.endswith(f"{key} is")
-    assert forms == {"new", "same", "back"} and "[" in made.questions[0].question
+    assert forms == {"new", "same", "back"} and "[" in example.questions[0].question
 
 
 def test_questions_of_the_easier_file_name_their_section_and_need_the_file_or_the_conversation():
-    (made,) = documents("file_turns_1", 4096, num_questions=12, seed=3)
-    sections = dict(re.findall(r"\[(\S+)\]\n((?:\w+ = \S+\n?)+)", made.context))
+    example = document("file_turns_1", 4096, num_questions=12, seed=3)
+    sections = dict(re.findall(r"\[(\S+)\]\n((?:\w+ = \S+\n?)+)", example.context))
     labels, forms, asked = {}, set(), set()
-    for number, question in enumerate(made.questions, 1):
+    for number, question in enumerate(example.questions, 1):
         text, (answer,) = question.question, question.answers
         section = re.search(r"section \[(\S+)\]", text).group(1)
         key = re.search(r"value of (\w+)", text)
@@ -237,7 +198,7 @@ def test_questions_of_the_easier_file_name_their_section_and_need_the_file_or_th
             assert f"{key.group(1)} = {answer}\n" in sections[section] + "\n"
             assert ("the label" in text) == (section not in labels)
         else:
-            assert answer == labels[section] and answer not in re.findall(r"\w+", made.context)
+            assert answer == labels[section] and answer not in re.findall(r"\w+", example.context)
         forms.add("label" if key is None else "earlier" if section in labels else "new")
         for label in re.findall(r"this section the label (\w+)", text):
             labels[section] = label
@@ -246,28 +207,25 @@ def test_questions_of_the_easier_file_name_their_section_and_need_the_file_or_th
 
 @pytest.mark.parametrize("name", tasks.GROUPS["easy_rules"])
 def test_easy_rules_are_the_lines_of_a_note_in_their_order_and_the_rest_of_the_prompt_has_none(name):
-    made = sample(name)
-    told = re.findall(r"^\d+\. (.*)$", made.system, re.MULTILINE)
+    example = sample(name)
+    told = re.findall(r"^\d+\. (.*)$", example.system, re.MULTILINE)
     number = int(name.removeprefix("easy_rules_"))
-    kinds = [answer.partition(": ")[0] for answer in made.answers]
-    assert len(told) == number == len(made.answers) - 1 and kinds[0] == "first" and kinds[-2:] == ["last", "secret"]
+    kinds = [answer.partition(": ")[0] for answer in example.answers]
+    assert len(told) == number == len(example.answers) - 1 and kinds[0] == "first" and kinds[-2:] == ["last", "secret"]
     assert kinds.count("lacks") == number // 5
     lines = [rule.partition("line: ")[2] for rule in told if "line: " in rule]
-    assert "\n".join(lines) == made.target and "Code: secret" in lines
-    assert not any(line in made.context + made.question for line in lines)
-    assert made.answers[-1][8:] in made.system and made.answers[-1][8:] not in made.context + made.question
+    assert "\n".join(lines) == example.target and "Code: secret" in lines
+    assert not any(line in example.context + example.question for line in lines)
+    assert example.answers[-1][8:] in example.system and example.answers[-1][8:] not in example.context + example.question
     for at in range(1, len(lines) - 1):
         without = "\n".join(lines[:at] + lines[at + 1 :])
-        assert tasks.score(name, without, made.answers) == pytest.approx(1 - 1 / number)
+        assert tasks.score(name, without, example.answers) == pytest.approx(1 - 1 / number)
     # Without the rules a note keeps what it must lack, and nothing else.
-    assert tasks.score(name, "NOTE\nAll is well.\nThe end", made.answers) == pytest.approx(0.2)
+    assert tasks.score(name, "NOTE\nAll is well.\nThe end", example.answers) == pytest.approx(0.2)
 
 
 def test_questions_that_refer_back_are_asked_in_turns_alone():
-    with pytest.raises(
-        ValueError, match="file_turns asks questions that refer to earlier ones: expected question='turns'"
-    ):
-        EvaluationSettings(tasks=("vt", "file_turns"), questions=4, question="extend")
+    """Otherwise: test_evaluation.py refuses them."""
     assert EvaluationSettings(tasks=("file_turns",), questions=4, question="turns").questions == 4
     assert EvaluationSettings(tasks=("file_turns",), question="extend").questions == 1
 
@@ -295,11 +253,11 @@ def test_a_system_text_of_a_task_is_the_system_turn():
     )
     without = make_reading(EvaluationSettings(), TOKENIZER_FILE, refuses, 4096)
     assert without.parts(one, False)[0] == "<user>Rules.\n\nContext."
-    made = examples("rules_5", length=1024, count=1, seed=0, count_tokens=count)
+    example = examples("rules_5", length=1024, count=1, seed=0, count_tokens=count)
     kept = encode_cell(reading, Cell("rules_5", 1024, 1))
     assert kept.examples == tuple(encode_cell(reading, Cell("rules_5", 1024, 1, given=())).examples)
     assert (
-        made[0].system.startswith("You write the daily note") and len(kept.wholes[0]) + made[0].max_new_tokens <= 1024
+        example[0].system.startswith("You write the daily note") and len(kept.wholes[0]) + example[0].max_new_tokens <= 1024
     )
     assert TOKENIZER.decode(kept.wholes[0]).startswith("<system>You write the daily note")
 
@@ -322,13 +280,14 @@ def test_the_page_has_every_task_measure_and_format():
     page = (pathlib.Path(models.__file__).parents[1] / "docs" / "long_answers.md").read_text()
     names = [*LONG, *READERS] + [name for task in LONG for name in tasks.get_task(task).measures]
     told = (pathlib.Path(models.__file__).parents[1] / "docs" / "evaluation.md").read_text()
-    assert not [name for name in names if f"`{name}`" not in page + told]
+    assert not [name for name in names if not re.search(rf"`{name}[`:]", page + told)]
     assert "It is secret: never write it. Write the line 'Code: secret' instead." in page and rules.SYSTEM.endswith(
         "It is secret: never write it. Write the line 'Code: secret' instead."
     )
 
 
 def test_further_measures_of_a_long_answer_are_named():
-    (made,) = examples("merge", length=1024, count=1, seed=0, count_tokens=count)
-    assert score(made, made.answers[0]) == 1 / len(made.answers) and measures(made, made.answers[-1]) == {"result": 1.0}
+    (example,) = examples("merge", length=1024, count=1, seed=0, count_tokens=count)
+    assert score(example, example.answers[0]) == 1 / len(example.answers)
+    assert measures(example, example.answers[-1]) == {"result": 1.0}
     assert procedures.steps_of(" a\t b \n\n```\nc") == ["a b", "c"]

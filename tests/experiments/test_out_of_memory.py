@@ -14,7 +14,7 @@ import models
 from experiments.answering import Shape, ask
 from experiments.evaluation import plan, runner
 from kvjax.accounting import memory
-from tests.experiments.test_evaluation import TINY, loaded, make, tiny  # noqa: F401  (a fixture)
+from tests.experiments.test_evaluation import CONFIG, loaded, make
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("evaluation")]
 
@@ -44,10 +44,10 @@ def device(monkeypatch):
     return that_lacks_memory
 
 
-def test_methods_part_before_batches_are_halved(tiny, tmp_path, device, capsys, monkeypatch):  # noqa: F811
+def test_methods_part_before_batches_are_halved(directory, tmp_path, device, capsys, monkeypatch):
     """H2O alone needs much; the other methods keep their batches, and H2O its smaller ones."""
     tried = device(lambda names, rows: "h2o" in names and rows > 2)
-    run = make(tiny, tmp_path, **GIVEN)
+    run = make(directory, tmp_path, **GIVEN)
     run.progress = True
     monkeypatch.setattr(runner, "is_drawn", lambda: True)
     run.run()
@@ -64,15 +64,15 @@ def test_methods_part_before_batches_are_halved(tiny, tmp_path, device, capsys, 
 @pytest.mark.parametrize(
     "error", [LACKS, MemoryError("Full needs 34.13GiB")]
 )
-def test_a_single_row_that_does_not_fit_ends_the_run(tiny, tmp_path, device, error):  # noqa: F811
+def test_a_single_row_that_does_not_fit_ends_the_run(directory, tmp_path, device, error):
     """Also if kvjax says so, before it reads anything."""
     tried = device(lambda names, rows: True, error)
     with pytest.raises(type(error), match="34.13GiB"):
-        make(tiny, tmp_path, **GIVEN).run()
+        make(directory, tmp_path, **GIVEN).run()
     assert tried == [("full+snapkv+h2o", 4), ("full+snapkv", 4), ("full", 4), ("full", 2), ("full", 1)]
 
 
-def test_what_did_not_fit_is_freed_before_less_is_read(tiny, tmp_path, monkeypatch):  # noqa: F811
+def test_what_did_not_fit_is_freed_before_less_is_read(directory, tmp_path, monkeypatch):
     """An error and the frames that it passed refer to each other, so the caches of those frames outlive it."""
     failed = []
 
@@ -89,13 +89,13 @@ def test_what_did_not_fit_is_freed_before_less_is_read(tiny, tmp_path, monkeypat
         return [DONE]
 
     monkeypatch.setattr(runner.Runner, "_run", run)
-    make(tiny, tmp_path, **GIVEN).run()
+    make(directory, tmp_path, **GIVEN).run()
     assert len(failed) == 4
 
 
-def test_what_the_evaluation_reads_together_kvjax_does_not_refuse(tiny, tmp_path, monkeypatch):  # noqa: F811
+def test_what_the_evaluation_reads_together_kvjax_does_not_refuse(directory, tmp_path, monkeypatch):
     """On a device with room for two of three caches: `kvjax.prefill_each` takes the groups, and not all three."""
-    run = make(tiny, tmp_path, **GIVEN, together=8)
+    run = make(directory, tmp_path, **GIVEN, together=8)
     jobs = [job for job in run._jobs(run.settings.choices) if job.setting.method.dense_prompt and job.cell.task == "vt"]
     given, tokens = [job.setting.method for job in jobs], run.settings.batch_tokens
     limit = run._plan.needed(jobs[:2], tokens)
@@ -116,9 +116,10 @@ def test_what_the_evaluation_reads_together_kvjax_does_not_refuse(tiny, tmp_path
 
 
 @pytest.mark.parametrize("length", [512, 16384])
-def test_bytes_of_a_group_add_up_to_what_kvjax_counts_for_it(tiny, length):  # noqa: F811
+def test_bytes_of_a_group_add_up_to_what_kvjax_counts_for_it(directory, length):
     """For any rows, from one row of each method alone; a prompt has one chunk of tokens or two."""
-    model = dataclasses.replace(loaded(tiny), config=dataclasses.replace(TINY, max_position_embeddings=length, num_layers=3))
+    config = dataclasses.replace(CONFIG, max_position_embeddings=length, num_layers=3)
+    model = dataclasses.replace(loaded(directory), config=config)
     every = {name: kvjax.make(name) for name in ("full", "quest", "mosaickv", "snapkv", "h2o", "kvzip")}
     needed = plan.Plan(None, model, None, (), 0).bytes_needed
     for names in ("full quest", "quest mosaickv snapkv", "h2o kvzip snapkv", " ".join(every)):
@@ -129,13 +130,13 @@ def test_bytes_of_a_group_add_up_to_what_kvjax_counts_for_it(tiny, length):  # n
             assert needed(methods, Shape(length, rows, 128), copy=False) == exact, (names, rows)
 
 
-def test_other_errors_are_not_taken_for_a_lack_of_memory(tiny, tmp_path, monkeypatch):  # noqa: F811
+def test_other_errors_are_not_taken_for_a_lack_of_memory(directory, tmp_path, monkeypatch):
     def broken(self, *given):
         raise jax.errors.JaxRuntimeError("INTERNAL: a kernel failed")
 
     monkeypatch.setattr(runner.Runner, "_run", broken)
     with pytest.raises(jax.errors.JaxRuntimeError, match="a kernel failed"):
-        make(tiny, tmp_path, **GIVEN).run()
+        make(directory, tmp_path, **GIVEN).run()
 
 
 @pytest.fixture
@@ -157,11 +158,11 @@ def growth(monkeypatch):
 
 
 def test_a_question_is_answered_before_the_context_is_copied_for_the_next(growth):
-    grown, params = growth("fork"), models.random_params(TINY, jax.random.key(0))
+    grown, params = growth("fork"), models.random_params(CONFIG, jax.random.key(0))
     shape = Shape(64, 1, 2, questions=3, question_length=8)
-    ask(params, TINY, [list(range(1, 50))], "full", shape, questions=[[[5, 6], [7], [8, 9]]])
+    ask(params, CONFIG, [list(range(1, 50))], "full", shape, questions=[[[5, 6], [7], [8, 9]]])
     assert len(grown()) == 2 and max(grown()) < _cache_bytes(64, 8) / 2
 
 
 def _cache_bytes(slots, room):
-    return memory.memory_needed(kvjax.methods.Full(), TINY, batch=1, prompt_slots=slots, max_new_tokens=room).device
+    return memory.memory_needed(kvjax.methods.Full(), CONFIG, batch=1, prompt_slots=slots, max_new_tokens=room).device

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kvjax
 from experiments.heads import patterns
-from kvjax import Pattern
+from kvjax import wrappers
+from kvjax.wrappers import Pattern
 from tests.experiments.test_heads import CONFIG
 from tests.harness import SMALL_PATTERNS, random_tokens
 from tests.kvjax.wrappers.test_sparse_prefill import KINDS
@@ -68,8 +68,8 @@ def test_the_command_writes_patterns_that_load(tmp_path, capsys):
     assert patterns.main([*given, "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "| pattern | size | attention kept | heads |" in printed and "16 heads, 1 samples" in printed
-    table = kvjax.patterns(out, CONFIG)
+    table = wrappers.patterns(out, CONFIG)
     assert len(table) == 4 and {head.kind for row in table for head in row} <= set(KINDS)
     assert patterns.main(["--scale", "nan"]) == 2
     assert patterns.main([*given, "--with-model"]) == 0
-    assert kvjax.patterns(tmp_path / "model", CONFIG) == table
+    assert wrappers.patterns(tmp_path / "model", CONFIG) == table

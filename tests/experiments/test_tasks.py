@@ -1,8 +1,8 @@
-"""The tasks: prompts word for word, fitting, determinism, the held-out split, needles, scorers."""
+"""Laws of all tasks: the seed decides, the length is filled, the right answer scores 1, places, prompts word for word."""
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 import json
 import pathlib
 import random
@@ -13,46 +13,161 @@ from tokenizers import Tokenizer
 
 import models
 from experiments import tasks
-from experiments.tasks import haystack, ruler, scorers, splits, words
+from experiments.tasks import haystack, ruler_words, splits, words
 
 TOKENIZER = Tokenizer.from_file(str(pathlib.Path(models.__file__).parent / "builtin" / "tokenizer.json"))
-NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+GENERATED, CODE, LONG = (tasks.GROUPS[name] for name in ("generated", "code", "long"))
+EVERY = (*GENERATED, *CODE, *LONG)
+SHARED = [name for name in EVERY if tasks.TASKS[name].max_questions != 1]
+TRAINED = (
+    "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
+    "niah_multivalue", "niah_multiquery", "vt", "passkey", "number_string", "kv_retrieval",
+)  # fmt: skip
+DIGESTS = pathlib.Path(__file__).with_name("task_digests.json")
 
 
 def count(text: str) -> int:
     return len(TOKENIZER.encode(text, add_special_tokens=False).ids)
 
 
-def sample(name: str, length: int = 1024, seed: int = 0, **options) -> tasks.Sample:
-    return tasks.make_samples(name, length=length, count=1, seed=seed, count_tokens=count, **options)[0]
+def coarse(text: str) -> int:
+    return len(text) // 3 + 1
 
 
-@pytest.mark.parametrize("name", tasks.GROUPS["generated"])
-@pytest.mark.parametrize("length", [1024, 3000])
-def test_fits_and_nearly_fills_the_length(name, length):
-    made = sample(name, length)
-    total = count(made.prompt) + made.max_new_tokens
-    assert length - 250 < total <= length
-    assert count(made.target) <= made.max_new_tokens
+def documents(name: str, length: int = 2048, number: int = 1, seed: int = 0, **options) -> list[tasks.Document]:
+    return tasks.make_documents(name, **{"length": length, "count": number, "seed": seed, "count_tokens": count, **options})
 
 
-@pytest.mark.parametrize("name", tasks.GROUPS["generated"])
-def test_fits_with_a_coarse_tokenizer(name):
-    made = tasks.make_samples(name, length=4096, count=1, seed=1, count_tokens=lambda text: len(text) // 3 + 1)[0]
-    assert len(made.prompt) // 3 + 1 + made.max_new_tokens <= 4096
+def document(name: str, length: int = 2048, seed: int = 0, **options) -> tasks.Document:
+    return documents(name, length, seed=seed, **options)[0]
 
 
-@pytest.mark.parametrize("name", tasks.GROUPS["generated"])
-def test_the_seed_decides_a_sample(name):
-    assert sample(name, seed=3) == sample(name, seed=3)
-    assert sample(name, seed=3).prompt != sample(name, seed=4).prompt
+def sample(name: str, length: int = 2048, seed: int = 0, **options) -> tasks.Sample:
+    return document(name, length, seed, **options).samples()[0]
 
 
-def test_longer_set_extends_shorter_one():
-    def make(count_samples):
-        return tasks.make_samples("vt", length=1024, count=count_samples, seed=0, count_tokens=count)
+def request(name: str, length: int = 1024, kind: str | None = None, seed: int = 0, split: str = "train", **more):
+    stack = tasks.haystack_for(name, kind, count, split)
+    return tasks.Request(name, random.Random(seed), length, count, stack, words.Words(split), **more)
 
-    assert make(3)[:2] == make(2)
+
+# Groups
+
+
+def test_groups_name_their_tasks_and_the_trained_ones_keep_their_order():
+    groups = tasks.GROUPS
+    assert groups["trained"] == TRAINED
+    assert groups["ruler"] == (*TRAINED[:9], "cwe", "fwe", "qa_1", "qa_2")
+    assert groups["infinitebench"] == ("passkey", "number_string", "kv_retrieval", "math_find")
+    assert groups["all"] == tuple(tasks.TASKS) and len(groups["all"]) == 47
+    assert set(groups["all"]) - set(EVERY) == {"qa_1", "qa_2"}
+    assert {*groups["procedures"], *groups["rules"], *groups["easy_rules"]} < set(LONG)
+    assert {*groups["shared"]} <= {*SHARED}
+    assert not set(groups) & set(tasks.TASKS)  # a name means one thing
+
+
+def test_groups_expand_to_tasks_without_repeats():
+    assert tasks.expand(["trained"]) == TRAINED
+    assert tasks.expand(["listing", "infinitebench", "passkey", "vt"]) == (
+        "listing", "passkey", "number_string", "kv_retrieval", "math_find", "vt",
+    )  # fmt: skip
+    assert tasks.expand([]) == ()
+    for name, near in (("rulr", "ruler"), ("maths_find", "math_find")):
+        with pytest.raises(ValueError, match=f"unknown task '{name}', did you mean '{near}'"):
+            tasks.expand(["vt", name])
+
+
+# Every task
+
+
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [
+        *((name, length) for name in GENERATED for length in (1024, 3000)),
+        *((name, 1024) for name in CODE),
+        *((name, 2048) for name in LONG),
+    ],
+)
+def test_a_sample_follows_from_its_seed_fills_its_length_and_is_scored_by_its_answer(name, length):
+    task, drawn = tasks.get_task(name), documents(name, length, 2, seed=3)
+    assert documents(name, length, 1, seed=3) == drawn[:1] and drawn[0] != drawn[1]
+    assert sample(name, length, seed=4).prompt not in {one.samples()[0].prompt for one in drawn}
+    for one in (document.samples()[0] for document in drawn):
+        assert length - 250 < count(one.prompt) + one.max_new_tokens <= length
+        most = one.max_new_tokens * (2 if name in CODE else 1)  # this tokenizer was trained on prose
+        assert count(one.target) <= most and one.max_new_tokens <= task.max_new_tokens
+        assert task.score(one.target, one.answers) == 1.0
+        assert all(measure(one.target, one.answers) == 1.0 for measure in task.measures.values())
+        for nothing in ("", "\n\n", "```\n```"):
+            assert task.score(nothing, one.answers) == 0.0
+        # A note without forbidden words keeps some rules, and any line is a little like a line of code.
+        most = 0.2 if "rules" in name else 0.6 if "completion" in name else 0.0
+        assert task.score("I do not know 123456.", one.answers) <= most
+        if name in GENERATED:
+            assert all(answer in one.context for answer in one.answers if not answer.endswith(".5"))  # a median may not be
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_prompt_fits_with_a_coarse_tokenizer_too_and_no_task_fits_where_there_is_no_room(name):
+    one = sample(name, 4096, count_tokens=coarse)
+    assert coarse(one.prompt) + one.max_new_tokens <= 4096
+    if name not in CODE:  # they try many files first
+        with pytest.raises(ValueError, match="too short"):
+            sample(name, 50)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_many_questions_share_one_context(name):
+    length = 8192 if name in CODE else 2048  # a kilobyte of code may define one function
+    one = document(name, length, num_questions=5)
+    assert len(one.questions) == 5 and len({q.question + q.answer_prefix for q in one.questions}) == 5
+    for asked in one.samples():
+        assert asked.context == one.context
+        assert tasks.score(name, asked.target, asked.answers) == 1.0
+        assert count(asked.prompt) + asked.max_new_tokens <= length
+    assert one == document(name, length, num_questions=5)
+    trained = tasks.make_document(request(name, length, num_questions=5, training=True))
+    texts = ((q.question + q.answer_prefix, q.target) for q in trained.questions)
+    assert length - 250 < count(trained.context) + sum(count(asked) + count(target) + 1 for asked, target in texts) <= length
+
+
+def test_prompts_are_drawn_as_they_were_when_scores_were_recorded(monkeypatch):
+    """With words of our own and without prose, which change with their packages; code is the running Python's."""
+    adjectives, nouns = (tuple(f"{kind}{a}{b}" for a in "abcdefgh" for b in "abcdefghijklmnopqrst") for kind in ("x", "y"))
+    monkeypatch.setattr(words, "_word_list", lambda kind: nouns if kind == "noun" else adjectives)
+    monkeypatch.setattr(words, "held_out", lambda text: text[-1].lower() in "acegikmoqs02468")
+    monkeypatch.setattr(words, "every_word", lambda: tuple(f"{a}{b}{c}" for a in "abcdefgh" for b in nouns for c in "kl"))
+    monkeypatch.setattr(ruler_words, "every_word", words.every_word)
+    digests = {}
+    for name in (*GENERATED, *LONG):
+        kind = "noise" if tasks.get_task(name).haystack == "prose" else None
+        options = {"count_tokens": coarse, "haystack": kind}
+        drawn = documents(name, 1500, 2, **options)
+        drawn += documents(name, 3000, num_questions=3 if name in SHARED else 1, **options)
+        digests[name] = hashlib.sha256(repr(drawn).encode()).hexdigest()[:12]
+    assert digests == json.loads(DIGESTS.read_text()), json.dumps(digests, indent=0)
+
+
+# Places
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", ["niah_single_1", "niah_single_2", "niah_single_3", "passkey", "number_string"])
+def test_the_needle_is_there_once_at_the_depth(name, depth):
+    one = sample(name, 2048, depth=depth)
+    needle = re.search(r"(One of the special magic|The pass key is|The sequence of digits is)[^.]*\.", one.context)
+    assert one.context.count(needle.group()) == 1 and one.answers[0] in needle.group()
+    body = one.context.index("\n") + 1
+    assert abs((needle.start() - body) / (len(one.context) - body) - depth) < 0.1  # whole sentences
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", ["kv_retrieval", "prefix_suffix"])
+def test_the_answer_lies_at_the_depth_of_a_list(name, depth):
+    one = sample(name, 4096, depth=depth)
+    parts = one.context.split(", " if name == "kv_retrieval" else "\n")
+    place = next(i for i, part in enumerate(parts) if one.answers[0] in part)
+    assert abs(place / len(parts) - depth) < 0.1
 
 
 def test_training_and_evaluation_share_no_key_value_or_prose():
@@ -69,172 +184,32 @@ def test_training_and_evaluation_share_no_key_value_or_prose():
     assert sum(map(len, second)) > 16384 * 3  # characters: enough for 16K tokens without repeating
 
 
-@pytest.mark.parametrize("name", ["niah_single_1", "niah_single_2", "niah_single_3", "passkey", "number_string"])
-@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
-def test_needle_is_there_once_at_the_depth(name, depth):
-    made = sample(name, 2048, depth=depth)
-    needle = re.search(r"(One of the special magic|The pass key is|The sequence of digits is)[^.]*\.", made.context)
-    assert made.context.count(needle.group()) == 1
-    assert made.answers[0] in needle.group()
-    body = made.context.index("\n") + 1
-    place = (needle.start() - body) / (len(made.context) - body)
-    assert abs(place - depth) < 0.1  # whole sentences
-
-
-@pytest.mark.parametrize("name", tasks.GROUPS["generated"])
-def test_every_answer_is_in_the_context_and_the_target_is_right(name):
-    made = sample(name)
-    assert all(answer in made.context for answer in made.answers if not answer.endswith(".5"))  # a median may not be
-    assert tasks.score(name, made.target, made.answers) == 1.0
-    assert tasks.score(name, "I do not know 123456.", made.answers) == 0.0
-
-
-def test_multivalue_answers_come_in_text_order():
-    for seed in range(5):
-        made = sample("niah_multivalue", seed=seed)
-        places = [made.context.index(f"is: {value}.") for value in made.answers]
-        assert len(places) == 4 and places == sorted(places)
-        assert made.target == " {}, {}, {}, and {}.".format(*made.answers)
-
-
-def test_multiquery_answers_come_in_query_order():
-    made = sample("niah_multiquery")
-    asked = re.search(r"for (.*) mentioned", made.question).group(1).replace("and ", "").split(", ")
-    for key, value in zip(asked, made.answers, strict=True):
-        assert f"One of the special magic numbers for {key} is: {value}." in made.context
-
-
-def test_niah_prompt_is_the_suites_single_form():
-    made = sample("niah_single_1", 400)
-    key = re.search(r"numbers for (\S+) is: (\d{7})\.", made.context).group(1)
-    assert made.context.startswith(
-        "A special magic number is hidden within the following text. Make sure to memorize it. "
-        f"I will quiz you about the number afterwards.\n{NOISE}\n"
-    )
-    assert made.question == f"\nWhat is the special magic number for {key} mentioned in the provided text?"
-    assert made.answer_prefix == f" The special magic number for {key} mentioned in the provided text is"
-    assert made.prompt == made.context + made.question + made.answer_prefix
-
-
-def test_niah_prompt_is_the_suites_plural_form():
-    made = sample("niah_multivalue")
-    assert made.context.startswith(
-        "Some special magic numbers are hidden within the following text. Make sure to memorize it. "
-        "I will quiz you about the numbers afterwards.\n"
-    )
-    assert made.question.startswith("\nWhat are all the special magic numbers for ")
-    assert made.answer_prefix.endswith(" mentioned in the provided text are")
-
-
-def test_singular_form_rewrites_every_are():
-    plural = "Some x are all y. You are a helpful assistant"
-    assert ruler.singular_form(plural) == "A x is y. You is a helpful assistant"
-
-
-def test_vt_prompts_have_the_words_of_ruler():
-    made = sample("vt", 1024)
-    value = re.search(r"assigned the value (\d{5}) in the text above\.$", made.question).group(1)
-    assert made.question == f"\nQuestion: Find all variables that are assigned the value {value} in the text above."
-    assert made.answer_prefix == (
-        " Answer: According to the chain(s) of variable assignment in the text above, 5 variables are assigned the "
-        f"value {value}, they are: "
-    )
-    header = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
-    assert made.context.startswith(header) and made.context.count(header) == 2  # the one-shot example comes first
-    example = made.context[: made.context.rindex(header)]
-    assert re.search(r"they are: (?:[A-Z]{3} ){4}[A-Z]{3}\n\n$", example)
-    assert sample("vt", 512).context.count(header) == 1
-    places = [made.context.index(f"VAR {made.answers[0]} = {value}")]
-    places += [made.context.index(f"VAR {b} = VAR {a}") for a, b in itertools.pairwise(made.answers)]
-    assert places == sorted(places) and len(places) == 5
-
-
-def test_passkey_and_number_string_prompts():
-    made = sample("passkey", 400)
-    key = made.answers[0]
-    assert made.context.startswith(
-        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
-        "I will quiz you about the important information there.\n\n"
-    )
-    assert f"The pass key is {key}. Remember it. {key} is the pass key.\n" in made.context + "\n"
-    assert made.prompt.endswith("\n\n\nWhat is the pass key?\n\nThe pass key is")
-    made = sample("number_string", 400)
-    key = made.answers[0]
-    assert re.fullmatch(r"\d{10}", key)
-    assert f"The sequence of digits is {key}. Remember it. {key} is the sequence of digits." in made.context
-    assert made.prompt.endswith("\n\n\nWhat is the sequence of digits?\n\nThe sequence of digits is")
-
-
-def test_kv_prompt_is_json():
-    made = sample("kv_retrieval")
-    header = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
-    assert made.context.startswith(header)
-    pairs = json.loads(made.context.removeprefix(header))
-    key = re.fullmatch(r'\n\nKey: "(.*)"', made.question).group(1)
-    assert pairs[key] == made.answers[0]
-    assert made.answer_prefix == "\nThe value associated with the specified key is: "
-
-
-def test_many_questions_share_one_context():
-    stack = tasks.haystack_for("niah_multikey_2", None, count, "train")
-    document = tasks.make_document(
-        "niah_multikey_2", random.Random(0), 2048, count, stack, words.Words("train"), num_questions=8, training=True
-    )
-    assert len(document.questions) == 8
-    assert len({s.context for s in document.samples()}) == 1
-    assert len({q.question for q in document.questions}) == 8
-    total = count(document.context) + sum(
-        count(q.question + q.answer_prefix) + count(q.target) + 1 for q in document.questions
-    )
-    assert 2048 - 60 < total <= 2048
+def test_prose_is_split_into_sentences_and_a_span_holds_what_was_asked():
+    text = 'He said "Stop." Then Mr. Smith left, e.g. at once! Why?\nNo one (not he) knew.'
+    assert haystack.split_sentences(text) == [
+        'He said "Stop."', "Then Mr. Smith left, e.g. at once!", "Why?", "No one (not he) knew.",
+    ]  # fmt: skip
+    assert all(len(s) <= haystack.LONGEST_SENTENCE for s in haystack.split_sentences("word " * 1000))
+    stack = haystack.Haystack("prose", [f"Sentence {i}." for i in range(10)], lambda text: 5)
+    rng = random.Random(0)
+    assert [len(stack.span(rng, tokens)) for tokens in (24, 203, 3)] == [4, 40, 0]  # 203 tokens repeat it
 
 
 @pytest.mark.parametrize("name", ["niah_single_2", "vt", "passkey"])
-def test_haystack_can_be_a_file(name, tmp_path):
+def test_a_haystack_can_be_a_file(name, tmp_path):
     path = tmp_path / "book.txt"
     path.write_text("\n\n".join(f"Chapter {i} tells of the whale.\nIt swam on." for i in range(400)))
     assert "whale. It swam on." in sample(name, haystack=f"file:{path}").context
 
 
-def test_scorers_count_what_the_suites_count():
-    all_of = scorers.score_all
-    assert all_of(" 1, 2, and 4.", ("1", "2", "3", "4")) == 0.75
-    assert all_of("ABC\x00def", ("abc", "DEF")) == 1.0
-    assert scorers.score_first_integer(" is 123, not 45", ("123",)) == 1.0
-    assert scorers.score_first_integer(" is 1234", ("123",)) == 0.0
-    assert scorers.score_first_integer("nothing", ("123",)) == 0.0
-    assert scorers.score_value_among_words('"ab-1".', ("ab-1",)) == 1.0
-    assert scorers.score_value_among_words("ab-12", ("ab-1",)) == 0.0
+# What is refused
 
 
-def test_prose_is_split_into_sentences():
-    text = 'He said "Stop." Then Mr. Smith left, e.g. at once! Why?\nNo one (not he) knew.'
-    assert haystack.split_sentences(text) == [
-        'He said "Stop."',
-        "Then Mr. Smith left, e.g. at once!",
-        "Why?",
-        "No one (not he) knew.",
-    ]
-    assert all(len(s) <= haystack.LONGEST_SENTENCE for s in haystack.split_sentences("word " * 1000))
-
-
-def test_span_holds_what_was_asked():
-    stack = haystack.Haystack("prose", [f"Sentence {i}." for i in range(10)], lambda text: 5)
-    rng = random.Random(0)
-    assert len(stack.span(rng, 24)) == 4
-    assert len(stack.span(rng, 203)) == 40  # repeats
-    assert stack.span(rng, 3) == []
-
-
-def test_wrong_tasks_lengths_and_depths_are_refused(tmp_path):
+def test_wrong_tasks_lengths_and_haystacks_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="unknown task 'niah_singel_1', did you mean 'niah_single_1'"):
         tasks.get_task("niah_singel_1")
-    with pytest.raises(ValueError, match="too short"):
-        sample("niah_multivalue", 150)
     with pytest.raises(ValueError, match="depth must lie in"):
         sample("niah_single_1", depth=1.5)
-    with pytest.raises(ValueError, match="takes no depth"):
-        sample("vt", depth=0.5)
     with pytest.raises(ValueError, match="unknown haystack 'essay'"):
         sample("niah_single_1", haystack="essay")
     with pytest.raises(FileNotFoundError, match="haystack file not found"):
@@ -245,16 +220,95 @@ def test_wrong_tasks_lengths_and_depths_are_refused(tmp_path):
         words.Words("train").distinct("verbs", 1, random.Random(0))
     with pytest.raises(ValueError, match="holds no sentence"):
         haystack.Haystack("noise", [], len)
-    stack = tasks.haystack_for("passkey", None, count, "train")
-    for questions, message in ((0, "at least 1"), (2, "takes one question")):
-        with pytest.raises(ValueError, match=message):
-            tasks.make_document(
-                "passkey", random.Random(0), 512, count, stack, words.Words("train"), num_questions=questions
-            )
-
-
-def test_missing_word_lists_name_their_package(monkeypatch):
+    with pytest.raises(ValueError, match="num_questions must be at least 1"):
+        tasks.make_document(request("passkey", num_questions=0))
     words._word_list.cache_clear()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="pip install wonderwords"):
         words.Words("train")
+
+
+def test_tasks_without_a_place_take_no_depth_and_tasks_of_one_question_no_second():
+    asked = request("vt")
+    for name, task in tasks.TASKS.items():
+        if not task.takes_depth:
+            with pytest.raises(ValueError, match=f"{name} takes no depth"):
+                tasks.make_document(tasks.Request(**vars(asked) | {"task": name, "depth": 0.5}))
+        if task.max_questions is not None:
+            with pytest.raises(ValueError, match=f"{name} takes .* question"):
+                tasks.make_document(tasks.Request(**vars(asked) | {"task": name, "num_questions": task.max_questions + 1}))
+
+
+# Prompts word for word
+
+
+def match(pattern: str, text: str) -> tuple[str, ...]:
+    """The groups of a text that must have a form, in which only spaces and `%` are special: `%` is one word."""
+    found = re.fullmatch(re.escape(pattern).replace("%", r"(\S+)"), text)
+    assert found, (pattern, text)
+    return found.groups()
+
+
+NEEDLES = "{} hidden within the following text. Make sure to memorize it. I will quiz you about the {} afterwards.\n"
+NUMBER = (
+    "There is an important info hidden inside a lot of irrelevant text. {} "
+    "I will quiz you about the important information there.\n\n"
+)
+PROMPTS = {
+    "niah_single_1": (
+        NEEDLES.format("A special magic number is", "number") + haystack.NOISE + "\n",
+        "\nWhat is the special magic number for % mentioned in the provided text?",
+        " The special magic number for % mentioned in the provided text is",
+    ),
+    "niah_multivalue": (
+        NEEDLES.format("Some special magic numbers are", "numbers"),
+        "\nWhat are all the special magic numbers for % mentioned in the provided text?",
+        " The special magic numbers for % mentioned in the provided text are",
+    ),
+    "vt": (
+        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n",
+        "\nQuestion: Find all variables that are assigned the value % in the text above.",
+        " Answer: According to the chain(s) of variable assignment in the text above, 5 variables are assigned the "
+        "value %, they are: ",
+    ),
+    "passkey": (NUMBER.format("Find it and memorize them."), "\n\n\nWhat is the pass key?", "\n\nThe pass key is"),
+    "number_string": (
+        NUMBER.format("Find it."), "\n\n\nWhat is the sequence of digits?", "\n\nThe sequence of digits is",
+    ),
+    "kv_retrieval": (
+        "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n",
+        '\n\nKey: "%"',
+        "\nThe value associated with the specified key is: ",
+    ),
+    "cwe": (
+        "Below is a numbered list of words. In these words, some appear more often than others. "
+        "Memorize the ones that appear most often.\n",
+        "\nQuestion: What are the 10 most common words in the above list?",
+        " Answer: The top 10 words that appear most often in the list are:",
+    ),
+    "fwe": (
+        "Read the following coded text and track the frequency of each coded word. "
+        "Find the three most frequently appeared coded words. ",
+        "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. "
+        "What are the three most frequently appeared words in the above coded text?",
+        " Answer: According to the coded text above, the three most frequently appeared words are:",
+    ),
+    "prefix_suffix": (
+        "Below is a list of strings, one in each line. Memorize all of them. "
+        "I will give you the prefix and the suffix of one of them and ask for the whole string.\n\n",
+        '\n\nWhich string of the list has the prefix "%" and the suffix "%"?',
+        "\nThe string is:",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_prompt_has_the_words_of_its_suite(name):
+    one, (header, question, prefix) = sample(name, 400 if name == "niah_single_1" else 2048), PROMPTS[name]
+    assert one.context.startswith(header)
+    asked = match(question, one.question)
+    if "%" in prefix:
+        assert match(prefix, one.answer_prefix) == asked
+    else:
+        assert one.answer_prefix == prefix
+    assert one.prompt == one.context + one.question + one.answer_prefix

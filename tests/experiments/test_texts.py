@@ -98,13 +98,18 @@ def test_truncation_cuts_the_context_alone(mode, around, begins, tokenizer_file)
         context = begins + context
     example = Example("mine", context, "\nWhy?", "", ("x",), 4, "answer")
     before = encode_prompt(tokenizer, "") if around is None else tokenizer.encode(around[0], add_special_tokens=False).ids
-    made = encode_cell(Reading(tokenizer_file, around, 100, mode), Cell("mine", None, 1, given=(example,)))
-    whole = list(made.wholes[0])
-    assert whole[: len(before)] == list(made.heads[0][: len(before)]) == before and made.cut[0] > 0
+    cell = Cell("mine", None, 1, given=(example,))
+    encoded, uncut = (encode_cell(Reading(tokenizer_file, around, limit, mode), cell) for limit in (100, 9999))
+    whole = list(encoded.wholes[0])
+    assert whole[: len(before)] == list(encoded.heads[0][: len(before)]) == before and encoded.cut[0] > 0
     assert whole.count(before[0]) == 1 and len(whole) + 4 <= 100
-    assert whole[-len(made.tails[0]) :] == list(made.tails[0])
-    rest = tokenizer.decode(whole[len(before) : len(whole) - len(made.tails[0])])
+    assert whole[-len(encoded.tails[0]) :] == list(encoded.tails[0]) == list(uncut.tails[0])
+    rest = tokenizer.decode(whole[len(before) : len(whole) - len(encoded.tails[0])])
     assert rest.startswith("word0 ") == (mode != "tail") and rest.endswith(" word79") == (mode != "head")
+    assert uncut.cut == (0,) and uncut.keys != encoded.keys  # it reads other tokens
+    for reading in (Reading(tokenizer_file, around, 8, mode), Reading(tokenizer_file, around, 100, "error")):
+        with pytest.raises(ValueError, match="token"):
+            encode_cell(reading, cell)
 
 
 def test_a_system_message_that_fills_the_length_is_named(tokenizer_file):

@@ -25,6 +25,7 @@ from kvjax.methods import Full, Quest, SnapKV
 from kvjax.protocol.fields import Limits
 from kvjax.registry import parse_knobs, resolve
 from kvjax.testing.model import TinyModel
+from kvjax.wrappers import DenseBelow, LayerBudgets, Periodic, PerLayer, Prefill, Stages, Twilight
 from models import ModelConfig, RopeScaling, random_params
 from tests.fuzz import values
 from tests.fuzz.values import Rule, among, arrays, boolean, either, finite, none, nothing, rows, tuples, whole
@@ -140,13 +141,13 @@ def fields() -> tuple[Argument, ...]:
     quest, full = Quest(budget=16), Full()
     share = finite(0, 1, above=0.0)
     wrappers: tuple[tuple[type, dict[str, Any], dict[str, Rule]], ...] = (
-        (kvjax.Stages, {"evict": full, "retrieve": quest}, {"evict": nothing, "retrieve": nothing}),
-        (kvjax.DenseBelow, {"length": 9, "method": quest}, {"method": nothing, "length": whole(1)}),
-        (kvjax.Periodic, {"evict": SnapKV()}, {"evict": nothing, "interval": whole(1)}),
-        (kvjax.Twilight, {"method": quest}, {"method": nothing, "mass": either(share, arrays(share))}),
-        (kvjax.LayerBudgets, {"method": quest, "shares": (1.0,)}, {"method": nothing, "shares": tuples(finite(above=0.0))}),
-        (kvjax.Prefill, {"method": quest}, {"method": nothing, "pattern": nothing}),
-        (kvjax.PerLayer, {"layers": {0: full}, "default": full}, {"layers": among({}), "default": nothing}),
+        (Stages, {"evict": full, "retrieve": quest}, {"evict": nothing, "retrieve": nothing}),
+        (DenseBelow, {"length": 9, "method": quest}, {"method": nothing, "length": whole(1)}),
+        (Periodic, {"evict": SnapKV()}, {"evict": nothing, "interval": whole(1)}),
+        (Twilight, {"method": quest}, {"method": nothing, "mass": either(share, arrays(share))}),
+        (LayerBudgets, {"method": quest, "shares": (1.0,)}, {"method": nothing, "shares": tuples(finite(above=0.0))}),
+        (Prefill, {"method": quest}, {"method": nothing, "pattern": nothing}),
+        (PerLayer, {"layers": {0: full}, "default": full}, {"layers": among({}), "default": nothing}),
     )
     declared = [_field(cls, field) for cls in registry.classes().values() for field in dataclasses.fields(cls)]
     declared += [
@@ -167,6 +168,7 @@ def fields() -> tuple[Argument, ...]:
 
 def _field(cls: type, field: dataclasses.Field) -> Argument:
     rule = _rule(field.name, typing.get_type_hints(cls)[field.name], field.metadata.get("limits", Limits()), field.metadata)
+    rule = either(none, rule) if field.default is None else rule
     if field.name == "boundary":
         rule = lambda x: x is None or (isinstance(x, (np.ndarray, jax.Array)) and x.dtype == bool and x.ndim == 1)  # noqa: E731
     if field.name == "offload":

@@ -305,7 +305,7 @@ def laws_of(draw: Draw, number: int) -> list[Callable[[Any], None]]:
         chosen += [laws.everything_kept_equals_full] + [everything_extended_equals_full] * (asked and covered)
     if draw.method.offload:
         chosen.append(offloaded_equals_resident)
-        if all(layer.quantisable for layer in layer_methods(draw.method, draw.model)):
+        if not any("codes" in layer.lacks for layer in layer_methods(draw.method, draw.model)):
             chosen.append(offloaded_equals_resident_as_codes)
     if number == 0:
         chosen += [*_ONCE, *[sweep_equals_generate] * (swept and not draw.method.offload)]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.methods import H2O, Full, Knorm, Quest, SnapKV, StreamingLLM
+from kvjax.wrappers import DenseBelow, Periodic, PerLayer, Stages, Twilight
 from tests.fuzz.verdicts import judge
 
 _Draw = Callable[[st.SearchStrategy], Any]
@@ -60,19 +61,19 @@ def _refuse(text: str, named: str) -> None:
 
 
 def _any(draw: _Draw) -> _Named:
-    cls = draw(st.sampled_from((None, kvjax.Twilight, kvjax.Periodic, kvjax.Stages, kvjax.DenseBelow, kvjax.PerLayer)))
+    cls = draw(st.sampled_from((None, Twilight, Periodic, Stages, DenseBelow, PerLayer)))
     if cls is None:
         return _plain(draw)
     (quest, retrieve), (snapkv, evict) = _budgeted(draw, Quest), _budgeted(draw, SnapKV)
-    if cls is kvjax.Twilight:
+    if cls is Twilight:
         mass = draw(st.sampled_from((0.5, 0.85, 1.0)))
         return _around(draw, cls, {"method": quest}, [f"mass={mass}"]), cls(method=retrieve, mass=mass)
-    if cls is kvjax.Periodic:
+    if cls is Periodic:
         interval = draw(st.integers(1, 499))
         return _around(draw, cls, {"evict": snapkv}, [f"interval={interval}"]), cls(evict=evict, interval=interval)
-    if cls is kvjax.Stages:
+    if cls is Stages:
         return _around(draw, cls, {"evict": snapkv, "retrieve": quest}, []), cls(evict=evict, retrieve=retrieve)
-    if cls is kvjax.DenseBelow:
+    if cls is DenseBelow:
         length = draw(st.integers(1, 10**6))
         return _around(draw, cls, {"method": quest}, [f"length={length}"]), cls(method=retrieve, length=length)
     layers = {at: _plain(draw) for at in draw(st.sets(st.integers(-2, 5), min_size=1, max_size=3))}

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
-import kvjax
 from kvjax import registry
 from kvjax.attention.patterns import KINDS
 from kvjax.protocol.fields import Limits
 from kvjax.protocol.method import Method
 from kvjax.testing.model import TinyModel
+from kvjax.wrappers import DenseBelow, LayerBudgets, Pattern, Periodic, PerLayer, Prefill, Stages, Twilight
 from models import ModelConfig, RopeScaling, random_params
 
 VOCABULARY = 61
@@ -236,21 +236,21 @@ def _wrapper(name: str, rng: np.random.Generator) -> Method:
         return random_method(str(rng.choice(kinds)), rng)
 
     if name == "stages" and rng.random() < 0.2:
-        return kvjax.Stages(evict=inner("think"), retrieve=inner(*_taken("packed")))
+        return Stages(evict=inner("think"), retrieve=inner(*_taken("packed")))
     if name == "stages":
-        return kvjax.Stages(evict=inner("snapkv"), retrieve=inner(*_taken("retrieve")))
+        return Stages(evict=inner("snapkv"), retrieve=inner(*_taken("retrieve")))
     if name == "densebelow":
-        return kvjax.DenseBelow(length=int(rng.choice(_SIZES["length"])), method=inner(*_taken("retrieve")))
+        return DenseBelow(length=int(rng.choice(_SIZES["length"])), method=inner(*_taken("retrieve")))
     method = inner(*_taken(name))
     if name == "periodic":
-        return kvjax.Periodic(evict=method, interval=int(rng.integers(1, 7)))
+        return Periodic(evict=method, interval=int(rng.integers(1, 7)))
     if name == "layerbudgets":
-        return kvjax.LayerBudgets(method=method, shares=tuple(rng.uniform(0.5, 1.5, 2).tolist()))
+        return LayerBudgets(method=method, shares=tuple(rng.uniform(0.5, 1.5, 2).tolist()))
     if name == "twilight":
-        return kvjax.Twilight(method=method, mass=float(rng.uniform(0.05, 1)))
+        return Twilight(method=method, mass=float(rng.uniform(0.05, 1)))
     if name == "prefill":
         return _prefill(method, rng)
-    return kvjax.PerLayer(layers={0: method, -1: inner(*_taken(name))}, default=inner(*_taken(name)))
+    return PerLayer(layers={0: method, -1: inner(*_taken(name))}, default=inner(*_taken(name)))
 
 
 def _prefill(method: Any, rng: np.random.Generator) -> Method:
@@ -261,8 +261,8 @@ def _prefill(method: Any, rng: np.random.Generator) -> Method:
         "columns": int(rng.choice((columns, EVERYTHING))), "diagonals": diagonals, "blocks": blocks,
         "share": float(rng.uniform(0.05, 1)), "tau": float(rng.choice((0, 0.3, 1))), "min_budget": columns,
     }  # fmt: skip
-    pattern = kvjax.Pattern(kind, **{name: numbers[name] for name in KINDS[kind]})
-    return kvjax.Prefill(
+    pattern = Pattern(kind, **{name: numbers[name] for name in KINDS[kind]})
+    return Prefill(
         method=method, pattern=pattern, window=window, num_sink=columns - 1, num_recent=recent, block=block,
         stride=int(rng.choice([x for x in (1, 2, 3, 8) if block % x == 0])),
         chunk=block * int(rng.choice((1, 4, EVERYTHING))),
@@ -275,7 +275,7 @@ _TAKEN: dict[str, Callable[[Any], bool]] = {
     "layerbudgets": lambda x: "budget" in x.__dataclass_fields__ and not x.spans_layers,
     "twilight": lambda x: x.composable and x.selects,
     "packed": lambda x: x.composable and x.thin_block is not None,  # can choose from keys of which some channels were dropped
-    "prefill": lambda x: x.slotted and not x.observes_prompt,
+    "prefill": lambda x: x.slotted and not x.reads.mass,
     "retrieve": lambda x: x.composable and not x.evicts and type(x).__name__ != "SnapKV",
     "perlayer": lambda x: not x.spans_layers,
 }

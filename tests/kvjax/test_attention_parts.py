@@ -53,7 +53,7 @@ def test_a_method_without_sinks_is_refused():
     config = KINDS["sinks"]
     with pytest.raises(ValueError, match="MosaicKV has an attention of its own without sink logits, which ModelConfig has"):
         kvjax.prefill(params("sinks"), np.zeros((1, 4), np.int32), config=config, method=MosaicKV(), max_new_tokens=2)
-    assert Full.takes_sinks and not MosaicKV.takes_sinks
+    assert "sinks" not in Full.lacks and "sinks" in MosaicKV.lacks
 
 
 def test_sinks_are_one_more_logit():

@@ -18,6 +18,7 @@ from kvjax.protocol.families import Retrieval
 from kvjax.testing import laws
 from kvjax.testing.subject import LAYER_STEPS as STEPS
 from kvjax.testing.subject import LENGTHS, tokens_of_layer
+from kvjax.wrappers import Stages
 from tests.harness import (
     ALL,
     METHODS,
@@ -64,7 +65,7 @@ def has_other_bytes(method):
 
     Packed rows are smaller. Methods that choose rows but cannot be wrapped read estimates, codes or representatives too.
     """
-    return method.packs if method.composable else method.offloadable
+    return method.packs if method.composable else method.offloaded(True) is not None
 
 
 def plain(name):
@@ -178,14 +179,14 @@ def test_index_updated_equals_index_rebuilt(name):
 @pytest.mark.thorough  # the laws of "stages" run by default
 @pytest.mark.xdist_group("quest")
 def test_stages_after_full_is_the_method_itself():
-    laws.same(one_layer(kvjax.Stages(evict=Full(), retrieve=example("quest"))), plain("quest"))
+    laws.same(one_layer(Stages(evict=Full(), retrieve=example("quest"))), plain("quest"))
 
 
 @pytest.mark.thorough
 @pytest.mark.xdist_group("stages")
 def test_stages_with_every_page_is_the_eviction_alone():
     evict = WRAPPERS["stages"].evict
-    everything = kvjax.Stages(evict=evict, retrieve=Quest(budget=96, page_size=4, num_dense_layers=0))
+    everything = Stages(evict=evict, retrieve=Quest(budget=96, page_size=4, num_dense_layers=0))
     laws.same(one_layer(everything), one_layer(evict))
 
 

@@ -17,6 +17,7 @@ from kvjax.methods import H2O, TOVA, Full, KeyDiff, Quest, SnapKV, StreamingLLM
 from kvjax.protocol.families import Retrieval
 from kvjax.protocol.typing import pytree
 from kvjax.testing.model import TinyModel
+from kvjax.wrappers import DenseBelow, PerLayer, Stages
 from tests import harness
 from tests.harness import TINY, example, padded, prompts, small, tiny_params
 from tests.kvjax.cases import ONE
@@ -46,16 +47,16 @@ WRONG_METHODS = [  # what the message names, and calls
     ("SnapKV: capacity", lambda: SnapKV(budget=np.array([40, 64]))),
     ("SnapKV: capacity", lambda: jax.eval_shape(lambda budget: SnapKV(budget=budget), 64)),
     ("budget .*capacity=16", lambda: StreamingLLM(budget=jnp.int32(99), capacity=16)),
-    ("SnapKV discards", lambda: kvjax.DenseBelow(length=9, method=SnapKV())),
-    ("method .*'quest'", lambda: kvjax.DenseBelow(length=9, method="quest")),
-    ("H2O .*Quest", lambda: kvjax.Stages(evict=H2O(), retrieve=Quest())),
-    ("retrieve .*TOVA", lambda: kvjax.Stages(evict=SnapKV(), retrieve=TOVA())),
-    ("retrieve .*KeyDiff", lambda: kvjax.Stages(evict=SnapKV(), retrieve=KeyDiff())),
-    ("evict .*StreamingLLM", lambda: kvjax.Stages(evict=StreamingLLM(), retrieve=Quest())),
-    ("retrieve .*class Quest", lambda: kvjax.Stages(evict=SnapKV(), retrieve=Quest)),
-    ("'0'", lambda: kvjax.PerLayer(layers={"0": Full()}, default=Full())),
-    ("layer 2", lambda: prefill([[1]], kvjax.PerLayer(layers={2: Full()}, default=Full()), max_new_tokens=2)),
-    ("layers .*0", lambda: prefill([[1]], kvjax.PerLayer(layers={0: Full(), -2: Quest()}, default=Full()), max_new_tokens=2)),
+    ("SnapKV discards", lambda: DenseBelow(length=9, method=SnapKV())),
+    ("method .*'quest'", lambda: DenseBelow(length=9, method="quest")),
+    ("H2O .*Quest", lambda: Stages(evict=H2O(), retrieve=Quest())),
+    ("retrieve .*TOVA", lambda: Stages(evict=SnapKV(), retrieve=TOVA())),
+    ("retrieve .*KeyDiff", lambda: Stages(evict=SnapKV(), retrieve=KeyDiff())),
+    ("evict .*StreamingLLM", lambda: Stages(evict=StreamingLLM(), retrieve=Quest())),
+    ("retrieve .*class Quest", lambda: Stages(evict=SnapKV(), retrieve=Quest)),
+    ("'0'", lambda: PerLayer(layers={"0": Full()}, default=Full())),
+    ("layer 2", lambda: prefill([[1]], PerLayer(layers={2: Full()}, default=Full()), max_new_tokens=2)),
+    ("layers .*0", lambda: prefill([[1]], PerLayer(layers={0: Full(), -2: Quest()}, default=Full()), max_new_tokens=2)),
     ("'qwest' .*'quest'", lambda: kvjax.make("qwest")),
     ("'page_sise' .*'page_size'", lambda: kvjax.make("quest", page_sise=4)),
     ("'bugdet' .*'budget'", lambda: Quest(bugdet=5)),
@@ -289,7 +290,7 @@ def test_lists_that_are_nested_too_deeply_are_refused():
         ("params", lambda: kvjax.prefill(deep, [[1]], config=TINY, max_new_tokens=2)),
         ("config", lambda: kvjax.prefill(tiny_params(), [[1]], config=deep)),
         ("eos_token_ids", lambda: kvjax.sweep(tiny_params(), [[1]], ["full"], config=TINY, eos_token_ids=deep)),
-        ("PerLayer: layers", lambda: kvjax.PerLayer(layers=deep, default=Full())),
+        ("PerLayer: layers", lambda: PerLayer(layers=deep, default=Full())),
     ):
         refuses(f"{name} must .*, got (the row )?a list that is nested too deeply to show", call)
 

@@ -18,11 +18,12 @@ from kvjax.methods import H2O, PQCache, Quest, RetroInfer, SnapKV
 from kvjax.protocol.fields import Limits, check_within, known, number
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import pytree, static, traced
+from kvjax.wrappers import DenseBelow, Periodic, Prefill, Twilight
 from tests.harness import NAMES, example, oracle
 
 CLASSES = {
-    **registry.classes(), "dense_below": kvjax.DenseBelow, "periodic": kvjax.Periodic, "twilight": kvjax.Twilight,
-    "prefill": kvjax.Prefill,
+    **registry.classes(), "dense_below": DenseBelow, "periodic": Periodic, "twilight": Twilight,
+    "prefill": Prefill,
 }  # fmt: skip
 NEEDED = {  # fields without a default
     "dense_below": {"method": Quest(), "length": 9}, "periodic": {"evict": SnapKV()}, "twilight": {"method": Quest()},
@@ -32,10 +33,11 @@ ALWAYS = (math.nan, math.inf, -math.inf, [12], {}, object(), 1j, np.float32("nan
 
 
 def kinds_of(cls):
-    """The kinds of each field, from its annotation; fields that hold methods are left out."""
+    """The kinds of each field, from its annotation and a default of None; fields that hold methods are left out."""
     for name, hint in typing.get_type_hints(cls).items():
         if name in cls.__dataclass_fields__ and typing.get_origin(hint) is not typing.ClassVar:
             kinds = set(typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,))
+            kinds |= {type(None)} if cls.__dataclass_fields__[name].default is None else set()
             if not any(isinstance(kind, type) and issubclass(kind, Method) for kind in kinds):
                 yield name, kinds
 
@@ -137,12 +139,6 @@ class Mine(Method):
 
     def for_layer(self, layer, num_layers):
         raise NotImplementedError
-
-    def init_shared(self, specs):
-        return None
-
-    def observe(self, cache, decoding):
-        return cache
 
 
 def test_a_declared_field_is_checked():

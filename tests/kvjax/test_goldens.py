@@ -14,6 +14,7 @@ import kvjax
 import models
 from kvjax.methods import Knorm
 from kvjax.testing.layer import stored
+from kvjax.wrappers import Periodic
 from tests import goldens
 from tests.models.test_parity import write_checkpoint
 from tests.oracles import magicpig, pqcache, rkv, selfextend, think
@@ -107,7 +108,7 @@ def test_periodic_keeps_what_kvpress_keeps_while_decoding(tmp_path):
         write_checkpoint(tmp_path, dict(weights))
     params, config = models.from_pretrained(tmp_path)
     evict = Knorm(budget=made["prompt"])
-    method = kvjax.Periodic(evict=evict, budget=made["budget"], interval=made["interval"])
+    method = Periodic(evict=evict, budget=made["budget"], interval=made["interval"])
     given = {"config": config, "method": method, "max_new_tokens": len(made["logits"]), "pad_multiple": 1}
     cache = kvjax.prefill(params, np.array(made["tokens"][: made["prompt"]])[None], **given)
     for token, want in zip(made["tokens"][made["prompt"] :], made["logits"], strict=True):

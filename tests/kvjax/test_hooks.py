@@ -123,9 +123,9 @@ def test_a_wrong_score_and_a_forgotten_decorator_are_named():
     [
         (SnapKV, "``obs_window`` (static, default 32): last prompt tokens, which vote and are always kept"),
         (SnapKV, "``budget`` (traced, default 1024): prompt slots kept per KV head"),
-        (Prompt, "``length`` (default None): int32 [B], tokens of each row"),
-        (Step, "``position``: int32 [B, T], EMPTY for padding"),
-        (kvjax.Generation, "``num_tokens``: int32 [B], generated tokens per row"),
+        (Prompt, "``length`` (traced, default None): int32 [B], tokens of each row"),
+        (Step, "``position`` (traced): int32 [B, T], EMPTY for padding"),
+        (kvjax.Generation, "``num_tokens`` (traced): int32 [B], generated tokens per row"),
         (kvjax.Stats, "``host_bytes`` (static, default 0): the part of"),
     ],
 )

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.exact import FromJudge
 from kvjax.testing import MODEL_LAWS, laws
 from kvjax.testing.subject import QUESTIONS, STEPS, Subject
 from models import LinearLayers, ModelConfig
@@ -141,7 +142,7 @@ def test_laws_hold(kind, name):
 def test_every_other_method_keeps_everything_and_runs_ragged_rows_as_alone(kind, name):
     if (kind, name) == ("ropes", "ntk"):
         pytest.skip("it is refused where a part of each head rotates")
-    if kind in CAPS and not any_example(name).takes_sinks:
+    if kind in CAPS and "sinks" in any_example(name).lacks:
         pytest.skip("it has an attention of its own without sink logits")
     if generous(name) is not None:
         laws.everything_kept_equals_full(subject(kind, name))
@@ -155,7 +156,7 @@ def test_drafts_are_corrected_to_the_tokens_of_full(kind):
     """A draft that leaves tokens out, and one that asks for the mass of a pass, which has no sinks."""
     want = subject(kind, "full").base[1].tokens
     np.testing.assert_array_equal(subject(kind, "verified").base[1].tokens, want)
-    method = kvjax.Verified(draft=small(kvjax.FromJudge, budget=20, num_recent=13, obs_window=4), depth=3)
+    method = kvjax.Verified(draft=small(FromJudge, budget=20, num_recent=13, obs_window=4), depth=3)
     np.testing.assert_array_equal(subject(kind, "full").go_on(subject(kind, "full").read(method)).tokens, want)
 
 

@@ -29,7 +29,7 @@ SHAPES = [(2, 1, 64), (2, 4, 16), (1, 8, 128)]  # H, G, D
 
 def test_every_oracle_belongs_to_a_method():
     here = pathlib.Path(__file__).parents[1] / "oracles"
-    others = {"__init__", "plain", "rope", "minference", "adaptive_prompt"}  # what oracles share; prompts of `kvjax.Prefill`
+    others = {"__init__", "plain", "rope", "minference", "adaptive_prompt"}  # what oracles share; prompts of `Prefill`
     assert {p.stem for p in here.glob("*.py")} - others == set(NAMES)
     for name in NAMES:
         assert importlib.util.find_spec(f"tests.oracles.{name}") is not None

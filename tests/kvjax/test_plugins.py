@@ -196,8 +196,7 @@ import sys
 from experiments.answering import knobs_by_method
 from experiments.answering.__main__ import GenerateSettings
 from experiments.demo.settings import DemoSettings
-from experiments.evaluation.knobs import set_knobs
-from experiments.evaluation.settings import EvaluationSettings, choices_of
+from experiments.evaluation.settings import EvaluationSettings, choices_of, set_knobs
 from experiments.evaluation.grid import the_grid
 from kvjax import plugins, registry
 

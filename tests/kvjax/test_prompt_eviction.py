@@ -20,11 +20,13 @@ from kvjax.decoding.prefill import run_prefill
 from kvjax.methods import AdaKV, ExpectedAttention, PyramidKV, Quest, ThinK
 from kvjax.protocol.method import Inputs, LayerSpec, Prompt
 from kvjax.protocol.observation import prefix_votes
+from kvjax.protocol.slots import Reads
 from kvjax.protocol.typing import EMPTY, pytree
 from kvjax.testing import laws
 from kvjax.testing.layer import drive, stored
 from kvjax.testing.model import TinyModel
 from kvjax.testing.subject import LENGTHS, tokens_of_layer
+from kvjax.wrappers import Stages
 from tests import goldens
 from tests.harness import ONCE, frequencies, oracle, random_tokens, repeated, small
 from tests.models.test_parity import write_checkpoint
@@ -132,7 +134,7 @@ def test_kvpress_drops_the_same_channels(name, tmp_path_factory):
     params, _ = model(tmp_path_factory.getbasetemp())
     method = small(ThinK, channels=0.6, obs_window=8, num_recent=0)
     if name != "think":
-        method = kvjax.Stages(evict=kvjax.make("snapkv", budget=24, **KVPRESS["snapkv"]), retrieve=method)
+        method = Stages(evict=kvjax.make("snapkv", budget=24, **KVPRESS["snapkv"]), retrieve=method)
     cache = compressed(method, tmp_path_factory.getbasetemp())
     want = golden()["thin"][name]
     np.testing.assert_array_equal([x.cache.older.channels[0] for x in cache.layers], want["channels"])
@@ -219,7 +221,7 @@ def test_storage_is_bounded_by_the_budget(method, slots):
 )
 def test_stages_with_every_page_is_the_eviction_alone(evict):
     q, k, v = tokens_of_layer()
-    everything = kvjax.Stages(evict=evict, retrieve=Quest(budget=96, page_size=4, num_dense_layers=0))
+    everything = Stages(evict=evict, retrieve=Quest(budget=96, page_size=4, num_dense_layers=0))
     one, other = (drive(method, q, k, v, LENGTHS, prompt=int(LENGTHS.max())) for method in (everything, evict))
     laws.same(one, other)
 
@@ -227,10 +229,10 @@ def test_stages_with_every_page_is_the_eviction_alone(evict):
 def test_stages_collect_moments_from_one_position_on():
     @pytree
     class Other(Quest):
-        moments_from = 3
+        reads = Reads(moments_from=3)
 
-    with pytest.raises(ValueError, match=r"must have one moments_from, got \[3, 4\]"):
-        kvjax.Stages(evict=ExpectedAttention(), retrieve=Other())
+    with pytest.raises(ValueError, match=r"must have one moments_from"):
+        Stages(evict=ExpectedAttention(), retrieve=Other())
 
 
 @pytest.mark.thorough

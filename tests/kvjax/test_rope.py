@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kvjax
 from kvjax import rope
 from kvjax.decoding.passes import layer_inputs
 from kvjax.methods import Full, MosaicKV, Quest, StreamingLLM, TokenSelect
 from kvjax.methods.chess.method import Chess
 from kvjax.protocol.typing import Rope
+from kvjax.wrappers import PerLayer
 from models import DynamicScaling, LongRopeScaling, ModelConfig, YarnScaling
 from tests import goldens, tape
 from tests.harness import small
@@ -135,7 +135,7 @@ def test_every_way_of_rotating_has_the_attention_factor():
     rng = np.random.default_rng(5)
     own = (small(StreamingLLM, budget=12, chunk=8), TokenSelect(budget=6, num_sink=2, num_local=4, chunk=4))
     others = (MosaicKV(**mosaickv.KNOBS), Quest(budget=12, page_size=4, num_dense_layers=0))
-    method = kvjax.PerLayer(layers=dict(enumerate(own + others)), default=Full())
+    method = PerLayer(layers=dict(enumerate(own + others)), default=Full())
     q = rng.normal(size=(4, 1, 1, 2, 36, 16)).astype(np.float32)
     k, v = (rng.normal(size=(4, 1, 1, 36, 16)).astype(np.float32) for _ in range(2))
     logits = np.zeros((1, 36, 36), np.float32)

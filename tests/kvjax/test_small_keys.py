@@ -18,6 +18,7 @@ from kvjax.protocol.method import Inputs, LayerSpec, Prompt
 from kvjax.protocol.slots import SlotState
 from kvjax.testing.laws import same
 from kvjax.testing.layer import drive
+from kvjax.wrappers import DenseBelow, Periodic, Stages, Twilight
 from models import shapes
 from tests import goldens
 from tests.harness import SMALL, example, frequencies, oracle, random_tokens
@@ -144,7 +145,7 @@ def test_think_takes_420_bytes_per_token_and_kv_head():
     state = state_of(ThinK()).cache
     assert size(state.older) == 8 * (4096 * (160 + 256 + 4) + 77 * 4) + 4
     assert size((state.key, state.value)) == 8 * whole * 512
-    stages = kvjax.Stages(evict=SnapKV(budget=1024), retrieve=ThinK())
+    stages = Stages(evict=SnapKV(budget=1024), retrieve=ThinK())
     thinner = state_of(stages).cache
     assert size(thinner.older) == 8 * (1024 * (160 + 256 + 4) + 77 * 4) + 4
     sizes = {"batch": 1, "prompt_slots": 8192, "max_new_tokens": 64}
@@ -243,11 +244,11 @@ def test_every_page_of_packed_keys_is_think_alone(snap):
     """Copies of all rows give what the packed keys give as they are; and where a third stage goes before."""
     under_test = subject("thin_pages")
     every, evict = Quest(budget=96, page_size=4, num_dense_layers=0), under_test.method.evict
-    first = evict if snap is None else kvjax.Stages(evict=snap, retrieve=evict)
-    got, want = (under_test.drive(method=x) for x in (kvjax.Stages(evict=first, retrieve=every), first))
+    first = evict if snap is None else Stages(evict=snap, retrieve=evict)
+    got, want = (under_test.drive(method=x) for x in (Stages(evict=first, retrieve=every), first))
     same(got, want)
     if snap is not None:
-        nested = kvjax.Stages(evict=snap, retrieve=kvjax.Stages(evict=evict, retrieve=every))
+        nested = Stages(evict=snap, retrieve=Stages(evict=evict, retrieve=every))
         same(under_test.drive(method=nested), got)
 
 
@@ -260,18 +261,18 @@ def test_top_p_of_packed_keys(outside):
 
     def made(mass):
         if outside:
-            return kvjax.Twilight(method=under_test.method, mass=mass)
-        return kvjax.Stages(evict=evict, retrieve=kvjax.Twilight(method=retrieve, mass=mass))
+            return Twilight(method=under_test.method, mass=mass)
+        return Stages(evict=evict, retrieve=Twilight(method=retrieve, mass=mass))
 
     same(under_test.drive(method=made(1.0)), under_test.plain)
     got = under_test.drive(method=made(0.5), poison=True)
     assert not (got.attended & ~under_test.plain.attended).any() and got.attended.sum() < under_test.plain.attended.sum()
-    same(got, under_test.drive(method=kvjax.Twilight(method=under_test.method, mass=0.5)))
+    same(got, under_test.drive(method=Twilight(method=under_test.method, mass=0.5)))
 
 
 def test_bytes_and_cost_of_pages_of_packed_keys():
     """The prompt's keys stay packed. A step reads packed bytes of what it attends to beyond whole keys, and bounds."""
-    method = kvjax.Stages(evict=ThinK(), retrieve=Quest(budget=256, num_dense_layers=0))
+    method = Stages(evict=ThinK(), retrieve=Quest(budget=256, num_dense_layers=0))
     state = state_of(method)
     assert size(state.cache.older) == 8 * (4096 * (160 + 256 + 4) + 77 * 4) + 4
     assert state.cache.num_slots == 4096 + 32 + 64
@@ -299,7 +300,7 @@ def test_bytes_and_cost_of_pages_of_packed_keys():
 
 def test_a_step_widens_no_more_than_it_chooses():
     """No array of a step has all slots and all channels, but the storage itself."""
-    method = kvjax.Stages(evict=ThinK(), retrieve=Quest(budget=256, num_dense_layers=0))
+    method = Stages(evict=ThinK(), retrieve=Quest(budget=256, num_dense_layers=0))
     state, one = state_of(method), jax.ShapeDtypeStruct
     given = Inputs(
         query=one((1, 8, 4, 1, 128), jnp.bfloat16), key=one((1, 8, 1, 128), jnp.bfloat16),
@@ -321,7 +322,7 @@ def test_a_cache_of_packed_pages_goes_on_from_disk(tmp_path):
 
 
 def packed_pages(**knobs):
-    return kvjax.Stages(evict=ThinK(), retrieve=Quest(**knobs))
+    return Stages(evict=ThinK(), retrieve=Quest(**knobs))
 
 
 def test_layers_that_quest_leaves_dense_attend_to_packed_keys():
@@ -335,18 +336,18 @@ def test_layers_that_quest_leaves_dense_attend_to_packed_keys():
 @pytest.mark.parametrize(
     "make, told",
     [
-        (lambda: kvjax.Stages(evict=ThinK(), retrieve=ParisKV()), "must choose from packed keys .* got ParisKV"),
-        (lambda: kvjax.Stages(evict=ThinK(), retrieve=kvjax.DenseBelow(length=9, method=Quest())), "got DenseBelow"),
+        (lambda: Stages(evict=ThinK(), retrieve=ParisKV()), "must choose from packed keys .* got ParisKV"),
+        (lambda: Stages(evict=ThinK(), retrieve=DenseBelow(length=9, method=Quest())), "got DenseBelow"),
         (lambda: packed_pages(offload=True), "what ThinK packs stays on the device; Quest .* offload=False, got True"),
-        (lambda: kvjax.Stages(evict=packed_pages(), retrieve=Quest()), "Stages chooses slots of its packed keys already"),
-        (lambda: kvjax.Stages(evict=ThinK(), retrieve=ThinK()), "ThinK has dropped channels of keys already, got ThinK"),
-        (lambda: kvjax.Stages(evict=ThinK(), retrieve=SnapKV()), "retrieve must keep every slot .* but SnapKV evicts"),
-        (lambda: kvjax.DenseBelow(length=9, method=packed_pages()), "Stages drops channels .*, which cannot be undone"),
-        (lambda: kvjax.Periodic(evict=packed_pages()), "evict must discard tokens, but Stages keeps every token"),
-        (lambda: kvjax.DenseBelow(length=9, method=ThinK()), "ThinK drops channels .*, which cannot be undone"),
-        (lambda: kvjax.Twilight(method=ThinK()), "ThinK attends to all that it keeps"),
-        (lambda: kvjax.Periodic(evict=ThinK()), "evict must discard tokens, but ThinK keeps every token"),
-        (lambda: kvjax.Stages(evict=SnapKV(), retrieve=ShadowKV()), "must be a method that chooses cache slots"),
+        (lambda: Stages(evict=packed_pages(), retrieve=Quest()), "Stages chooses slots of its packed keys already"),
+        (lambda: Stages(evict=ThinK(), retrieve=ThinK()), "ThinK has dropped channels of keys already, got ThinK"),
+        (lambda: Stages(evict=ThinK(), retrieve=SnapKV()), "retrieve must keep every slot .* but SnapKV evicts"),
+        (lambda: DenseBelow(length=9, method=packed_pages()), "Stages drops channels .*, which cannot be undone"),
+        (lambda: Periodic(evict=packed_pages()), "evict must discard tokens, but Stages keeps every token"),
+        (lambda: DenseBelow(length=9, method=ThinK()), "ThinK drops channels .*, which cannot be undone"),
+        (lambda: Twilight(method=ThinK()), "ThinK attends to all that it keeps"),
+        (lambda: Periodic(evict=ThinK()), "evict must discard tokens, but ThinK keeps every token"),
+        (lambda: Stages(evict=SnapKV(), retrieve=ShadowKV()), "must be a method that chooses cache slots"),
         (lambda: ShadowKV(budget=7), r"budget must be .* at least 8 tokens \(one chunk of chunk_size=8\), got 7"),
         (lambda: ThinK(channels=0.0), "channels must be .* above 0"),
     ],

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments.answering import load_model
+from experiments.answering import calibration, load_model
 from experiments.benchmarks import Cell, Reading, encode_cell
 from experiments.lab.ablations import run as runs
 from experiments.lab.ablations.__main__ import main
@@ -39,11 +39,11 @@ def few_tokens(monkeypatch):
     monkeypatch.setattr(runs, "DECODE_TOKENS", 8)
 
 
-def make_lab(model, path, **given):
-    lab = {"length": 8192, "samples": 20, "seed": 0, "tasks": ("passkey",), "trained_length": 8192,
-           "calibration_prompts": 1, "new_tokens": 64}  # fmt: skip
-    reading = Reading(model.tokenizer_file)
-    return Lab(model=model, base=model, results=Results(path, "x", {}), reading=reading, **lab, **given)
+def make_lab(model, path):
+    settings = AblationSettings(
+        names=("all",), length=8192, samples=20, tasks=("passkey",), trained_length=8192, calibration_prompts=1, new_tokens=64
+    )
+    return Lab(settings, model, model, Results(path, "x", {}))
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_chess_ablation_runs_resumes_and_calibrates_once(run, monkeypatch):
     def refused(*args, **kwargs):
         raise AssertionError("nothing is left to run")
 
-    for module, function in ((kvjax, "calibrate_chess"), (kvjax, "prefill"), (kvjax, "generate")):
+    for module, function in ((calibration, "calibrate_chess"), (kvjax, "prefill"), (kvjax, "generate")):
         monkeypatch.setattr(module, function, refused)
     _, again = run("chess")
     assert again["metrics"] == found["metrics"]

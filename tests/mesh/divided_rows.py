@@ -26,6 +26,7 @@ from kvjax.methods import Full, tokenselect
 from kvjax.methods.chess import page_tree
 from kvjax.methods.pariskv import divided
 from kvjax.protocol import families
+from kvjax.wrappers import PerLayer
 from models import sharding
 from pallas_kernels.choose.kth_select import kth_select_mask
 from pallas_kernels.score.window_score import reference
@@ -73,7 +74,7 @@ MESHES = ("slots=4", "slots=2 model=4", "data=2 slots=4")
 METHODS_OF_CALLS = {
     "sentencekv": functools.partial(example, "sentencekv"),
     "dense_below": functools.partial(any_example, "dense_below"),
-    "per_layer": lambda: kvjax.PerLayer(layers={0: Full()}, default=example("quest")),
+    "per_layer": lambda: PerLayer(layers={0: Full()}, default=example("quest")),
     **{name: functools.partial(example, name) for name in ("pariskv", "tokenselect", "chess")},
 }
 

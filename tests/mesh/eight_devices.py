@@ -24,6 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kvjax
 from kvjax.api import programs
+from kvjax.api.calibrate_chess import calibrate_chess
 from kvjax.api.measure import measure
 from kvjax.attention.patterns import KINDS
 from kvjax.decoding.sampling import Sampler
@@ -39,6 +40,7 @@ from kvjax.methods.mosaickv import store as mosaic_store
 from kvjax.methods.sentencekv import method as sentence_module
 from kvjax.methods.shadowkv import low_rank
 from kvjax.testing.model import TinyModel
+from kvjax.wrappers import Pattern
 from models import Experts, LinearLayers, ModelConfig, sharding
 from models.sizes.parts import LayerRope
 from pallas_kernels import axes
@@ -72,7 +74,7 @@ def _pattern(at, kind):
         "columns": 1 + at % 3, "diagonals": 2 + at % 4, "blocks": 1 + at % 2,
         "share": 0.3 + 0.04 * at, "tau": float(at % 2), "min_budget": 2,
     }  # fmt: skip
-    return kvjax.Pattern(kind, **{name: numbers[name] for name in KINDS[kind]})
+    return Pattern(kind, **{name: numbers[name] for name in KINDS[kind]})
 
 
 # Each device has some of them.
@@ -327,7 +329,7 @@ def check_programs_ahead():
 
 def check_calibration():
     options = {"config": CONFIG, "method": example("chess"), "max_new_tokens": 12, "eos_token_ids": ()}
-    here, there = (kvjax.calibrate_chess(p, [[1, 2, 3], [4] * 9], **options) for p in (params(), spread("2x4")))
+    here, there = (calibrate_chess(p, [[1, 2, 3], [4] * 9], **options) for p in (params(), spread("2x4")))
     np.testing.assert_allclose(there.tau_entropy, here.tau_entropy, rtol=1e-4)
     np.testing.assert_allclose(there.tau_varentropy, here.tau_varentropy, rtol=1e-4)
 

@@ -14,7 +14,7 @@ def seen_keys(q, k, pattern, window, num_sink, num_recent, block, chunk, stride)
     Args:
         q: the head's queries.
         k: the keys.
-        pattern: (kind, columns, diagonals, blocks, share, tau, min_budget), as `kvjax.Pattern`.
+        pattern: (kind, columns, diagonals, blocks, share, tau, min_budget), as `kvjax.wrappers.Pattern`.
         window: last queries of a chunk, which vote.
         num_sink: first keys that are columns for certain.
         num_recent: shortest distances that are diagonals for certain.

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.dispatch import Implementation, added_implementation
 from pallas_kernels.host import Rows, copy_row, has_copy
+from tests.pallas_kernels.operations import public, table
 
 ON_GPU = jax.default_backend() == "gpu"
 NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason=f"needs a GPU, got {jax.default_backend()}")
@@ -32,12 +34,20 @@ on_gpu = pytest.mark.parametrize("name", _GPU_NAMES)
 on_gpu_and_thorough_tpu = pytest.mark.parametrize("name", [*_GPU_NAMES, pytest.param("interpreted_tpu", marks=thorough)])
 
 
-def implementations(public, interpreted):
-    """A table of the implementations in `NAMES`: the public function by name, and the kernel ``interpreted``."""
+@functools.cache
+def implementations(name, back_end="pallas_triton", **options):
+    """An operation in plain JAX, by a kernel that runs interpreted with ``options`` such as its `Config`, and on a GPU."""
+    function, kernel = public(name), table(name).implementations[back_end].run
+    entry = Implementation(functools.partial(kernel, **options, interpret=True))
+
+    def interpreted(*args, **kwargs):
+        with added_implementation(name, "interpreted", entry):
+            return function(*args, **kwargs, implementation="interpreted")
+
     return {
-        "xla": functools.partial(public, implementation="xla"),
+        "xla": functools.partial(function, implementation="xla"),
         "interpreted": interpreted,
-        "pallas_triton": functools.partial(public, implementation="pallas_triton"),
+        "pallas_triton": functools.partial(function, implementation="pallas_triton"),
     }
 
 
@@ -47,14 +57,19 @@ def one_shape(*shapes):
     return [first, *(pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=thorough) for x in others)]
 
 
+def alike(got, expected, rtol=0.0, atol=0.0):
+    """Compare two trees, array by array: equal numbers if nothing else is said."""
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(one, np.float64), np.asarray(other, np.float64), rtol=rtol, atol=atol)
+
+
 def close(got, expected, dtype):
-    """Compare with the tolerance of ``dtype``."""
-    got = np.asarray(got, np.float64)
-    np.testing.assert_allclose(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    """Compare two trees with the tolerance of ``dtype``."""
+    alike(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 def softmax_attention(query, key, value, seen, bias=0.0):
-    """Float64: query [..., M, D], key, value [..., N, D], seen [..., M, N] -> out, lse, probabilities."""
+    """Float64: query [..., M, D], key, value [..., N, D], seen [..., M or 1, N] -> out, lse, probabilities."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     logits = np.where(seen, SCALE * query @ np.nan_to_num(key).swapaxes(-1, -2) + bias, -np.inf)
     peak = np.max(logits, axis=-1, keepdims=True, initial=-1e30)
@@ -116,10 +131,11 @@ def compiled(run, **static):
     return jax.jit(functools.partial(run, **static))
 
 
-@functools.cache
-def mapped(run, **static):
-    """``run`` with static arguments under ``vmap`` over the first axis of every argument, jitted."""
-    return jax.jit(jax.vmap(functools.partial(run, **static)))
+def one_by_one(run, *calls, rtol=1e-6, atol=1e-6):
+    """Compare ``run`` under `jax.vmap` with single calls; each of ``calls`` has the positional arguments of one."""
+    together = jax.jit(jax.vmap(run))(*jax.tree.map(lambda *x: jnp.stack(x), *calls))
+    for at, arrays in enumerate(calls):
+        alike(jax.tree.map(lambda x, at=at: x[at], together), run(*arrays), rtol=rtol, atol=atol)
 
 
 SINKS = 2  # first slots of which an offloaded cache in these tests has copies

@@ -5,10 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.store.encode import encode
-from pallas_kernels.store.encode import pallas_triton as encode_kernel
+from pallas_kernels.store.encode import pallas_triton
 from tests.oracles import pariskv as plain
-from tests.pallas_kernels.cases import compiled
+from tests.pallas_kernels.cases import compiled, implementations
 
 
 def keys_to_encode(seed, dim, tokens=11, rows=2, heads=2):
@@ -27,8 +26,5 @@ def signs_of(dim, rotate=True):
 
 def encoding(name, dim, rotate=True, part=4):
     """`encode` by implementation ``name``, jitted; ``part`` keys per program where it runs interpreted."""
-    scale = dim**-0.5 if rotate else 1.0
-    if name == "interpreted":
-        config = encode_kernel.Config(part)
-        return compiled(encode_kernel.encode, scale=scale, config=config, interpret=True)
-    return compiled(encode, scale=scale, implementation=name)
+    run = implementations("encode", config=pallas_triton.Config(part))[name]
+    return compiled(run, scale=dim**-0.5 if rotate else 1.0)

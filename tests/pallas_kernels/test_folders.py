@@ -17,14 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pallas_kernels
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import XLA, Operation
 from pallas_kernels.formats.shapes import Shape
-from tests.pallas_kernels import cases, untimed
+from tests.pallas_kernels import cases
+from tests.pallas_kernels.operations import PLACES, every_operation, public, small, table, timed
 
 ROOT = pathlib.Path(__file__).parents[2]
-PLACES = {name: f"pallas_kernels.{room}.{name}" for room, name in pallas_kernels.operations()}
 # `experiments.speed.kernels` repeats a call on the same arrays. These operations write in place: each call would copy
 # the cache first.
 IN_PLACE = {
@@ -37,22 +36,6 @@ NOT_YET_TIMED = {
     "newest_repeat", "rotated_rows", "step_query", "token_list",
 }  # fmt: skip
 LINE = re.compile(r"(?:^|\n\n)(Differentiable: through (?:``\w+``(?: and )?)+|Not differentiable: .+)(?:, .+)?\.\n\n")
-every_operation = pytest.mark.parametrize("name", sorted(PLACES))
-
-
-def public(name):
-    """Import the public function of an operation."""
-    return getattr(importlib.import_module(PLACES[name]), name)
-
-
-def table(name):
-    return getattr(importlib.import_module(PLACES[name]), name.upper())
-
-
-def timed(name, tiny=False):
-    """Return the timed shapes of an operation, or nothing."""
-    place = f"{PLACES[name]}.timed"
-    return importlib.import_module(place).TIMED.listed(tiny) if importlib.util.find_spec(place) else []
 
 
 def statement(name):
@@ -80,8 +63,8 @@ def test_an_operation_has_a_function_a_table_and_a_reference(name):
 
 @every_operation
 def test_an_operation_has_timed_shapes(name):
-    assert bool(timed(name)) != (name in IN_PLACE | NOT_YET_TIMED)
-    for shapes in (timed(name), timed(name, tiny=True)):
+    assert (timed(name) is None) == (name in IN_PLACE | NOT_YET_TIMED)
+    for shapes in (timed(name).listed(), timed(name).listed(tiny=True)) if timed(name) else ():
         assert all(isinstance(shape, Shape) and shape.bytes_read > 0 for shape in shapes)
         assert len({shape.name for shape in shapes}) == len(shapes)
 
@@ -89,7 +72,7 @@ def test_an_operation_has_timed_shapes(name):
 @pytest.mark.parametrize("name", sorted({*PLACES} - IN_PLACE - NOT_YET_TIMED))
 def test_an_operation_takes_the_arguments_of_its_timed_shapes(name):
     """In full size, and without computing anything."""
-    for shape in timed(name):
+    for shape in timed(name).listed():
         arrays = jax.eval_shape(shape.draw, jax.random.key(0))
         result = jax.eval_shape(functools.partial(public(name), **shape.options, implementation=XLA), **arrays)
         jax.eval_shape(lambda x, shape=shape: shape.timed.defined(x, shape.sizes), result)
@@ -111,7 +94,7 @@ def test_no_kernel_imports_timed_shapes():
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in LONG else x for x in differentiable()])
 def test_an_operation_that_says_so_is_differentiable(name):
     """All arrays are traced. The gradient of the sum of all finite floats is finite and not zero everywhere."""
-    shape = timed(name, tiny=True)[0] if timed(name) else untimed.SHAPES[name].at()
+    shape = small(name)
     arrays, options = shape.draw(jax.random.key(0)), shape.options
     moved = {at: x for at, x in arrays.items() if jnp.issubdtype(jax.tree.leaves(x)[0].dtype, jnp.floating)}
     rest = {at: x for at, x in arrays.items() if at not in moved}
@@ -129,16 +112,20 @@ def test_an_operation_that_says_so_is_differentiable(name):
 
 
 def files_of_tests():
+    """Yield the text of each file that may run an operation's implementations."""
     for folder in ("tests/pallas_kernels", "tests/compile_only"):
-        yield from (path.read_text() for path in sorted((ROOT / folder).rglob("test_*.py")))
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if path.name not in ("test_choice.py", "test_folders.py", "untimed.py"):  # they run none
+                yield path.read_text()
 
 
 @every_operation
 def test_every_implementation_is_named_in_a_test(name):
-    """A test file that imports the operation names its implementations, or takes them from the lists in `cases`."""
+    """A test file that runs the operation names its implementations, or takes them from the lists in `cases`."""
     lists = [at for at, value in vars(cases).items() if at == "NAMES" or isinstance(value, pytest.MarkDecorator)]
-    used = [text for text in files_of_tests() if f"{PLACES[name]} import" in text]
-    assert used, f"no test imports {PLACES[name]}"
+    named = f"{PLACES[name]} import", f'implementations("{name}"'
+    used = [text for text in files_of_tests() if any(words in text for words in named)]
+    assert used, f"no test runs {name}"
     for implementation in set(table(name).implementations) - {XLA}:  # which runs by default
         words = "|".join([implementation, *(lists if implementation == "pallas_triton" else [])])
         assert any(re.search(rf"\b({words})\b", text) for text in used), f"{name}: no test of {implementation!r}"

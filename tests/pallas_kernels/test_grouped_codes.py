@@ -11,37 +11,22 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attend.dense_decode import code_kernel as dense_code_kernel
-from pallas_kernels.attend.dense_decode import dense_decode
 from pallas_kernels.attend.dense_decode import pallas_triton as dense_kernel
-from pallas_kernels.attend.gather_attention import code_kernel, gather_attention
-from pallas_kernels.attend.gather_attention import pallas_triton as gather_kernel
+from pallas_kernels.attend.gather_attention import code_kernel
 from pallas_kernels.formats.mixing import block_of
-from pallas_kernels.formats.quantised import Quantised, dequantise, mixed_problem, quantise, unpack, vector_bytes, zeros
+from pallas_kernels.formats.quantised import Quantised, dequantise, quantise, unpack, vector_bytes, zeros
 from pallas_kernels.host import Rows
 from pallas_kernels.store.evict_token import evict_token
-from pallas_kernels.store.evict_token import pallas_triton as evict_kernel
-from pallas_kernels.store.store_token import pallas_triton as store_kernel
-from pallas_kernels.store.store_token import store_token
-from tests.pallas_kernels.cases import NAMES, SCALE, close, compiled, implementations, softmax_attention
+from tests.pallas_kernels.cases import NAMES, SCALE, alike, close, compiled, implementations, softmax_attention
 from tests.pallas_kernels.test_quantised import normal, soiled
 
 CONFIG = dense_kernel.Config(block=16, splits=2)
-EVICT = implementations(evict_token, functools.partial(evict_kernel.evict_token, interpret=True))
+EVICT = implementations("evict_token")
 KINDS = {"k8v4": (("int8", True, False), ("int4", True, True)), "plain": (("int4", False, False), ("int4", False, True))}
 
 
-def dense_kernel_alone(query, key, value, **rest):
-    query, key, value, turned = mixed_problem(query, key, value)
-    out, lse = dense_kernel.dense_decode(query, key, value, **rest, config=CONFIG, interpret=True)
-    return turned(out), lse
-
-
-def gather_kernel_alone(*args, page_size=1, **rest):
-    return gather_kernel.gather_attention(*args, page_size=page_size, config=CONFIG, interpret=True, **rest)
-
-
-DENSE = implementations(dense_decode, dense_kernel_alone)
-GATHER = implementations(gather_attention, gather_kernel_alone)
+DENSE = implementations("dense_decode", config=CONFIG)
+GATHER = implementations("gather_attention", config=CONFIG)
 
 
 def numbers_of(x: Quantised):
@@ -116,9 +101,7 @@ def test_dense_decode_equals_float64(name, kind, group, dim, dtype):
     seen = (position >= 0) & (np.arange(slots) < limit[:, None, None])
     pair = [soiled(x, jnp.asarray(~seen)) for x in pair]
     got = compiled(DENSE[name], scale=SCALE)(query, *pair, position=jnp.asarray(position), limit=jnp.asarray(limit))
-    every = np.broadcast_to(seen[:, :, None], (2, 2, group, slots))
-    for x, want in zip(got, softmax_attention(np.asarray(query, np.float64), *exact, every)[:2], strict=True):
-        close(x, want, dtype)
+    close(got, softmax_attention(query, *exact, seen[:, :, None])[:2], dtype)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -142,9 +125,7 @@ def test_gather_attention_equals_float64(name, kind, group, dim, dtype, page):
     rest = {} if position is None else {"position": jnp.asarray(position)}
     run = compiled(GATHER[name], scale=SCALE, page_size=page)
     got = run(query, *pair, jnp.asarray(listed), jnp.asarray(mask), **rest)
-    every = np.broadcast_to(seen[:, :, None], (2, 2, group, slots))
-    for x, want in zip(got, softmax_attention(np.asarray(query, np.float64), *exact, every)[:2], strict=True):
-        close(x, want, dtype)
+    close(got, softmax_attention(query, *exact, seen[:, :, None])[:2], dtype)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -159,16 +140,13 @@ def test_rows_in_host_memory_have_their_scales_on_the_device(name):
     near = [dataclasses.replace(x, codes=x.codes[:, :, slots - ring :]) for x in (key, value)]  # the newest slots
     rows = Rows(host=host, newest=jnp.full((2,), slots, jnp.int32), sinks=0)
     got = compiled(GATHER[name], scale=SCALE)(query, *near, listed, mask, rows=rows)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_array_equal(a, b)
+    alike(got, want)
 
 
 def store(name, *args, **rest):
     """`store_token` of an implementation: keys and values."""
-    if name == "interpreted":
-        return store_kernel.store_token(*args, **rest, query=None, inv_freq=None, interpret=True)[:2]
-    made = store_token(*args, **rest, implementation=name)
-    return made.key, made.value
+    stored = implementations("store_token")[name](*args, **rest)
+    return stored.key, stored.value
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,17 +13,13 @@ import pytest
 from pallas_kernels.attend.dense_decode import DENSE_DECODE, dense_decode
 from pallas_kernels.attend.dense_decode import pallas_triton as dense_kernel
 from pallas_kernels.attend.gather_attention import GATHER_ATTENTION, gather_attention
-from pallas_kernels.attend.gather_attention import pallas_triton as gather_kernel
 from pallas_kernels.formats.quantised import MOST, Quantised, dequantise, pack, quantise, unpack, whole
 from pallas_kernels.host import Rows
 from pallas_kernels.machine import assume_machine
-from pallas_kernels.query.rotated_rows import pallas_triton as rotated_kernel
-from pallas_kernels.query.rotated_rows import rotated_rows
 from pallas_kernels.store.evict_token import evict_token
 from pallas_kernels.store.evict_token import pallas_triton as evict_kernel
 from pallas_kernels.store.store_token import STORE_TOKEN, store_token
-from pallas_kernels.store.store_token import pallas_triton as store_kernel
-from tests.pallas_kernels.cases import NAMES, SCALE, close, compiled, implementations, softmax_attention
+from tests.pallas_kernels.cases import NAMES, SCALE, alike, close, compiled, implementations, softmax_attention
 
 every_kind = pytest.mark.parametrize("kind", MOST)
 
@@ -40,23 +36,16 @@ def bodies(*always):
 
 
 CONFIG = dense_kernel.Config(block=16, splits=2)
-DENSE = implementations(dense_decode, functools.partial(dense_kernel.dense_decode, config=CONFIG, interpret=True))
-GATHER = implementations(
-    gather_attention,
-    lambda *args, page_size=1, **rest: gather_kernel.gather_attention(
-        *args, page_size=page_size, config=CONFIG, interpret=True, **rest
-    ),
-)
-ROTATED = implementations(rotated_rows, functools.partial(rotated_kernel.rotated_rows, interpret=True))
-EVICT = implementations(evict_token, functools.partial(evict_kernel.evict_token, interpret=True))
+DENSE = implementations("dense_decode", config=CONFIG)
+GATHER = implementations("gather_attention", config=CONFIG)
+ROTATED = implementations("rotated_rows")
+EVICT = implementations("evict_token")
 
 
 def store(name, *args, **rest):
     """`store_token` of an implementation, as a tuple."""
-    if name == "interpreted":
-        return store_kernel.store_token(*args, **rest, interpret=True)
-    made = store_token(*args, **rest, implementation=name)
-    return made.key, made.value, made.position, made.cursor, made.query
+    stored = implementations("store_token")[name](*args, **rest)
+    return stored.key, stored.value, stored.position, stored.cursor, stored.query
 
 
 def normal(seed, *shape, dtype="float32"):
@@ -129,11 +118,8 @@ def test_dense_decode_on_codes_equals_dequantised_rows(name, kind, dtype, group,
     out, lse, mass = compiled(DENSE[name], scale=SCALE, mass=True)(
         query, soiled(key, ~seen), soiled(value, ~seen), position=jnp.asarray(position), limit=jnp.asarray(limit)
     )
-    numbers = [np.asarray(whole(x), np.float32) for x in (key, value)]
-    every = np.broadcast_to(seen[:, :, None], (rows, heads, group, slots))
-    expected = softmax_attention(np.asarray(query, np.float32), *numbers, every)
-    close(out, expected[0], dtype)
-    close(lse, expected[1], dtype)
+    expected = softmax_attention(query, whole(key), whole(value), seen[:, :, None])
+    close((out, lse), expected[:2], dtype)
     # The query is rounded to codes too, where it is bfloat16 and keys are int8.
     np.testing.assert_allclose(mass, expected[2].sum(axis=2), rtol=0.05, atol=0.01)
     assert not np.any(np.asarray(mass)[~seen])
@@ -153,8 +139,7 @@ def test_dense_decode_joined_to_what_is_beside(name, kind, splits):
     gap = jnp.asarray([[[16, 33], [0, 0]], [[0, 37], [9, 9]]], jnp.int32)
     rest["position"] = rest["position"].at[0, 0, 16:33].set(-1).at[1, 0].set(-1)
     config = dense_kernel.Config(block=16, splits=splits)
-    own = functools.partial(dense_kernel.dense_decode, config=config, interpret=True)
-    run = compiled(own if name == "interpreted" else DENSE[name], scale=SCALE)
+    run = compiled(implementations("dense_decode", config=config)[name], scale=SCALE)
     got = run(query, key, value, **rest, partials=partials, gap=gap)
     want = dense_decode(query, whole(key), whole(value), **rest, partials=partials, scale=SCALE, implementation="xla")
     for a, b in zip(got, want, strict=True):
@@ -201,8 +186,7 @@ def test_gather_attention_on_codes_equals_dequantised_rows(name, kind, how):
         key, value = (soiled(x, position < 0) for x in (key, value))
     got = compiled(GATHER[name], **fixed)(query, key, value, listed, mask, **rest)
     want = gather_attention(query, *numbers, listed, mask, implementation="xla", **fixed, **rest)
-    for a, b in zip(got, want, strict=True):
-        close(a, b, "float32")
+    close(got, want, "float32")
 
 
 @bodies(("interpreted", "int8"))
@@ -238,8 +222,7 @@ def test_gather_attention_of_rows_in_host_memory(name, kind, page, values_only):
     hosted = jax.device_put(hosted, jax.memory.Space.Host)
     rows = Rows(host=hosted, newest=jnp.asarray(newest), sinks=sinks)
     got = compiled(GATHER[name], **fixed)(query, near_key, near, *arguments, rows=rows, **rest)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_array_equal(a, b)
+    alike(got, want)
 
 
 def test_rows_of_another_kind_are_refused():
@@ -284,8 +267,7 @@ def test_codes_go_to_copies_and_scales_to_slots(name, kind):
     few = dataclasses.replace(full[1], codes=full[1].codes[:, :, :near])  # all keys are on the device
     rows = Rows(host=jnp.zeros((batch, heads, slots, dim), stored_dtype(kind)), newest=cursor, sinks=sinks)
     got = compiled(run)(key, value, place, cache_key=full[0], cache_value=few, **rest, rows=rows)
-    for a, b in zip(jax.tree.leaves((got[0], got[1].scale, got[2:4])), jax.tree.leaves((want[0], want[1].scale, want[2:4]))):
-        np.testing.assert_array_equal(a, b)
+    alike(jax.tree.leaves((got[0], got[1].scale, got[2:4])), jax.tree.leaves((want[0], want[1].scale, want[2:4])))
     expected = np.array(few.codes)
     for row, slot in ((0, 1), (3, 17)):  # the others store nothing
         expected[row, :, slot if slot < sinks else sinks + (slot - sinks) % (near - sinks)] = want[1].codes[row, :, slot]
@@ -336,8 +318,7 @@ def test_evict_token_moves_codes_and_scales(name, kind):
     want = evict_token(whole(key), whole(value), *rest, budget=5, implementation="xla")
     for made, numbers in zip(got[:2], want[:2], strict=True):
         np.testing.assert_array_equal(whole(made), numbers)
-    for a, b in zip(got[2:], want[2:], strict=True):
-        np.testing.assert_array_equal(a, b)
+    alike(got[2:], want[2:])
 
 
 def test_gpus_without_float8_read_float8_codes_by_xla():

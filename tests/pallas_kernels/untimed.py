@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from pallas_kernels.choose.code_select import code_bits
 from pallas_kernels.choose.sentence_cut import CLOSES
 from pallas_kernels.formats import bit_codes
 from pallas_kernels.formats.shapes import (
@@ -18,8 +19,8 @@ from pallas_kernels.formats.shapes import (
     packed,
 )
 
-# P: pages, blocks or vectors; K: entries of a list; M: parts of the channels; C: centroids of a part, or channels.
-SIZES = {"H": 2, "S": 16, "D": 32, "T": 3, "P": 4, "K": 5, "M": 2, "C": 4, "R": 8}
+# N: parts; P: pages, blocks or vectors; K: entries of a list; M: parts of the channels; C: centroids of a part, or channels.
+SIZES = {"H": 2, "S": 16, "D": 32, "T": 3, "N": 33, "P": 4, "K": 5, "M": 2, "C": 4, "R": 8, "E": lambda n: n.D // n.M}
 CACHE = {"key": normal("B H S D"), "value": normal("B H S D")}
 STORED = CACHE | {"position": counted("B H S"), "cursor": full("B", "S")}
 NEWEST = full("B", lambda n: n.S - 1)
@@ -38,6 +39,14 @@ def sentence_state(d):
 
 
 SHAPES = {
+    "estimates": declared(
+        {"query": normal("B H D", jnp.float32), "slots": lists("B H K", "S"), "count": full("B H", "K")}
+        | {"rows": full("B H S D", 0, jnp.uint8)},
+        scale=0.1,
+    ),
+    "kth_select_mask": declared(
+        {"score": normal("B H G S", jnp.float32), "lse": normal("B H N G", jnp.float32)}, budget=250, capacity=256
+    ),
     "add_norm": declared({"x": normal("T D"), "update": normal("T D"), "scale": normal("D")}, eps=1e-5),
     "bucket_matches": declared(
         {"query": integers("B H G P", 8, jnp.uint16), "ids": integers("B H P S", 8, jnp.uint16), "near": NEWEST},
@@ -107,8 +116,8 @@ SHAPES = {
         scale=0.1,
     ),
     "store_ids": declared(
-        {"key": normal("B H S D"), **ACTIVE, "centroids": normal("B H M C S", jnp.float32)}
-        | {"ids": lambda d: bit_codes.pack(full("B H S", 0)(d), 4)}
+        {"key": normal("B H S D"), **ACTIVE, "centroids": normal("B H M C E", jnp.float32)}
+        | {"ids": lambda d: bit_codes.pack(full("B H S", 0)(d), code_bits(d.M, d.C))}
     ),
     "store_partial": declared(
         {"key": normal("B H S D"), "position": counted("B H S"), "cursor": full("B", "S"), "place": NEWEST}

@@ -18,6 +18,7 @@ from importlinter.cli import lint_imports
 
 import kvjax
 import pallas_kernels
+from experiments.cli.ls import idea_of
 from kvjax import registry
 from kvjax.protocol.slots import SlotAttention
 from kvjax.testing.model import TinyModel
@@ -68,12 +69,12 @@ def test_methods_have_a_docstring_in_five_parts_and_explained_knobs():
         assert all(part in text for part in ("Stored", "**Source**", "**Departures**")), name
         assert cls.PAPER.removeprefix("arXiv:") in text or name == "full"
     for cls in [*registry.builtin().values(), *registry.WRAPPERS.values()]:
-        assert registry.summary(cls) and all(knob.doc for knob in registry.knobs(cls)), cls
+        assert idea_of(cls) and all(knob.doc for knob in registry.knobs(cls)), cls
 
 
 def test_every_public_name_is_in_all_and_is_no_module_too():
     public = {name for name, value in vars(kvjax.public).items() if name[0] != "_" and not inspect.ismodule(value)}
-    assert public | {"methods", "models", "__version__"} == {*kvjax.__all__}
+    assert public | {"methods", "models", "wrappers", "__version__"} == {*kvjax.__all__}
     assert not public & {path.stem for path in (ROOT / "kvjax").iterdir()}
     assert all(getattr(kvjax, name) is vars(kvjax.public)[name] for name in kvjax.__all__)
 

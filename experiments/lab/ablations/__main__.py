@@ -15,10 +15,9 @@ import pathlib
 from experiments.answering import load_model
 from experiments.cli import Against, Job
 from experiments.lab.ablations.cluster_drift import Course, run_drift
-from experiments.lab.ablations.plans import DRIFT
 from experiments.lab.ablations.report import ablation_tables, records_in
 from experiments.lab.ablations.run import run_ablation
-from experiments.lab.ablations.settings import AblationSettings
+from experiments.lab.ablations.settings import DRIFT, AblationSettings
 from experiments.records import table_file, write_bytes
 
 

@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import models
 from experiments.answering import LoadedModel, paper_method
 from experiments.benchmarks import Cell, Reading, encode_cell
+from experiments.lab.ablations.settings import AblationSettings
 from experiments.records import Results
 from kvjax import registry
 from kvjax.protocol.method import Method
@@ -21,37 +23,38 @@ SOLVED = 85.0  # Full's score, in percent, below which a task says little about 
 
 @dataclasses.dataclass(frozen=True)
 class Lab:
-    """The values that all ablations share.
+    """The values that all tables of an ablation share.
 
     Attributes:
+        settings: what to run.
         model: the model that does the tasks.
         base: the model whose distance from Full is measured, and which runs beyond its window; it may be `model`.
         results: the record of the ablation, which also keeps thresholds.
-        length: tokens of prompt and answer.
-        samples: samples of each cell.
-        seed: seed of the samples.
-        tasks: tasks that replace each ablation's own tasks; an empty tuple keeps them.
-        trained_length: the longest context that the base was trained on.
-        reading: how the base's prompts become tokens.
-        calibration_prompts: prompts that CHESS is calibrated on.
-        new_tokens: tokens of the texts that Full writes.
     """
 
+    settings: AblationSettings
     model: LoadedModel
     base: LoadedModel
     results: Results
-    length: int
-    samples: int
-    seed: int
-    tasks: tuple[str, ...]
-    trained_length: int
-    reading: Reading
-    calibration_prompts: int
-    new_tokens: int
+
+    @property
+    def length(self) -> int:
+        """The tokens of prompt and answer."""
+        return self.settings.length_of(self.model)
+
+    @property
+    def trained_length(self) -> int:
+        """The longest context that the base was trained on."""
+        return self.settings.trained_length or self.base.config.max_position_embeddings
+
+    def reading(self, model: LoadedModel) -> Reading:
+        """Choose how a model's prompts become tokens."""
+        chat = models.ChatTemplate.from_directory(model.directory) if self.settings.template == "auto" else None
+        return Reading(model.tokenizer_file, chat.around() if chat else None)
 
     def pick(self, *tasks: str) -> tuple[str, ...]:
-        """Return the tasks of a table: the lab's tasks, or else ``tasks``."""
-        return self.tasks or tasks
+        """Return the tasks of a table: those of the settings, or else ``tasks``."""
+        return self.settings.tasks or tasks
 
     def method(self, name: str, length: int | None = None, **knobs: Any) -> Method:
         """Make a method at its paper's budget, scaled to the length; ``knobs`` replace the paper's knobs."""
@@ -61,7 +64,7 @@ class Lab:
 
     def prompts(self, task: str, samples: int) -> tuple[tuple[int, ...], ...]:
         """Make prompts of a task at the lab's length, as token ids, in this process."""
-        return encode_cell(self.reading, Cell(task, self.length, samples, self.seed)).wholes
+        return encode_cell(self.reading(self.base), Cell(task, self.length, samples, self.settings.seed)).wholes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +114,9 @@ def table(
     lab: Lab, title: str, text: str, tasks: tuple[str, ...], methods: Methods, distances: tuple[str, ...] = (PROSE,)
 ) -> Table:
     """Make a table whose rows differ only in their methods; Full's row comes first, if there are tasks."""
-    full = Arm("full", {"method": "full"}, registry.make("full"), tasks, lab.length, lab.samples, lab.model)
+    full = Arm("full", {"method": "full"}, registry.make("full"), tasks, lab.length, lab.settings.samples, lab.model)
     arms = [
-        Arm(name, setting, method, (*tasks, *distances), lab.length, lab.samples, lab.model)
+        Arm(name, setting, method, (*tasks, *distances), lab.length, lab.settings.samples, lab.model)
         for name, (setting, method) in methods.items()
     ]
     return Table(title, text, (*([full] if tasks else []), *arms))

@@ -108,7 +108,7 @@ def extrapolate(lab: Lab) -> list[Table]:
     window, arms = lab.trained_length, []
 
     def add(name: str, method: Method, times: int) -> None:
-        samples = lab.samples if times == 1 else max(2, lab.samples // times)
+        samples = lab.settings.samples if times == 1 else max(2, lab.settings.samples // times)
         setting = {"method": name, "times": times}
         arms.append(Arm(f"{name}, {times * window}", setting, method, tasks, times * window, samples, lab.base))
 
@@ -185,7 +185,7 @@ def _sentence_size(lab: Lab, tasks: tuple[str, ...]) -> int:
     boundary = registry.make("sentencekv", lab.model.tokenizer, lab.model.config.vocab_size).boundary
     tokens = ends = 0
     for task in tasks:
-        for prompt in lab.prompts(task, min(lab.samples, 2)):
+        for prompt in lab.prompts(task, min(lab.settings.samples, 2)):
             count = int(boundary[list(prompt)].sum())
             if count * 400 >= len(prompt):  # prompts of JSON have no sentences
                 tokens, ends = tokens + len(prompt), ends + count
@@ -195,8 +195,10 @@ def _sentence_size(lab: Lab, tasks: tuple[str, ...]) -> int:
 def chess(lab: Lab) -> list[Table]:
     """Compare CHESS's budgets, the triggers that rebuild its page list, and readings of the paper."""
     tasks = lab.pick("niah_single_2", "niah_multikey_2", "niah_multivalue")
-    calibration = Calibration((WRITTEN_TASK,), lab.length, lab.calibration_prompts, lab.new_tokens, lab.seed)
-    thresholds = chess_thresholds(lab.base, calibration, lab.results, lab.reading)
+    calibration = Calibration(
+        (WRITTEN_TASK,), lab.length, lab.settings.calibration_prompts, lab.settings.new_tokens, lab.settings.seed
+    )
+    thresholds = chess_thresholds(lab.base, calibration, lab.results, lab.reading(lab.base))
 
     def make(budget: int, **knobs: Any) -> Method:
         return lab.method("chess", ratios=CHESS_BUDGETS[budget], capacity=CHESS_BUDGETS[73], **thresholds, **knobs)
@@ -219,7 +221,7 @@ def chess(lab: Lab) -> list[Table]:
             setting = {"trigger": name, "budget": budget}
             triggers[f"{name}, {budget} %"] = (setting, make(budget, trigger=trigger, **knobs))
     second = (
-        f"Along {lab.new_tokens} tokens that Full wrote from {WRITTEN_TASK} prompts (past the answer it goes on). "
+        f"Along {lab.settings.new_tokens} tokens that Full wrote from {WRITTEN_TASK} prompts (past the answer it goes on). "
         f"Thresholds: 99th percentiles over pages of other prompts, entropy {thresholds['tau_entropy']:.3f} nats, variance "
         f"{thresholds['tau_varentropy']:.3f}."
     )
@@ -294,6 +296,3 @@ def hashing(lab: Lab) -> list[Table]:
 ABLATIONS: dict[str, Callable[[Lab], list[Table]]] = {
     plan.__name__: plan for plan in (votes, theta, chunk, extrapolate, sentences, chess, channels, strategy, hashing)
 }
-
-DRIFT = "drift"  # cluster_drift.py, whose record has no tables
-NAMES = (*ABLATIONS, DRIFT)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from experiments.lab.ablations.claims import CLAIMS
-from experiments.lab.ablations.plans import NAMES
+from experiments.lab.ablations.settings import NAMES
 from experiments.lab.ablations.verdicts import Verdict, judge
 from experiments.records import device_kinds, markdown_rows
 from experiments.records.report import Column, row_table

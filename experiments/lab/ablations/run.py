@@ -16,9 +16,8 @@ import numpy as np
 from jax import Array
 from tqdm import tqdm
 
-import models
 from experiments.answering import LoadedModel, Shape, account, ask, batch_rows
-from experiments.benchmarks import Cell, Reading, encode_cell, score
+from experiments.benchmarks import Cell, encode_cell, score
 from experiments.lab.ablations.arms import DISTANCES, PROSE, WRITTEN_TASK, Arm, Lab, Table
 from experiments.lab.ablations.plans import ABLATIONS
 from experiments.lab.ablations.settings import AblationSettings
@@ -28,7 +27,6 @@ from kvjax.protocol.method import Method
 from kvjax.registry import make
 from models.hub.progress import progress_bar
 
-LONGEST = 8192  # tokens of prompt and answer, for models whose window is longer
 DECODE_TOKENS = 128  # all tasks with shorter answers share a compiled program
 
 
@@ -72,7 +70,7 @@ def run_ablation(
         ValueError: a length beyond the model's window, or a record of other settings.
     """
     begun = time.monotonic()
-    length = settings.length or min(model.config.max_position_embeddings, LONGEST)
+    length = settings.length_of(model)
     for one in (model, base):
         one.check_positions("length", length)  # only the ablation extrapolate exceeds the window
     common = {
@@ -81,24 +79,12 @@ def run_ablation(
         "template": settings.template, "question": "in the prompt",
     }  # fmt: skip
     results = Results(out / f"{name}.json", f"ablation {name}", common)
-    lab = Lab(
-        model=model,
-        base=base,
-        results=results,
-        length=length,
-        samples=settings.samples,
-        seed=settings.seed,
-        tasks=settings.tasks,
-        trained_length=settings.trained_length or base.config.max_position_embeddings,
-        reading=_reading(base, settings.template),
-        calibration_prompts=settings.calibration_prompts,
-        new_tokens=settings.new_tokens,
-    )
+    lab = Lab(settings, model, base, results)
     tables = ABLATIONS[name](lab)
     outline = [{"title": table.title, "text": table.text, "arms": [arm.name for arm in table.arms]} for table in tables]
     results.note("tables", outline)
-    bench, known = _Bench(settings, lab), {}
-    for job in progress_bar(iterable=_jobs(settings, lab, tables), unit="cell"):
+    bench, known = _Bench(lab), {}
+    for job in progress_bar(iterable=_jobs(lab, tables), unit="cell"):
         if results.find(job.identity) is not None or _unsolved(results, job):
             continue
         if job.measurement not in known:
@@ -111,15 +97,9 @@ def run_ablation(
         )
 
 
-def _reading(model: LoadedModel, template: str) -> Reading:
-    """Choose how a model's prompts become tokens."""
-    chat = models.ChatTemplate.from_directory(model.directory) if template == "auto" else None
-    return Reading(model.tokenizer_file, chat.around() if chat else None)
-
-
-def _jobs(settings: AblationSettings, lab: Lab, tables: Sequence[Table]) -> list[_Job]:
+def _jobs(lab: Lab, tables: Sequence[Table]) -> list[_Job]:
     """List all cells of an ablation."""
-    jobs = []
+    jobs, settings = [], lab.settings
     for table, arm, task in ((x, y, z) for x in tables for y in x.arms for z in y.tasks):
         far = task in DISTANCES
         identity = {
@@ -152,19 +132,18 @@ def _unsolved(results: Results, job: _Job) -> bool:
 class _Bench:
     """The prompts and texts that the cells of an ablation share; each is made when it is first needed."""
 
-    def __init__(self, settings: AblationSettings, lab: Lab) -> None:
-        self._settings, self._lab = settings, lab
+    def __init__(self, lab: Lab) -> None:
+        self._lab = lab
         self._encode = functools.cache(encode_cell)
         self._texts = functools.cache(self._new_texts)
         self._full = functools.lru_cache(1)(self._new_full)  # logits of one stream at a time
 
     def measure(self, job: _Job) -> dict[str, Any]:
         if job.task not in DISTANCES:
-            arm = job.arm
-            reading = _reading(arm.model, self._settings.template)
-            cell = Cell(job.task, arm.length, arm.samples, self._settings.seed)
-            rows = batch_rows(arm.length, self._settings.batch_tokens, arm.samples)
-            return measure_scores(arm.model, self._encode(reading, cell), arm.method, rows)
+            arm, settings = job.arm, self._lab.settings
+            encoded = self._encode(self._lab.reading(arm.model), Cell(job.task, arm.length, arm.samples, settings.seed))
+            rows = batch_rows(arm.length, settings.batch_tokens, arm.samples)
+            return measure_scores(arm.model, encoded, arm.method, rows)
         metric = measure_distance(self._lab.base, self._texts(job.task), job.arm.method, self._full(job.task))
         return {"name": job.task, "length": job.arm.length, **metric}
 
@@ -174,7 +153,7 @@ class _Bench:
 
     def _new_texts(self, name: str) -> Texts:
         """Cut passages of prose, or let Full write past the end of its answers to a task; the record keeps what it wrote."""
-        settings, lab = self._settings, self._lab
+        lab, settings = self._lab, self._lab.settings
         count, steps = settings.texts, settings.new_tokens
         if name == PROSE:
             about = FidelitySettings(
@@ -182,8 +161,8 @@ class _Bench:
             )
             return passages(lab.base, about, lab.length, PROSE)
         shorter = max(lab.length - steps, steps)
-        cell = Cell(WRITTEN_TASK, shorter, count, lab.seed)
-        prompts = self._encode(lab.reading, cell).wholes
+        cell = Cell(WRITTEN_TASK, shorter, count, settings.seed)
+        prompts = self._encode(lab.reading(lab.base), cell).wholes
         about = f"{lab.base.name}, {cell.title}, {count} samples, {steps} written"
         if lab.results.notes.get("texts", {}).get("about") != about:
             written = write_text(lab.base, prompts, shorter, steps)

@@ -6,11 +6,15 @@ import dataclasses
 
 from jsonargparse.typing import PositiveInt
 
-from experiments.answering import ModelSettings
+from experiments.answering import LoadedModel, ModelSettings
 from experiments.cli import names, option
 from experiments.cli.settings import nearest
-from experiments.lab.ablations.plans import NAMES
 from experiments.tasks import get_task
+
+LONGEST = 8192  # tokens of prompt and answer, for models whose window is longer
+DRIFT = "drift"  # cluster_drift.py, whose record has no tables
+# In the order of the page: paper by paper.
+NAMES = ("votes", "theta", "chunk", "extrapolate", "sentences", "chess", "channels", "strategy", "hashing", DRIFT)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,3 +71,7 @@ class AblationSettings(ModelSettings):
     def ablations(self) -> tuple[str, ...]:
         """The names of the ablations to run."""
         return NAMES if self.names == ("all",) else self.names
+
+    def length_of(self, model: LoadedModel) -> int:
+        """Return the tokens of prompt and answer for a model."""
+        return self.length or min(model.config.max_position_embeddings, LONGEST)

@@ -17,7 +17,6 @@ import time
 
 import jax
 
-from experiments.answering import load_model
 from experiments.cli import Against, Job, option, record_path
 from experiments.lab.exact.measure import measure_accepted, measure_equal, measure_times
 from experiments.lab.exact.report import exact_tables
@@ -38,7 +37,7 @@ class ExactCommand(Output):
 
 def _exact(settings: ExactSettings, command: ExactCommand, against: Against) -> None:
     begun = time.monotonic()
-    model = load_model(settings.model, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
+    model = settings.load()
     about = {"device": jax.devices()[0].device_kind, "model": model.name, "dtype": model.dtypes, "weights": model.weights}
     results = Results(command.out, "exact", about)
     note_run(results, now(), {"commit": commit(), "versions": versions(), **about, **operations()})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import dataclasses
 import itertools
 import math
@@ -22,7 +22,7 @@ from experiments.answering import LoadedModel, needs_thresholds, pad
 from experiments.lab.exact.samplers import ByRow
 from experiments.lab.exact.settings import TEXTS, ExactSettings
 from experiments.lab.exact.verified_cache import verified_cache
-from experiments.lab.fidelity import FidelitySettings, answers, passages, shared_room
+from experiments.lab.fidelity import FidelitySettings, answers, passages, share_rooms
 from experiments.records import Results, knobs_of
 from experiments.speed.samplers import Forced
 from experiments.tasks import get_task, held_out_text
@@ -108,7 +108,7 @@ def rows_of(
     ``more`` are further fields of the rows' identities, and the knob ``worth`` of `kvjax.Verified`.
     """
     worth = more.pop("worth", None)
-    drafts: dict[str, list[tuple[Any, Method]]] = {}
+    choices, drafts = [], []
     for choice in settings.drafts:
         # Thresholds of CHESS would have to be calibrated; this trigger has none.
         extra = {"trigger": "fixed"} if needs_thresholds(choice.name, choice.knobs) else {}
@@ -118,20 +118,18 @@ def rows_of(
         except ValueError as error:
             say(f"{choice.label} is left out: {error}")
             continue
-        drafts.setdefault(choice.name, []).append((choice, method))
-    rows = []
-    for budgets in drafts.values():
-        room = shared_room([method for _, method in budgets], length)
-        for at, (choice, method) in enumerate(budgets):
-            identity = {
-                "method": choice.label, "knobs": knobs_of(method), "length": length, "depth": depth,
-                "tokens": settings.tokens, **more,
-            }  # fmt: skip
-            if results.find(identity) is not None:
-                continue
-            if room is not None and "capacity" not in choice.knobs and not isinstance(vars(method)["capacity"], tuple):
-                method = dataclasses.replace(method, capacity=max(room, vars(method)["capacity"]))
-            rows.append(Row(choice.label, kvjax.Verified(draft=method, depth=depth, worth=worth), at, identity))
+        choices.append(choice)
+        drafts.append(method)
+    rows, names = [], collections.Counter()
+    for choice, method, roomy in zip(choices, drafts, share_rooms(choices, drafts, length), strict=True):
+        identity = {
+            "method": choice.label, "knobs": knobs_of(method), "length": length, "depth": depth,
+            "tokens": settings.tokens, **more,
+        }  # fmt: skip
+        if results.find(identity) is None:
+            verified = kvjax.Verified(draft=roomy, depth=depth, worth=worth)
+            rows.append(Row(choice.label, verified, names[choice.name], identity))
+        names[choice.name] += 1
     return rows
 
 
@@ -299,7 +297,7 @@ def measure_equal(settings: ExactSettings, model: LoadedModel, results: Results,
     more = {"name": part, "prompts": settings.prompts, "products": _PRECISION}
     rows = rows_of(settings, model, results, say, length, depth, **more)
     differ, passes = dict.fromkeys(map(id, rows), 0), dict.fromkeys(map(id, rows), 0)
-    with _precise():
+    with jax.default_matmul_precision(_PRECISION):  # a GPU would round operands of float32 to TF32
         for real, prompts in _batches(model, settings, length) if rows else ():
             full = np.zeros(0)
             for row, cache in each_cache(settings, model, prompts, rows, settings.tokens, say):
@@ -315,17 +313,6 @@ def measure_equal(settings: ExactSettings, model: LoadedModel, results: Results,
         count = {"value": differ[id(row)], "unit": "prompts whose tokens differ", "tokens_per_pass": per_pass}
         results.add({**row.identity, **count}, row.identity)
         say(f"{row.label:30s} {count['value']} of {settings.prompts} prompts differ, {per_pass:.2f} tokens per pass")
-
-
-@contextlib.contextmanager
-def _precise() -> Iterator[None]:
-    """Let products of float32 be whole, where a GPU would round their operands to TF32."""
-    before = jax.config.jax_default_matmul_precision
-    jax.config.update("jax_default_matmul_precision", _PRECISION)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_default_matmul_precision", before)
 
 
 def _batches(model: LoadedModel, settings: ExactSettings, length: int) -> Iterator[tuple[int, Prompts]]:

@@ -4,7 +4,7 @@ from experiments.lab.fidelity.distance import Distance as Distance
 from experiments.lab.fidelity.distance import distance as distance
 from experiments.lab.fidelity.distance import follow_text as follow_text
 from experiments.lab.fidelity.distance import lead as lead
-from experiments.lab.fidelity.distance import shared_room as shared_room
+from experiments.lab.fidelity.distance import share_rooms as share_rooms
 from experiments.lab.fidelity.plots import figures as figures
 from experiments.lab.fidelity.report import fidelity_tables as fidelity_tables
 from experiments.lab.fidelity.settings import FidelitySettings as FidelitySettings

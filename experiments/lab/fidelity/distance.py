@@ -5,6 +5,7 @@ Axes: B texts, T steps, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from experiments.answering import LoadedModel, follow
+from experiments.evaluation import Choice
 from experiments.lab.fidelity.texts import Texts
 from kvjax.accounting.stats import Stats
 from kvjax.api.measure import measure
@@ -130,3 +132,17 @@ def shared_room(methods: Sequence[Method], length: int) -> Any:
     if shares:
         return tuple(max(parts) for parts in zip(*shares, strict=True))
     return max((room for room in capacities if room is not None and room < length), default=None)
+
+
+def share_rooms(choices: Sequence[Choice], methods: Sequence[Method], length: int) -> list[Method]:
+    """Give the methods of each name their `shared_room`, unless the choice sets a capacity."""
+    by_name: dict[str, list[Method]] = {}
+    for choice, method in zip(choices, methods, strict=True):
+        by_name.setdefault(choice.name, []).append(method)
+    roomy = []
+    for choice, method in zip(choices, methods, strict=True):
+        room, capacity = shared_room(by_name[choice.name], length), vars(method).get("capacity")
+        if room is not None and "capacity" not in choice.knobs and (isinstance(capacity, tuple) or capacity <= room):
+            method = dataclasses.replace(method, capacity=room)
+        roomy.append(method)
+    return roomy

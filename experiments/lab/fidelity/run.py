@@ -7,11 +7,10 @@ import functools
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from tqdm import tqdm
 
 import models
@@ -28,7 +27,7 @@ from experiments.answering import (
 )
 from experiments.evaluation import Choice, CompileAhead
 from experiments.lab.fidelity import texts as streams
-from experiments.lab.fidelity.distance import distance, lead, lower, shared_room
+from experiments.lab.fidelity.distance import distance, lead, lower, share_rooms
 from experiments.lab.fidelity.settings import FidelitySettings
 from experiments.lab.fidelity.summary import by_turn, summary
 from experiments.lab.fidelity.texts import Texts
@@ -51,7 +50,6 @@ from kvjax.protocol.method import Method
 from models.hub.progress import progress_bar
 
 _CALIBRATION = ("niah_single_2", 16, 512)  # CHESS' thresholds: task, prompts, tokens generated after each
-_KEPT_BYTES = 4 << 30  # of Full's logits stay on the device; further batches are computed again for every method
 FILE = "metrics.json"
 _ABOUT = {"model": "name", "weights": "weights", "dtype": "dtypes"}  # what a record says of a reference
 _RUNNING = frozenset(("prose", "code"))  # streams of running text, without a question
@@ -185,7 +183,8 @@ class Runner:
         """Measure the rows of a stream at a length."""
         rows, full = self._rows(jobs[0].length), self._setting(self.settings.choices[0], jobs[0].length, {}).method
         batches = [texts.rows(start, rows) for start in range(0, len(texts), rows)]
-        reference = Reference(lambda batch: lead(self._reference, full, batch)[0])
+        # Full's logits of all batches, in host memory: the device may not hold them beside a method's.
+        reference = [jax.device_get(lead(self._reference, full, batch)[0]) for _, batch in batches]
         for job in jobs:
             bar.set_description(f"{job.label} {job.stream} {job.length}")
             with Timer(clock) as waiting:
@@ -193,9 +192,9 @@ class Runner:
                     ahead.wait(self._compile(job, texts, ahead))
             parts, stats = [], []
             with Timer(clock) as reading:
-                for index, (real, batch) in enumerate(batches):
+                for (real, batch), expected in zip(batches, reference, strict=True):
                     logits, measured = lead(self.model, job.method, batch, self.settings.kv_dtype)
-                    apart = distance(reference.logits(index, batch), logits, jnp.asarray(batch.targets))
+                    apart = distance(expected, logits, batch.targets)
                     del logits
                     parts.append((real, jax.device_get(apart)))
                     stats.append((real, jax.device_get(measured)))
@@ -218,14 +217,10 @@ class Runner:
             bar.update()
 
     def _jobs(self, length: int, stream: str) -> list[Job]:
-        jobs, by_name = [], {}
-        settings = [(choice, self._setting(choice, length, self._thresholds(choice))) for choice in self.settings.choices]
-        for choice, setting in settings:
-            by_name.setdefault(choice.name, []).append(setting.method)
-        for choice, setting in settings:
-            room, method = shared_room(by_name[choice.name], length), setting.method
-            if room is not None and "capacity" not in choice.knobs and _fits(vars(method)["capacity"], room):
-                method = self._setting(choice, length, {**self._thresholds(choice), "capacity": room}).method
+        jobs, choices = [], self.settings.choices
+        settings = [self._setting(choice, length, self._thresholds(choice)) for choice in choices]
+        roomy = share_rooms(choices, [setting.method for setting in settings], length)
+        for choice, setting, method in zip(choices, settings, roomy, strict=True):
             identity = {
                 "method": choice.label, "knobs": knobs_of(setting.method), "length": length, "stream": stream,
             }  # fmt: skip
@@ -266,35 +261,9 @@ class Runner:
             tqdm.write(f"{time.monotonic() - self._begun:7.1f} s  {line}", file=sys.stderr)
 
 
-class Reference:
-    """Full's logits, batch by batch. The logits of the first batches stay on the device; further batches are computed again.
-
-    Args:
-        follow: computes Full's logits of a batch, float32 [T, B, V].
-    """
-
-    def __init__(self, follow: Callable[[Texts], jax.Array]) -> None:
-        self._follow = follow
-        self._kept: dict[int, jax.Array] = {}
-
-    def logits(self, index: int, batch: Texts) -> jax.Array:
-        """Return Full's logits of the batch with this index."""
-        if index in self._kept:
-            return self._kept[index]
-        logits = self._follow(batch)
-        if logits.nbytes + sum(kept.nbytes for kept in self._kept.values()) <= _KEPT_BYTES:
-            self._kept[index] = logits
-        return logits
-
-
 def _vocabulary(model: LoadedModel) -> tuple[int, dict[str, int]]:
     """Return the number of logits, and the number of every token."""
     return model.config.vocab_size, model.tokenizer.get_vocab()
-
-
-def _fits(capacity: Any, room: Any) -> bool:
-    """Tell whether a method with a ``capacity`` of its own may have ``room``."""
-    return isinstance(capacity, tuple) or capacity <= room
 
 
 def _account(stats: Sequence[tuple[int, Stats]], rows: int) -> dict[str, Any]:

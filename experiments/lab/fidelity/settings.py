@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from jsonargparse.typing import PositiveInt
+
 from experiments.answering import METHODS, ModelSettings
 from experiments.cli import option
 from experiments.evaluation import Choice, at_budgets, check_choices, choices_of, written
@@ -53,24 +55,21 @@ class FidelitySettings(ModelSettings):
         tuple(Choice(name, {}) for name in METHODS), read=choices_of, write=written
     )
     budgets: tuple[str, ...] = ()
-    lengths: tuple[int, ...] = (2048,)
+    lengths: tuple[PositiveInt, ...] = (2048,)
     streams: tuple[str, ...] = option(("prose", "answers"), choices=STREAMS)
-    samples: int = 16
-    tokens: int = 128
+    samples: PositiveInt = 16
+    tokens: PositiveInt = 128
     haystack: str = "prose"
     task: str = "listing"
     template: str = option("auto", choices=("auto", "none"))
     system: str | None = None
     template_variables: Mapping[str, object] = option(factory=dict, flag="template-set")
     seed: int = 0
-    batch_tokens: int = 65536
+    batch_tokens: PositiveInt = 65536
     kv_dtype: str | None = option(None, choices=tuple(KV_DTYPES))
     reference: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("samples", "tokens", "batch_tokens"):
-            if (value := vars(self)[name]) < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
         for name in ("lengths", "streams", "methods"):
             if not vars(self)[name]:
                 raise ValueError(f"{name} must name at least one, got none")

@@ -64,11 +64,11 @@ class WatchedLayer(LayerMethod):
     steps: int = static()
 
     evicts = False  # it keeps every key
-    quantisable = False  # its keys are exact
     slot_block = None  # it needs every key on one device
-    composable = False  # it has a state of its own
-    slotted = False
-    common_prompt = False  # the same
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        return (*self.inner.lacks, "codes")  # its keys are exact
 
     max_tokens = passes("inner", LayerMethod.max_tokens)
     rework = passes("inner", LayerMethod.rework)
@@ -140,13 +140,14 @@ class Watched(Method):
     """
 
     method: Method
-    top: tuple[int, ...] = static((16, 64, 256), least=1)  # values of k
-    steps: int = static(64, least=1)  # decode steps that are measured; later steps are not
+    top: tuple[int, ...] = static("values of k", default=(16, 64, 256), least=1)
+    steps: int = static("decode steps that are measured; later steps are not", default=64, least=1)
 
     dense_prompt = False  # each watched method prefills its prompt alone
-    quantisable = False  # its keys are exact
-    composable = False  # its layers have a state of their own
-    slotted = False
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        return (*self.method.lacks, "codes")  # its keys are exact
 
     init_shared = passes("method", Method.init_shared)
     reread_tokens = passes("method", Method.reread_tokens)

@@ -184,12 +184,6 @@ def summary(
         "agreement": percent(agreed.mean()),
         "agreement_in_answer": percent(agreed[answer].mean()),
         "mass_by_layer_head_step": percent(mass.mean(axis=1), 1),
-        "own_k_by_layer_head": percent(own.mean(axis=(1, 3)), 1),
-        "attended_by_layer_head": np.round(attended.mean(axis=(1, 3)), 1).tolist(),
-        "top_k_by_layer_head": {
-            str(k): percent(best[..., at].mean(axis=(1, 3)), 1) for at, k in enumerate(settings.top)
-        },
-        "top_k_by_step": {str(k): percent(best[..., at].mean(axis=(0, 1, 2)), 1) for at, k in enumerate(settings.top)},
     }
 
 

@@ -10,7 +10,7 @@ from jax import Array, lax
 from kvjax.cache import LayerStorage
 from kvjax.cache.divided import best_slots
 from kvjax.methods import TokenSelect
-from kvjax.protocol.typing import not_none, pytree
+from kvjax.protocol.typing import pytree
 from pallas_kernels import axes
 
 
@@ -36,7 +36,7 @@ class HardVotes(_Vote):
     def votes(self, cache: LayerStorage, logits: Array, candidate: Array) -> Array:
         batch, size = candidate.shape
         score = jnp.where(candidate[:, None, None], logits, -jnp.inf).reshape(batch, -1, size)
-        best, ranked = best_slots(score, self.budget, not_none("capacity", self.capacity), cache)
+        best, ranked = best_slots(score, self.budget, self.capacity, cache)
         best = jnp.where(ranked, best, size).reshape(batch, -1)
         return jnp.zeros((batch, size), jnp.float32).at[jnp.arange(batch)[:, None], best].add(1, mode="drop")
 

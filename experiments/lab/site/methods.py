@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 
+from experiments.cli.ls import idea_of
 from experiments.lab.site import records
 from experiments.records import markdown_rows
 from kvjax import registry
@@ -118,7 +119,7 @@ def markdown(text: str) -> str:
 
 
 def _idea(cls: type[Method]) -> str:
-    text = registry.summary(cls)
+    text = idea_of(cls)
     return text[0].upper() + text[1:]
 
 

@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 from experiments.benchmarks import end_with_parent, held_interrupts
 from experiments.lab.training.course import Course
 from experiments.lab.training.mixture import COPY, PROSE, ROW_TASKS, SHORTEST, Mixture
-from experiments.tasks import TASKS, Haystack, Words, load_haystack, make_document
+from experiments.tasks import TASKS, Haystack, Request, Words, load_haystack, make_document
 
 LM_ROLE = 1  # role of a token with language-model loss
 COPY_LENGTHS = 1024  # tokens; copy rows are many in buckets up to this length and few in longer ones
@@ -133,7 +133,7 @@ class RowMaker:
         while True:
             try:
                 document = make_document(
-                    task, rng, limit, self.count, haystack, self.words, num_questions=num_questions, training=True
+                    Request(task, rng, limit, self.count, haystack, self.words, None, num_questions, training=True)
                 )
             except ValueError:
                 if num_questions == 1:

@@ -76,7 +76,6 @@ class ChessLayer(SlotMethod):
     copies: Near = static(default=Near())
 
     spans_layers = True
-    offloadable = True
 
     @property
     def slot_block(self) -> int:
@@ -126,39 +125,43 @@ class ChessLayer(SlotMethod):
 class Chess(Method):
     """Context-aware hierarchical page selection for the whole model; see the module docstring."""
 
-    ratios: Triple | str = traced(  # shares of grids, chunks and pages to keep; or the name of a preset
-        default=PRESETS["aggressive"], above=0, most=1, choices=tuple(PRESETS)
+    ratios: Triple | str = traced(
+        "shares of grids, chunks and pages to keep; or the name of a preset",
+        default=PRESETS["aggressive"], above=0, most=1, choices=tuple(PRESETS),
     )
-    capacity: tuple[float, float, float] | None = static(default=None, above=0, most=1)  # the largest ratios
-    page_size: int = static(default=32, least=1)  # tokens per page
-    pages_per_chunk: int = static(default=8, least=1)  # pages in a chunk
-    chunks_per_grid: int = static(default=8, least=1)  # chunks in a grid
-    num_sink_pages: int = static(default=1, least=0)  # first pages, always active
-    window: int = static(default=8, least=1)  # last pages, always active
-    anchor_pages: int | None = static(default=2, least=1)  # last pages whose mean is the anchor; None is `window`
-    centred: bool = static(default=True)  # whether the mean of all page vectors is subtracted from the anchor
-    hierarchy: bool = static(default=True)  # False: pages are ranked without grids and chunks
-    candidates: str = static(  # pages to rank: the "history" between the sink pages and the window, or "all"
-        default="history", choices=("history", "all")
+    capacity: tuple[float, float, float] = static("the largest ratios", default=None, above=0, most=1)
+    page_size: int = static("tokens per page", default=32, least=1)
+    pages_per_chunk: int = static("pages in a chunk", default=8, least=1)
+    chunks_per_grid: int = static("chunks in a grid", default=8, least=1)
+    num_sink_pages: int = static("first pages, always active", default=1, least=0)
+    window: int = static("last pages, always active", default=8, least=1)
+    anchor_pages: int | None = static("last pages whose mean is the anchor; None is `window`", default=2, least=1)
+    centred: bool = static("whether the mean of all page vectors is subtracted from the anchor", default=True)
+    hierarchy: bool = static("False: pages are ranked without grids and chunks", default=True)
+    candidates: str = static(
+        'pages to rank: the "history" between the sink pages and the window, or "all"',
+        default="history", choices=("history", "all"),
     )
-    trigger: str = static(  # "and" or "or" (of the two thresholds), "fixed" (every `interval` pages) or "never"
-        default="and", choices=("and", "or", "fixed", "never")
+    trigger: str = static(
+        '"and" or "or" (of the two thresholds), "fixed" (every `interval` pages) or "never"',
+        default="and", choices=("and", "or", "fixed", "never"),
     )
-    interval: int | Array = traced(default=6, least=1)  # pages between reconstructions under trigger="fixed"
-    tau_entropy: float | Array | None = None  # threshold of a page's mean entropy in nats, traced; see `calibrate_chess`
-    tau_varentropy: float | Array | None = None  # threshold of the variance of this entropy, traced
-    page_vec_rope: str = static(  # averaged keys: "pre" (rotation undone) or "post" (rotated)
-        default="pre", choices=("pre", "post")
+    interval: int | Array = traced('pages between reconstructions under trigger="fixed"', default=6, least=1)
+    tau_entropy: float | Array | None = traced(
+        "threshold of a page's mean entropy in nats, traced; see `calibrate_chess`", default=None
     )
-    offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
+    tau_varentropy: float | Array | None = traced("threshold of the variance of this entropy, traced", default=None)
+    page_vec_rope: str = static(
+        'averaged keys: "pre" (rotation undone) or "post" (rotated)', default="pre", choices=("pre", "post")
+    )
+    offload: bool | float = static("keys and values in host memory, or a share of layers", default=False, least=0, most=1)
 
     PAPER: ClassVar[str] = "arXiv:2602.20732"
     TITLE: ClassVar[str] = "CHESS"
 
     dense_prompt = True
     spans_layers = True
-    offloadable = True
-    quantisable = True
+    lacks = ()
 
     @classmethod
     def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
@@ -185,12 +188,12 @@ class Chess(Method):
         if self.trigger in ("and", "or") and missing:
             raise ValueError(
                 f"Chess: {missing[0]} is not calibrated, trigger={self.trigger!r} needs it: pass a number, use "
-                "kvjax.calibrate_chess, or trigger='fixed' or 'never'"
+                "kvjax.api.calibrate_chess.calibrate_chess, or trigger='fixed' or 'never'"
             )
         first, batch = specs[0], specs[0].batch
         slots = first.prompt_slots + first.max_new_tokens
         grown = -(-first.max_new_tokens // self.page_size) + 1
-        most = most_pages(slots, self._shape, not_none("capacity", self.capacity))
+        most = most_pages(slots, self._shape, self.capacity)
         listed = min(most + self.num_sink_pages + self.window + 1 + grown, self._shape.counts(slots)[0])
         whole, real = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), jnp.float32)
         return Pages(

@@ -29,7 +29,7 @@ class Pages:
     generated: Array  # int32 [B], pages completed while decoding
     reconstructions: Array  # int32 [B], reconstructions while decoding
     num_layers: int = static()
-    centred: bool = static()  # a reconstruction reads the vectors of pages for their mean, too
+    centred: bool = static("a reconstruction reads the vectors of pages for their mean, too")
 
     @property
     def tree(self) -> Nodes:

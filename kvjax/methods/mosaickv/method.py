@@ -22,7 +22,7 @@ visible when the buffer is full; this equals packing a full buffer, and costs th
 strategy each channel has its own bit, because the paper does not say its element group; under the dynamic one adjacent
 channels can share a bit, and their score is their squared sum. The channel permutation for neighbouring selections is left
 out, because the paper does not say how to compute it. No layer is dense; the paper does not say, and Quest, its baseline,
-leaves two layers dense (`kvjax.PerLayer` can).
+leaves two layers dense (`kvjax.wrappers.PerLayer` can).
 
 Each KV head has one list of blocks from all segments together, by the maximum over its group; no block is always attended,
 and every rotated channel can be kept. What other readings score: docs/notebook/readings-others.md.
@@ -90,19 +90,20 @@ class MosaicState:
 class MosaicKV(LayerMethod):
     """A rotated cache, pruned per vector, with retrieval of blocks; see the module docstring."""
 
-    channels: float = static(default=0.25, above=0, most=1)  # share of channels to keep (static strategy)
-    fraction: float | Array = traced(default=0.10, above=0, most=1, within="capacity")  # share of blocks to attend to
-    capacity: float | None = static(default=None, above=0, most=1)  # share of blocks to make room for; None = fraction
-    block_size: int = static(default=8, least=1)  # tokens per block (static strategy)
-    buffer: int = static(default=32, least=2)  # most newest tokens that are kept unchanged
-    strategy: str = static(  # or "dynamic": channels, element group and block size depend on the content
-        default="static", choices=("static", "dynamic")
+    channels: float = static("share of channels to keep (static strategy)", default=0.25, above=0, most=1)
+    fraction: float | Array = traced("share of blocks to attend to", default=0.10, above=0, most=1, within="capacity")
+    capacity: float = static("share of blocks to make room for; None = fraction", default=None, above=0, most=1)
+    block_size: int = static("tokens per block (static strategy)", default=8, least=1)
+    buffer: int = static("most newest tokens that are kept unchanged", default=32, least=2)
+    strategy: str = static(
+        'or "dynamic": channels, element group and block size depend on the content',
+        default="static", choices=("static", "dynamic"),
     )
-    max_loss: float | Array = traced(  # largest mean share of energy that a segment can lose (dynamic strategy)
-        default=0.1, least=0
+    max_loss: float | Array = traced(
+        "largest mean share of energy that a segment can lose (dynamic strategy)", default=0.1, least=0
     )
-    offload: bool | float = static(  # prompt while read, "dynamic"'s open segment in host memory; or a share
-        default=False, least=0, most=1
+    offload: bool | float = static(
+        'prompt while read, "dynamic"\'s open segment in host memory; or a share', default=False, least=0, most=1
     )
 
     PAPER: ClassVar[str] = "arXiv:2607.00760"
@@ -111,9 +112,8 @@ class MosaicKV(LayerMethod):
     segment = 65536  # most tokens that share a basis
 
     keeps = "every token, its largest channels"
-    reads_values = True
+    lacks = ("sinks", "codes", "latent")
     dense_prompt = True
-    offloadable = True
 
     @classmethod
     def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
@@ -133,7 +133,8 @@ class MosaicKV(LayerMethod):
     def attend(self, state: MosaicState, inputs: Inputs) -> tuple[Array, MosaicState]:
         if state.store is None:
             return self._prompt(state.cache, inputs)
-        query, key, cache = _append(state.cache, inputs)
+        query, cache = inputs.append_to(state.cache)
+        key = rotate(inputs.key, inputs.position[:, None], inputs.inv_freq)
         layout = self._layout(query.shape[-1])
         # Tokens packed now are not visible yet. They are packed before attention, so that nothing reads the old store later
         # and the new store can be written in place.
@@ -159,7 +160,7 @@ class MosaicKV(LayerMethod):
         return MosaicState(cache=cache, store=store)
 
     def chosen(self, state: MosaicState, inputs: Inputs) -> Array:
-        query, _, cache = _append(state.cache, inputs)
+        query, cache = inputs.append_to(state.cache)
         layout = self._layout(query.shape[-1])
         store = not_none("store", state.store)
         blocks, count = self._select(layout, store, projected(store, query[..., 0, :]))
@@ -236,7 +237,7 @@ class MosaicKV(LayerMethod):
 
     def _prompt(self, cache: LayerStorage, inputs: Inputs) -> tuple[Array, MosaicState]:
         """Prefill a chunk with dense and exact attention."""
-        query, key = _at_positions(inputs)
+        query, key = inputs.rotated()
         cache = cache.append(key, inputs.value, inputs.position, inputs.start)
         if isinstance(inputs.start, int):  # no earlier chunk
             return causal_attention(query, key, inputs.value), MosaicState(cache=cache)
@@ -268,7 +269,7 @@ class MosaicKV(LayerMethod):
         """
         score = block_scores(layout, store, parts)
         blocks = score.shape[-1]
-        capacity = min(max(1, math.ceil(not_none("capacity", self.capacity) * blocks - 1e-6)), blocks)
+        capacity = min(max(1, math.ceil(self.capacity * blocks - 1e-6)), blocks)
         quota = self._quota(jnp.minimum(store.packed // layout.granule, blocks))
         return kth_select(score, jnp.broadcast_to(quota[:, None], score.shape[:2]), capacity)
 
@@ -291,23 +292,6 @@ class MosaicKV(LayerMethod):
             # Tokens behind a full buffer are packed last, because a new segment can begin with them.
             store = write(layout, cache, store, key, value, late)
         return MosaicState(cache=cache, store=store)
-
-
-def _append(cache: LayerStorage, inputs: Inputs) -> tuple[Array, Array, LayerStorage]:
-    """Append to the buffer: the rotated query [B, H, G, T, D], the rotated key [B, H, T, D], and the new buffer."""
-    if inputs.query.shape[3] > 1:
-        query, key = _at_positions(inputs)
-        return query, key, cache.append(key, inputs.value, inputs.position)
-    query, cache = cache.append_rotated(inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq)
-    return query, rotate(inputs.key, inputs.position[:, None], inputs.inv_freq), cache
-
-
-def _at_positions(inputs: Inputs) -> tuple[Array, Array]:
-    """Rotate the query and the key at their positions."""
-    return (
-        rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq),
-        rotate(inputs.key, inputs.position[:, None], inputs.inv_freq),
-    )
 
 
 def _listed(blocks: Array, count: Array) -> Array:

@@ -52,7 +52,7 @@ from kvjax.methods.pariskv import divided, hashing
 from kvjax.protocol.fields import number
 from kvjax.protocol.method import Prompt, Step
 from kvjax.protocol.slots import SlotMethod, count_all
-from kvjax.protocol.typing import not_none, pytree, static, traced
+from kvjax.protocol.typing import pytree, static, traced
 from pallas_kernels.choose.collision import collision
 from pallas_kernels.choose.collision.votes import sizes
 from pallas_kernels.choose.rerank import Regions, rerank
@@ -83,24 +83,24 @@ class Index:
 class ParisKV(SlotMethod):
     """Collision votes, then re-ranking by quantized keys; see the module docstring."""
 
-    budget: int | Array = traced(default=100, least=1, within="capacity")  # tokens retrieved from the zone per KV head
-    capacity: int | None = static(default=None, least=1)  # entries allocated for them; None = budget
-    rho: float | Array | None = traced(  # share of the zone's keys that get votes, per slice; None = from the zone's length
-        default=None, above=0, most=1
+    budget: int | Array = traced("tokens retrieved from the zone per KV head", default=100, least=1, within="capacity")
+    capacity: int = static("entries allocated for them; None = budget", default=None, least=1)
+    rho: float | Array | None = traced(
+        "share of the zone's keys that get votes, per slice; None = from the zone's length",
+        default=None, above=0, most=1,
     )
-    beta: float | None = static(  # share of the zone to re-rank, at most rho; None = from the zone's length
-        default=None, above=0, most=1
+    beta: float | None = static(
+        "share of the zone to re-rank, at most rho; None = from the zone's length", default=None, above=0, most=1
     )
-    num_sink: int = static(default=64, least=0)  # first tokens, always attended
-    num_local: int = static(default=256, least=2)  # newest tokens, always attended
-    buffer: int = static(default=512, least=1)  # tokens that join the zone together
-    dense_below: int = static(default=2000, least=0)  # shorter rows attend to all tokens
-    offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
+    num_sink: int = static("first tokens, always attended", default=64, least=0)
+    num_local: int = static("newest tokens, always attended", default=256, least=2)
+    buffer: int = static("tokens that join the zone together", default=512, least=1)
+    dense_below: int = static("shorter rows attend to all tokens", default=2000, least=0)
+    offload: bool | float = static("keys and values in host memory, or a share of layers", default=False, least=0, most=1)
 
     PAPER: ClassVar[str] = "arXiv:2602.07721"
     seed = 42  # seed of the rotation's signs
 
-    offloadable = True
     slot_block = 1
 
     @classmethod
@@ -167,7 +167,7 @@ class ParisKV(SlotMethod):
             return None
         candidates = self._allocated(slots)
         # Long rows list their regions. Short rows are dense and list their first slots, at most `bound`.
-        capacity, least = not_none("capacity", self.capacity), self.num_sink + self.num_local
+        capacity, least = self.capacity, self.num_sink + self.num_local
         bound = max(self.dense_below, least + 2 * capacity, least + self.buffer + 1) - 1
         best = min(capacity, candidates)
         regions = Regions(

@@ -39,7 +39,7 @@ from kvjax.methods.budgets import SHARE
 from kvjax.methods.pqcache.product_codes import kmeans
 from kvjax.protocol.method import Step
 from kvjax.protocol.scan import Regions, ScanRetrieval, by_blocks, shortest
-from kvjax.protocol.typing import not_none, pytree, static, traced
+from kvjax.protocol.typing import pytree, static, traced
 from pallas_kernels.choose.code_select import code_bits, code_select
 from pallas_kernels.formats import bit_codes
 from pallas_kernels.store.store_ids import code_of, nearest, store_ids
@@ -60,11 +60,11 @@ class Codebooks:
 class PQCache(ScanRetrieval):
     """Search by product-quantised keys; see the module docstring."""
 
-    fraction: float | Array = traced(default=0.1, above=0, most=1, within="capacity")  # attended share of the prompt
-    capacity: float | None = static(default=None, above=0, most=1)  # share to make room for; None = fraction
-    num_sink: int = static(default=32, least=0)  # first tokens, always attended
-    num_subvectors: int = static(default=2, least=1, most=4)  # parts of a key's channels, each with its own centroids
-    num_centroids: int = static(default=64, least=2, most=256)  # centroids for each part
+    fraction: float | Array = traced("attended share of the prompt", default=0.1, above=0, most=1, within="capacity")
+    capacity: float = static("share to make room for; None = fraction", default=None, above=0, most=1)
+    num_sink: int = static("first tokens, always attended", default=32, least=0)
+    num_subvectors: int = static("parts of a key's channels, each with its own centroids", default=2, least=1, most=4)
+    num_centroids: int = static("centroids for each part", default=64, least=2, most=256)
 
     PAPER: ClassVar[str] = "arXiv:2407.12820"
     recent_share = 0.5  # part of that share that goes to the newest tokens
@@ -138,7 +138,7 @@ class PQCache(ScanRetrieval):
 
     def _most(self, share: float, slots: int) -> int:
         """Compute the most tokens that ``share`` of the budget can be in a cache of ``slots`` slots."""
-        return max(int(slots * not_none("capacity", self.capacity) * (1 + 2 * _SLACK) * share) + 1, self.num_centroids)
+        return max(int(slots * self.capacity * (1 + 2 * _SLACK) * share) + 1, self.num_centroids)
 
     @property
     def _code_bits(self) -> int:

@@ -50,7 +50,7 @@ from kvjax.methods.budgets import SHARE
 from kvjax.methods.retroinfer.kmeans import assign, centroids_of, mean_key
 from kvjax.protocol.method import Prompt, Step
 from kvjax.protocol.slots import SlotMethod, SlotState, count_all
-from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
+from kvjax.protocol.typing import EMPTY, pytree, static, traced
 from kvjax.selection import pick, share
 from pallas_kernels.attend.cluster_estimate import cluster_estimate
 from pallas_kernels.choose.cluster_rank import cluster_rank
@@ -88,21 +88,20 @@ class Segment:
 class RetroInfer(SlotMethod):
     """Clusters, attended exactly or estimated; see the module docstring."""
 
-    fraction: float | Array = traced(default=0.018, above=0, most=1, within="capacity")  # clusters attended exactly
-    capacity: float | None = static(default=None, above=0, most=1)  # share of clusters to make room for; None = fraction
-    estimated: float | Array = traced(default=0.232, least=0, most=1)  # share of clusters that are estimated
-    num_sink: int = static(default=4, least=0)  # first tokens, always attended
-    num_local: int = static(default=64, least=0)  # newest tokens, never clustered
-    cluster_size: int = static(default=16, least=1)  # tokens for each centroid
-    buffer: int = static(default=1024, least=1)  # tokens clustered together while decoding
-    offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
+    fraction: float | Array = traced("clusters attended exactly", default=0.018, above=0, most=1, within="capacity")
+    capacity: float = static("share of clusters to make room for; None = fraction", default=None, above=0, most=1)
+    estimated: float | Array = traced("share of clusters that are estimated", default=0.232, least=0, most=1)
+    num_sink: int = static("first tokens, always attended", default=4, least=0)
+    num_local: int = static("newest tokens, never clustered", default=64, least=0)
+    cluster_size: int = static("tokens for each centroid", default=16, least=1)
+    buffer: int = static("tokens clustered together while decoding", default=1024, least=1)
+    offload: bool | float = static("keys and values in host memory, or a share of layers", default=False, least=0, most=1)
 
     PAPER: ClassVar[str] = "arXiv:2505.02922"
     segment = 8192  # prompt tokens clustered together
     iterations = 10  # rounds of k-means
 
     composable = False  # wrappers know slots, but not estimates
-    offloadable = True
 
     @classmethod
     def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
@@ -235,7 +234,7 @@ class RetroInfer(SlotMethod):
 
     def _most_best(self, aux: Clusters) -> int:
         """Compute the most clusters that are attended exactly."""
-        return max(math.ceil(aux.size.shape[2] * not_none("capacity", self.capacity)), 1)
+        return max(math.ceil(aux.size.shape[2] * self.capacity), 1)
 
     def _grows(self, cache: LayerStorage) -> bool:
         """Decide whether a row can have enough tokens for more clusters."""

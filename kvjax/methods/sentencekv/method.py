@@ -52,8 +52,8 @@ from kvjax.methods.sentencekv.boundaries import boundary_table
 from kvjax.protocol.fields import number, shown
 from kvjax.protocol.method import LayerMethod, Prompt, Step
 from kvjax.protocol.observation import window_votes
-from kvjax.protocol.slots import SlotMethod, check_budget
-from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
+from kvjax.protocol.slots import Reads, SlotMethod, check_budget
+from kvjax.protocol.typing import EMPTY, pytree, static, traced
 from kvjax.selection import smooth, top_slots
 from pallas_kernels import axes
 from pallas_kernels.choose.sentence_cut import CLOSES, JOINS, Rules, bounds, sentence_cut
@@ -81,27 +81,26 @@ class Sentences:
 class SentenceKV(SlotMethod):
     """Retrieval of sentences from a compressed prompt; see the module docstring."""
 
-    budget: int | Array = traced(default=1024, least=1, within="capacity")  # tokens attended per head, all included
-    capacity: int | None = static(default=None, least=1)  # largest budget; None = budget
-    keep_factor: float = static(default=2.0, least=1)  # prompt tokens to keep, as a multiple of budget
-    boundary: Any = None  # bool [V], whether a token ends a sentence, see `boundary_table` in `boundaries.py`
-    prefilter: str = static(  # prompt tokens are chosen per "kv_head", or "global": the same in all heads
-        default="global", choices=("kv_head", "global")
+    budget: int | Array = traced("tokens attended per head, all included", default=1024, least=1, within="capacity")
+    capacity: int = static("largest budget; None = budget", default=None, least=1)
+    keep_factor: float = static("prompt tokens to keep, as a multiple of budget", default=2.0, least=1)
+    boundary: Any = traced("bool [V], whether a token ends a sentence, see `boundary_table` in `boundaries.py`", default=None)
+    prefilter: str = static(
+        'prompt tokens are chosen per "kv_head", or "global": the same in all heads',
+        default="global", choices=("kv_head", "global"),
     )
-    kernel: int = static(default=31, least=1, odd=True)  # max-pooling of the votes over neighbouring tokens
-    num_sink: int = static(default=32, least=0)  # first stored tokens, always attended
-    num_recent: int = static(default=32, least=1)  # last stored tokens, always attended
-    offload: bool | float = static(default=False, least=0, most=1)  # keys and values in host memory, or a share of layers
+    kernel: int = static("max-pooling of the votes over neighbouring tokens", default=31, least=1, odd=True)
+    num_sink: int = static("first stored tokens, always attended", default=32, least=0)
+    num_recent: int = static("last stored tokens, always attended", default=32, least=1)
+    offload: bool | float = static("keys and values in host memory, or a share of layers", default=False, least=0, most=1)
 
     PAPER: ClassVar[str] = "arXiv:2504.00970"
     obs_window = 32  # last prompt tokens, which vote and are always kept
     open_cap = 256  # most tokens of the open sentence that are always attended
     keeps = "`keep_factor` x `budget` tokens per KV head"
     evicts = True
-    needs_tokenizer = True
-    offloadable = True
     slot_block = 1
-    reads_tokens = True
+    reads = Reads(tokens=True)
 
     @classmethod
     def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
@@ -125,14 +124,15 @@ class SentenceKV(SlotMethod):
     @property
     def _pool(self) -> int:
         """The prompt slots that are allocated per head."""
-        return _product(self.keep_factor, not_none("capacity", self.capacity))
+        return _product(self.keep_factor, self.capacity)
 
     def near(self, slots: int, room: int) -> Near:
         return Near(first=self.num_sink, newest=max(self.num_recent, self.open_cap))
 
     @classmethod
-    def tokenizer_knobs(cls, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
-        return {"boundary": boundary_table(tokenizer, vocab_size)}
+    def tokenizer_knobs(cls, tokenizer: Any, vocab_size: int | None) -> dict[str, Any]:
+        size = 1 + max(tokenizer.get_vocab().values()) if vocab_size is None else vocab_size
+        return {"boundary": boundary_table(tokenizer, size)}
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         self._table()

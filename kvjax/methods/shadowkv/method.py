@@ -86,21 +86,19 @@ class ShadowState:
 class ShadowKV(LayerMethod):
     """Keys of low rank, landmarks and outliers; see the module docstring."""
 
-    budget: int | Array = traced(default=2048, least=1, within="capacity")  # tokens chosen per KV head, in whole chunks
-    capacity: int | None = static(default=None, least=1)  # tokens allocated for them; None = budget
-    chunk_size: int = static(default=8, least=1)  # tokens that are chosen together
-    rank: int = static(default=160, least=1)  # of the keys of all KV heads together
-    outlier_chunks: int = static(default=48, least=1)  # chunks kept unchanged because their mean says little about them
-    local_chunks: int = static(default=4, least=0)  # last chunks of the prompt, kept unchanged
-    offload: bool | float = static(default=False, least=0, most=1)  # values in host memory, or a share of the layers
+    budget: int | Array = traced("tokens chosen per KV head, in whole chunks", default=2048, least=1, within="capacity")
+    capacity: int = static("tokens allocated for them; None = budget", default=None, least=1)
+    chunk_size: int = static("tokens that are chosen together", default=8, least=1)
+    rank: int = static("of the keys of all KV heads together", default=160, least=1)
+    outlier_chunks: int = static("chunks kept unchanged because their mean says little about them", default=48, least=1)
+    local_chunks: int = static("last chunks of the prompt, kept unchanged", default=4, least=0)
+    offload: bool | float = static("values in host memory, or a share of the layers", default=False, least=0, most=1)
 
     PAPER: ClassVar[str] = "arXiv:2410.21465"
 
     keeps = "every token, keys of low rank"
-    reads_values = True
+    lacks = ("codes", "latent")
     dense_prompt = True
-    offloadable = True
-    takes_sinks = True
 
     @classmethod
     def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
@@ -123,9 +121,7 @@ class ShadowKV(LayerMethod):
             return self._read(state, inputs)
         if inputs.query.shape[3] > 1:
             return self._attend_to_all(state, state.shadow, inputs)
-        query, cache = state.cache.append_rotated(
-            inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
-        )
+        query, cache = inputs.append_to(state.cache)
         query, shadow = query[..., 0, :], state.shadow
         chunks, listed = self._chosen(shadow, query)
         out, lse = low_rank_attention(
@@ -172,9 +168,7 @@ class ShadowKV(LayerMethod):
         return ShadowState(cache=dataclasses.replace(cache, key=key), shadow=shadow)
 
     def chosen(self, state: ShadowState, inputs: Inputs) -> Array:
-        query, cache = state.cache.append_rotated(
-            inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
-        )
+        query, cache = inputs.append_to(state.cache)
         chunks, listed = self._chosen(not_none("shadow", state.shadow), query[..., 0, :])
         slots, listed = page_slots(chunks, self.chunk_size), jnp.repeat(listed, self.chunk_size, axis=2)
         return jnp.concatenate([cache.position, jnp.where(listed, slots, EMPTY)], axis=2)
@@ -200,12 +194,9 @@ class ShadowKV(LayerMethod):
     def room(self, state: ShadowState) -> Array | None:
         return free_slots(state.cache, None)
 
-    def max_tokens(self, in_prompt: bool) -> int | None:
-        return None
-
     def _read(self, state: ShadowState, inputs: Inputs) -> tuple[Array, ShadowState]:
         """Prefill a chunk with dense and exact attention."""
-        query, key = _at_positions(inputs)
+        query, key = inputs.rotated()
         cache = state.cache.append(inputs.key, inputs.value, inputs.position, inputs.start)
         inv_freq = jnp.broadcast_to(inputs.inv_freq[None], not_none("inv_freq", state.inv_freq).shape)
         state = ShadowState(cache=cache, inv_freq=inv_freq)
@@ -224,7 +215,7 @@ class ShadowKV(LayerMethod):
 
     def _attend_to_all(self, state: ShadowState, shadow: Shadow, inputs: Inputs) -> tuple[Array, ShadowState]:
         """Attend with several tokens after the prompt, rebuilding the keys of all chunks."""
-        query, key = _at_positions(inputs)
+        query, key = inputs.rotated()
         cache = state.cache.append(key, inputs.value, inputs.position)
         value = to_device(shadow.value)
         slots = jnp.broadcast_to(jnp.arange(value.shape[2], dtype=jnp.int32)[None, None], value.shape[:3])
@@ -243,7 +234,7 @@ class ShadowKV(LayerMethod):
         """Select the best chunks for the rotated query [B, H, G, D]: int32 and whether each is listed, [B, H, K]."""
         scale = 1 / math.sqrt(query.shape[-1])
         logits, lse = page_logits(query, shadow.landmark, shadow.chunks, scale=scale, held=shadow.open)
-        most = min(not_none("capacity", self.capacity) // self.chunk_size, logits.shape[3])
+        most = min(self.capacity // self.chunk_size, logits.shape[3])
         return kth_select_mask(logits, self.budget // self.chunk_size, most, lse=lse)
 
     def _unchanged(self, raw: LayerCache, outliers: Array, found: Array, chunks: Array, room: int) -> LayerCache:
@@ -259,14 +250,6 @@ class ShadowKV(LayerMethod):
         cursor = outliers.shape[2] * size + raw.cursor - chunks * size
         # A row with few outliers has empty slots before its other tokens.
         return dataclasses.replace(raw.compact(slots, keep, room), cursor=cursor)
-
-
-def _at_positions(inputs: Inputs) -> tuple[Array, Array]:
-    """Rotate the query and the key at their positions."""
-    return (
-        rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq),
-        rotate(inputs.key, inputs.position[:, None], inputs.inv_freq),
-    )
 
 
 def _all_slots(cache: LayerCache) -> tuple[Array, Array]:

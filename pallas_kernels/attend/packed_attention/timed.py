@@ -6,8 +6,6 @@ K of N blocks of 8 tokens, with a quarter of their channels, R; M whole tokens; 
 import math
 from typing import Any
 
-import jax.numpy as jnp
-
 from pallas_kernels.formats.shapes import (
     CONTEXT,
     Drawing,
@@ -26,7 +24,7 @@ from pallas_kernels.query.project_query import project_query
 
 def parts(d: Drawing) -> Any:
     """Project the query on bases."""
-    return project_query(d.arrays["query"], orthogonal("B H P D D")(d), dtype=jnp.bfloat16, implementation="xla")
+    return project_query(d.arrays["query"], orthogonal("B H P D D")(d), dtype=d.dtype, implementation="xla")
 
 
 def listed_bytes(n: Sizes) -> int:

@@ -9,7 +9,7 @@ TIMED = Timed(
     sizes={"P": 2},
     tiny={},
     arrays={"query": normal("B H G D"), "basis": orthogonal("B H P D D")},
-    options=lambda n: {"dtype": jnp.bfloat16},
+    options=lambda n: {"dtype": n.dtype},
     reads=("basis",),
     float32=False,
     defined=lambda result, n: result.astype(jnp.float32).sum(axis=-2),  # the sum of the terms of each query

@@ -8,13 +8,13 @@ from pallas_kernels.formats.shapes import Timed, counted, full, normal
 
 TIMED = Timed(
     label="one query, {S} tokens, 1 row",
-    sizes={"S": 1025},
+    sizes={"S": 1025, "T": 1},
     tiny={"S": 17},
     arrays={
-        "query": normal("B H G 1 D"),
+        "query": normal("B H G T D"),
         "key": normal("B H S D"),
-        "lse": full("B H G 1", lambda n: math.log(n.S), jnp.float32),
-        "query_position": full("B 1", "S"),
+        "lse": full("B H G T", lambda n: math.log(n.S), jnp.float32),
+        "query_position": full("B T", "S"),
         "key_position": counted("B H S"),
     },
     options=lambda n: {"scale": n.scale},

@@ -5,8 +5,6 @@ A mean has a quarter of its channels, R; a head has P bases.
 
 from typing import Any
 
-import jax.numpy as jnp
-
 from pallas_kernels.formats.shapes import CONTEXT, Drawing, Timed, few, full, normal, orthogonal, packed
 from pallas_kernels.query.project_query import project_query
 
@@ -14,7 +12,7 @@ from pallas_kernels.query.project_query import project_query
 def parts(d: Drawing) -> Any:
     """Project a query on bases."""
     query, basis = normal("B H G D")(d), orthogonal("B H P D D")(d)
-    return project_query(query, basis, dtype=jnp.bfloat16, implementation="xla")
+    return project_query(query, basis, dtype=d.dtype, implementation="xla")
 
 
 TIMED = Timed(

@@ -12,6 +12,7 @@ import kvjax
 from kvjax.methods import H2O, Full, PQCache, Quest, SentenceKV, SnapKV
 from kvjax.protocol.fields import at_length
 from kvjax.testing import TinyModel
+from kvjax.wrappers import PerLayer, Stages
 from tests.tiny_models import SHIPPED, write_model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -96,10 +97,10 @@ def test_a_share_is_of_the_longest_prompt_and_its_room_of_the_padded_one():
 
 def test_a_share_is_found_in_wrappers_and_texts():
     made = kvjax.make("stages(snapkv(budget=1/4), quest(budget=.125))")
-    assert made == kvjax.Stages(evict=SnapKV(budget=kvjax.share(0.25)), retrieve=Quest(budget=kvjax.share(1 / 8)))
-    told = kvjax.Stages(evict=SnapKV(budget=200, capacity=256), retrieve=Quest(budget=100, capacity=128))
+    assert made == Stages(evict=SnapKV(budget=kvjax.share(0.25)), retrieve=Quest(budget=kvjax.share(1 / 8)))
+    told = Stages(evict=SnapKV(budget=200, capacity=256), retrieve=Quest(budget=100, capacity=128))
     assert at_length(made, 800, 1024) == told and at_length(told, 800) is told
-    layers = kvjax.PerLayer(layers={0: Full()}, default=H2O(budget=kvjax.share(0.5), capacity=70))
+    layers = PerLayer(layers={0: Full()}, default=H2O(budget=kvjax.share(0.5), capacity=70))
     assert at_length(layers, 100).default == H2O(budget=50, capacity=70) and at_length(layers, 100).layers == {0: Full()}
     assert repr(kvjax.share(1 / 8)) == "share(0.125)" and "budget=share(0.125)" in repr(made)
     assert kvjax.memory_needed(made, MODEL, batch=1, prompt_slots=1024, max_new_tokens=8) == kvjax.memory_needed(

@@ -16,6 +16,7 @@ from experiments.evaluation.settings import choices_of
 from kvjax.methods import Full, ParisKV, PQCache, Quest, SentenceKV, SnapKV, StreamingLLM, TokenSelect
 from kvjax.protocol.describe import describe
 from kvjax.protocol.fields import at_length
+from kvjax.wrappers import LayerBudgets, Pattern, PerLayer, Prefill, Twilight
 from tests.outside_method import Newest
 from tests.tiny_models import SHIPPED, write_model
 
@@ -71,16 +72,16 @@ def test_what_cannot_be_evaluated_is_named(model):
         (Quest(budget=64, capacity=128), {"quest": {"budget": 64, "capacity": 128}}),
         (SnapKV(budget=kvjax.share(1 / 8)), {"snapkv": {"budget": "0.125"}}),
         (StreamingLLM(budget=np.int32(64), capacity=64), {"streamingllm": {"budget": 64}}),
-        (kvjax.Twilight(method=Quest(budget=32), mass=0.5), {"twilight": {"method": {"quest": {"budget": 32}}, "mass": 0.5}}),
+        (Twilight(method=Quest(budget=32), mass=0.5), {"twilight": {"method": {"quest": {"budget": 32}}, "mass": 0.5}}),
         (
-            kvjax.Prefill(method=Full(), pattern=kvjax.Pattern("xattention", share=0.8)),
+            Prefill(method=Full(), pattern=Pattern("xattention", share=0.8)),
             {"prefill": {"method": {"full": {}}, "pattern": {"kind": "xattention", "share": 0.8}}},
         ),
         (
-            kvjax.PerLayer(layers={0: Full()}, default=Quest(budget=32)),
+            PerLayer(layers={0: Full()}, default=Quest(budget=32)),
             {"perlayer": {"layers": {0: {"full": {}}}, "default": {"quest": {"budget": 32}}}},
         ),
-        (kvjax.LayerBudgets(method=Quest(budget=32), shares=(1.5, 0.5)), None),
+        (LayerBudgets(method=Quest(budget=32), shares=(1.5, 0.5)), None),
         (Newest(budget=3), {"newest": {"budget": 3}}),
     ],
 )

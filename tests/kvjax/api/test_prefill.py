@@ -12,6 +12,7 @@ import kvjax
 from kvjax import registry
 from kvjax.accounting import memory
 from kvjax.decoding.layers import shares_prefill
+from kvjax.wrappers import PerLayer
 from models import DynamicScaling
 from tests.harness import NAMES, TINY, TRACES, example, padded, prompts, read, tiny_params
 
@@ -74,7 +75,7 @@ def test_shared_storage_exists_once_and_a_fork_protects_it(chunk_size):
 def test_methods_that_do_not_read_densely_read_alone():
     alone = {name for name in registry.builtin() if not example(name).dense_prompt}
     assert alone == {"infllm", "keydiff", "ntk", "pi", "selfextend", "streamingllm", "tokenselect"}
-    wrapped = kvjax.PerLayer(layers={0: example("streamingllm")}, default=kvjax.methods.Full())
+    wrapped = PerLayer(layers={0: example("streamingllm")}, default=kvjax.methods.Full())
     for other in (example("keydiff"), wrapped):
         with pytest.raises(ValueError, match="must attend to the prompt densely, got .*: prefill each alone"):
             read_each(["full", other])

@@ -16,7 +16,7 @@ from kvjax.accounting.memory import memory_needed, placed_bytes
 from kvjax.attention.over_cache import masked_attention
 from kvjax.cache.quantised import KV_DTYPES
 from kvjax.decoding.layers import is_offloaded
-from kvjax.protocol.typing import pytree
+from kvjax.wrappers import DenseBelow, LayerBudgets, Periodic, PerLayer, Prefill, Stages, Twilight
 from tests.harness import NAMES, TINY, TRACES, WRAPPERS, example, group, prompts, read, repeated, tiny_params
 from tests.kvjax.cases import N, ask, base, ended, go_on, model
 
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 ROOM = 25  # of no other file: a program traced there would sync less often than `sync_often` says
 KNOBS = {"mosaickv": {"strategy": "dynamic", "buffer": 16, "segment": 32, "lifetime": 4.0}}
-OFFLOADED = {name: KNOBS.get(name, {}) for name in NAMES if example(name).offloadable}
+OFFLOADED = {name: KNOBS.get(name, {}) for name in NAMES if example(name).offloaded(True) is not None}
 VALUES_ONLY = ("magicpig", "retrievalattention", "tokenselect")  # written out: their keys are to stay on the device
-QUANTISABLE = [name for name in OFFLOADED if example(name).quantisable]
+QUANTISABLE = [name for name in OFFLOADED if "codes" not in example(name).lacks]
 CODES = {("quest", "int8"): pytest.mark.slow}  # the others thoroughly; the storage itself: test_quantised.py
 # A choice for speed.
 ALWAYS = ("quest",)  # ParisKV and SentenceKV offload as Quest does; the others have tests of their own below
@@ -141,9 +141,9 @@ def test_a_share_is_the_nearest_number_of_last_layers():
     made = offloaded_layers(quest, 4)
     assert made == [False, False, True, True]
     paris = example("pariskv", offload=0.34)
-    wrapped = kvjax.PerLayer(
-        layers={-1: kvjax.DenseBelow(length=9, method=paris)},
-        default=kvjax.Stages(evict=kvjax.methods.SnapKV(budget=9, obs_window=5), retrieve=paris),
+    wrapped = PerLayer(
+        layers={-1: DenseBelow(length=9, method=paris)},
+        default=Stages(evict=kvjax.methods.SnapKV(budget=9, obs_window=5), retrieve=paris),
     )
     assert offloaded_layers(wrapped, 6) == [False] * 4 + [True] * 2
     assert not any(offloaded_layers(example("pariskv", offload=0.01), 6))
@@ -166,7 +166,7 @@ def test_the_least_share_that_fits(monkeypatch):
     assert share(total(0)) == 0 and share(total(1)) == 1
     with pytest.raises(MemoryError, match=r"ParisKV with offload=True needs .* and 0.00 MiB for activations, got 0.\d\d MiB"):
         share(total(1) - 1)
-    for wrong in ("full", kvjax.Periodic(evict=example("snapkv")), kvjax.PerLayer(layers={}, default=example("snapkv"))):
+    for wrong in ("full", Periodic(evict=example("snapkv")), PerLayer(layers={}, default=example("snapkv"))):
         with pytest.raises(ValueError, match=r"a field offload, or a wrapper around one, got (Full|P\w+); .*: .*, ParisKV"):
             share(1 << 40, wrong)
     monkeypatch.setattr(memory, "free_bytes", lambda mesh: total(3 / 6) + 100)
@@ -182,11 +182,11 @@ def test_a_wrapper_has_the_least_share_of_its_method():
     model, paris = dataclasses.replace(TINY, num_layers=4), example("pariskv")
 
     def wrapped(method):
-        yield kvjax.Twilight(method=method)
-        yield kvjax.Prefill(method=kvjax.DenseBelow(method=method, length=9))
-        yield kvjax.Stages(evict=example("snapkv", budget=1000, capacity=1000), retrieve=method)
-        yield kvjax.PerLayer(layers={0: kvjax.methods.Full()}, default=method)
-        yield kvjax.LayerBudgets(method=method, shares=(1.0,) * 4)
+        yield Twilight(method=method)
+        yield Prefill(method=DenseBelow(method=method, length=9))
+        yield Stages(evict=example("snapkv", budget=1000, capacity=1000), retrieve=method)
+        yield PerLayer(layers={0: kvjax.methods.Full()}, default=method)
+        yield LayerBudgets(method=method, shares=(1.0,) * 4)
 
     for made, half in zip(wrapped(paris), wrapped(dataclasses.replace(paris, offload=2 / 4)), strict=True):
         needed = memory_needed(half, model, **sizes)
@@ -234,7 +234,7 @@ def test_page_vectors_of_another_reading_come_from_offloaded_keys(kind):
 def test_memory_of_layers_that_differ():
     """Also where the prompt is read at once, whichever layer has most on the device."""
     mosaic = example("mosaickv", offload=True, **OFFLOADED["mosaickv"])
-    mixed = kvjax.PerLayer(layers={0: kvjax.methods.Full()}, default=mosaic)
+    mixed = PerLayer(layers={0: kvjax.methods.Full()}, default=mosaic)
     sizes = {"batch": 2, "prompt_slots": 128, "max_new_tokens": 8}
     whole, pieces = (memory_needed(mixed, TINY, **sizes, chunk_size=chunk) for chunk in (8192, 16))
     assert whole.host == pieces.host > 0
@@ -244,14 +244,7 @@ def test_memory_of_layers_that_differ():
 
 def test_offload_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="Stages: offload belongs to retrieve, .* got evict with offload=0.5"):
-        kvjax.Stages(evict=example("sentencekv", offload=0.5), retrieve=example("quest"))
-
-    @pytree
-    class Joins(kvjax.methods.Quest):
-        offloadable = False
-
-    with pytest.raises(ValueError, match="Joins: offload must be False, got True; .* reads keys with `keys_at`"):
-        read(Joins(budget=8, page_size=4, num_dense_layers=0, offload=True))
+        Stages(evict=example("sentencekv", offload=0.5), retrieve=example("quest"))
 
 
 @pytest.mark.xdist_group("quest")
@@ -315,9 +308,9 @@ def test_wrappers_offload_scans_too(name):
     def wrapped(inner):
         evict = kvjax.methods.SnapKV(budget=20, obs_window=5)
         return [
-            kvjax.Stages(evict=evict, retrieve=inner),
-            kvjax.DenseBelow(length=20, method=inner),
-            kvjax.Twilight(method=inner, mass=0.7),
+            Stages(evict=evict, retrieve=inner),
+            DenseBelow(length=20, method=inner),
+            Twilight(method=inner, mass=0.7),
         ]
 
     for away, resident in zip(wrapped(example(name, offload=True)), wrapped(example(name)), strict=True):
@@ -330,8 +323,8 @@ def test_wrappers_offload_scans_too(name):
 
 def test_layers_of_one_model_may_differ():
     """A layer whose method does not offload stays on the device."""
-    method = kvjax.PerLayer(layers={0: kvjax.methods.Full()}, default=example("pariskv", offload=True))
-    assert method.offload and not kvjax.PerLayer(layers={}, default=kvjax.methods.Full()).offload
+    method = PerLayer(layers={0: kvjax.methods.Full()}, default=example("pariskv", offload=True))
+    assert method.offload and not PerLayer(layers={}, default=kvjax.methods.Full()).offload
     assert memory_kinds(chunked(method))["pinned_host"] == 1
 
 

@@ -17,6 +17,7 @@ from kvjax.cache.offload import Near, empty_storage, offload
 from kvjax.cache.quantised import KV_DTYPES, QuantisedCache, empty_resident, has_groups, row_bytes
 from kvjax.decoding.layers import layer_methods
 from kvjax.testing.subject import STEPS
+from kvjax.wrappers import Prefill, Stages
 from pallas_kernels.formats.quantised import dequantise, quantise
 from pallas_kernels.host import copied_slots
 from pallas_kernels.machine import assume_machine
@@ -42,7 +43,7 @@ from tests.kvjax.cases import ask, go_on
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LENGTHS = np.array([40, 23, 9], np.int32)
 OWN = ("mosaickv", "shadowkv", "think")  # with a storage of their own; written out, because a test asks all methods
-LAYERS = [*ONE_LAYER, *(group(name) for name in WRAPPERS if WRAPPERS[name].quantisable and not WRAPPERS[name].drafts)]
+LAYERS = [*ONE_LAYER, *(group(name) for name, x in WRAPPERS.items() if "codes" not in x.lacks and not x.drafts)]
 SIZES = {"batch": 2, "prompt_slots": 4096, "max_new_tokens": 64}
 
 
@@ -225,7 +226,7 @@ def test_the_memory_that_is_said_is_the_size_of_the_arrays(dim, kind):
 def test_a_class_and_its_layers_agree_on_quantising(name):
     """What the class says is what its layers say; the message about another method's refusal asks the classes."""
     layers = layer_methods(example(name), TINY)
-    assert all(layer.quantisable for layer in layers) == bool(example(name).quantisable) == (name not in OWN)
+    assert {"codes" in layer.lacks for layer in (*layers, example(name))} == {name in OWN}
 
 
 def test_unknown_dtypes_and_own_storages_are_refused():
@@ -235,7 +236,7 @@ def test_unknown_dtypes_and_own_storages_are_refused():
         called = registry.builtin()[name].__name__
         with pytest.raises(ValueError, match=f"{called} has a storage of its own and cannot run with kv_dtype='int8'"):
             kvjax.memory_needed(example(name), TINY, **SIZES, kv_dtype="int8")
-    for wrap in (lambda x: kvjax.Prefill(method=x), lambda x: kvjax.Stages(evict=example("snapkv"), retrieve=x)):
+    for wrap in (lambda x: Prefill(method=x), lambda x: Stages(evict=example("snapkv"), retrieve=x)):
         said = "ThinK has .*; take kv_dtype=None, or a method other than MosaicKV, ShadowKV, ThinK: all others take it"
         with pytest.raises(ValueError, match=said):
             kvjax.memory_needed(wrap(example("think")), TINY, **SIZES, kv_dtype="int8")

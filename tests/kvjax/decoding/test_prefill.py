@@ -14,6 +14,7 @@ import kvjax
 from kvjax.decoding.layers import layer_methods
 from kvjax.decoding.prefill import Order, reading_order
 from kvjax.testing.model import TinyModel
+from kvjax.wrappers import Pattern, PerLayer, Prefill
 from tests.harness import NAMES, SMALL_PATTERNS, WRAPPERS, example
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -112,13 +113,13 @@ def test_the_order_changes_nothing_under_wrappers(name):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "pattern", [kvjax.Pattern("xattention", share=0.6), kvjax.Pattern("flexprefill", share=0.6, min_budget=2)]
+    "pattern", [Pattern("xattention", share=0.6), Pattern("flexprefill", share=0.6, min_budget=2)]
 )
 def test_patterns_that_follow_the_text_are_chosen_for_each_row_alone(pattern):
     """One layer keeps its prompt and another evicts, so rows are taken out of the storage of all."""
     given = SMALL_PATTERNS | {"pattern": pattern}
-    layers = {0: kvjax.Prefill(method=example("snapkv"), **given)}
-    method = kvjax.PerLayer(layers=layers, default=kvjax.Prefill(method=kvjax.methods.Full(), **given))
+    layers = {0: Prefill(method=example("snapkv"), **given)}
+    method = PerLayer(layers=layers, default=Prefill(method=kvjax.methods.Full(), **given))
     assert check_equal(method, 3, OTHERS) == [(1, 16)] * sum(-(-n // 16) for n in OTHERS)
 
 
@@ -131,7 +132,7 @@ def test_passes_hold_at_most_chunk_size_tokens_in_equal_groups():
     assert order(full, 1, 32768, 1024) == order(snapkv, 1, 32768, 1024) == together
     assert order(full, 16, 32768, 1024) == dataclasses.replace(together, groups=16, apart=False)
     assert order(snapkv, 16, 32768, 1024) == dataclasses.replace(together, groups=16)
-    mixed = kvjax.PerLayer(layers={0: full}, default=snapkv)
+    mixed = PerLayer(layers={0: full}, default=snapkv)
     assert not order(mixed, 16, 32768, 1024).apart
     # As many rows in a pass as have at most `chunk_size` tokens, and groups of equal size.
     assert order(full, 13, 512, 4096) == Order(chunk=512, chunks=1, rows=7, groups=2, apart=True)

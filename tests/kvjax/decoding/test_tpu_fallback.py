@@ -12,6 +12,7 @@ import kvjax
 from kvjax.decoding.decode import run_step
 from kvjax.decoding.prefill import run_prefill
 from kvjax.methods import Chess, FreeKV, Full, Quest
+from kvjax.wrappers import Stages
 from models import ModelConfig, param_shapes
 from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.machine import assume_machine
@@ -26,7 +27,7 @@ METHODS = {
     "chess": Chess(trigger="fixed"),
     "freekv": FreeKV(budget=64),
     # 428 slots are kept, which no kernel takes.
-    "stages": kvjax.Stages(evict=kvjax.methods.SnapKV(budget=300, capacity=300), retrieve=Quest(budget=64)),
+    "stages": Stages(evict=kvjax.methods.SnapKV(budget=300, capacity=300), retrieve=Quest(budget=64)),
 }
 
 

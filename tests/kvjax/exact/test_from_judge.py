@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.exact import FromJudge
 from kvjax.protocol.method import Inputs, LayerSpec
 from kvjax.protocol.typing import EMPTY
 from tests.harness import drive, frequencies, random_tokens, small
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 HEADS, GROUP, DIM, PROMPT, STEPS = 2, 2, 8, 30, 4
 LENGTHS = np.array([30, 7], np.int32)
-DRAFT = small(kvjax.FromJudge, budget=12, num_recent=4, obs_window=5)
+DRAFT = small(FromJudge, budget=12, num_recent=4, obs_window=5)
 ROWS = random_tokens(0, len(LENGTHS), HEADS, GROUP, PROMPT + STEPS, DIM)
 
 

@@ -15,12 +15,14 @@ import kvjax
 from kvjax import registry
 from kvjax.api import programs
 from kvjax.decoding.sampling import Sampler
+from kvjax.exact import FromJudge
 from kvjax.exact.progress import keys_of_draws
 from kvjax.exact.verified import no_passes, noted
 from kvjax.methods import H2O, NTK, DuoAttention, Full, HeadKV, Quest, SelfExtend, SnapKV, TokenSelect
 from kvjax.protocol.families import AppendOnly
 from kvjax.protocol.typing import pytree
 from kvjax.testing.model import TinyModel
+from kvjax.wrappers import PerLayer, Prefill
 from pallas_kernels.host import on_host
 from tests.harness import NAMES, any_example, example, padded, prompts, small
 
@@ -31,7 +33,7 @@ KINDS = registry.builtin()
 DRAFTS = [
     name
     for name in NAMES
-    if example(name).dense_prompt or KINDS[name].appends or (KINDS[name].evicts and not KINDS[name].slotted)
+    if example(name).dense_prompt or not KINDS[name].slotted and (KINDS[name].evicts or not KINDS[name].moves_slots)
 ]
 IN_DEFAULT = ("quest",)  # a choice for speed; the test of sampling has a draft with storage of its own
 IN_SLOW = ("chess", "streamingllm", "duoattention")  # one list for a model, another prompt, heads that differ
@@ -285,7 +287,7 @@ def test_wrappers_can_draft(name):
 @pytest.mark.slow
 def test_the_judge_chooses_the_drafts_tokens():
     """The list is renewed in each pass, and gives better drafts than the prompt's own list."""
-    draft = small(kvjax.FromJudge, budget=14, num_recent=8, obs_window=5)
+    draft = small(FromJudge, budget=14, num_recent=8, obs_window=5)
     out = go_on(read(verified(draft)))
     np.testing.assert_array_equal(out.tokens, full().tokens)
     before, after = (x.layers[0].aux for x in (read(verified(draft)), out.cache))
@@ -341,9 +343,9 @@ def test_no_pass_copies_the_cache(draft):
         (lambda: verified(SelfExtend()), "prefill densely.*SelfExtend has a prefill or positions of its own"),
         (lambda: verified(NTK(factor=2.0)), "prefill densely.*NTK"),
         (lambda: verified(NTK(factor=1.0)), "prefill densely.*NTK"),  # traced, the factor could be any
-        (lambda: verified(kvjax.Prefill(method=Full())), "prefill densely.*Prefill"),
+        (lambda: verified(Prefill(method=Full())), "prefill densely.*Prefill"),
         (lambda: verified("snapkv"), "must be a kvjax method, got the name 'snapkv'"),
-        (lambda: kvjax.PerLayer(layers={0: Full()}, default=verified(Full())), "cannot run in some only"),
+        (lambda: PerLayer(layers={0: Full()}, default=verified(Full())), "cannot run in some only"),
         (lambda: read(verified(Full(), depth=8), max_new_tokens=8), "expected max_new_tokens of at least 9, got 8"),
         (lambda: read(verified(example("retroinfer", buffer=16, cluster_size=4), depth=16)), "depth must be below 16"),
     ],

@@ -17,6 +17,7 @@ from kvjax.decoding.layers import guessing_layers, layer_methods
 from kvjax.decoding.prefill import run_prefill
 from kvjax.methods import Full, InfiniGen, Quest, SnapKV
 from kvjax.testing.model import TinyModel
+from kvjax.wrappers import DenseBelow, PerLayer, Stages, Twilight
 from models import YarnScaling
 from tests import tape
 from tests.harness import example, random_tokens, small
@@ -86,7 +87,7 @@ def asked(model, method):
 
 def test_only_steps_of_layers_that_search_ask_for_a_guess():
     search = small(InfiniGen, num_dense_layers=0)
-    some = kvjax.PerLayer(layers={0: search, 2: search}, default=Full())
+    some = PerLayer(layers={0: search, 2: search}, default=Full())
     model, methods = TinyModel(num_layers=4), (InfiniGen(), search, some, Full())
     assert [guessing_layers(layer_methods(method, model)) for method in methods] == [(2, 3), (1, 2, 3), (2,), ()]
     assert asked(Spy(num_layers=2), search) == [(), (1,), ()]
@@ -95,9 +96,9 @@ def test_only_steps_of_layers_that_search_ask_for_a_guess():
 
 def test_wrappers_ask_for_what_they_wrap():
     for made in (
-        kvjax.Stages(evict=SnapKV(), retrieve=InfiniGen()),
-        kvjax.DenseBelow(length=9, method=InfiniGen()),
-        kvjax.Twilight(method=InfiniGen()),
+        Stages(evict=SnapKV(), retrieve=InfiniGen()),
+        DenseBelow(length=9, method=InfiniGen()),
+        Twilight(method=InfiniGen()),
     ):
         assert made.for_layer(2, 3).needs_guess
         assert not made.for_layer(1, 3).needs_guess, "layer 1 is dense"

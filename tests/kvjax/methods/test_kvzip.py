@@ -18,6 +18,7 @@ from kvjax.protocol.typing import pytree
 from kvjax.rope import rotate
 from kvjax.testing.layer import random_tokens, stored
 from kvjax.testing.model import TinyModel
+from kvjax.wrappers import Periodic, PerLayer, Stages
 from models import ModelConfig
 from tests import tape
 from tests.harness import example, repeated, small
@@ -172,7 +173,7 @@ def test_all_layers_are_whole_until_the_second_reading_ends():
 def test_stages_with_every_page_is_the_eviction_alone():
     player, params = recording()
     alone = small(KVzip, **oracle.KNOBS)
-    pages = kvjax.Stages(evict=alone, retrieve=Quest(budget=96, page_size=4, num_dense_layers=0))
+    pages = Stages(evict=alone, retrieve=Quest(budget=96, page_size=4, num_dense_layers=0))
     one, other = (tape.read(player, params, oracle.LENGTHS, method, STEPS) for method in (alone, pages))
     for x, y in zip(one.layers, other.layers, strict=True):
         np.testing.assert_array_equal(x.cache.position, y.cache.position)
@@ -216,15 +217,15 @@ def test_what_it_cannot_do_is_refused():
     with pytest.raises(ValueError, match=r"KVzip: ask must be a tuple of whole numbers, each of at least 0, got \(-1,\)"):
         KVzip(ask=(-1,))
     with pytest.raises(ValueError, match="PerLayer: KVzip chooses for all layers at once and cannot run in some only"):
-        kvjax.PerLayer(layers={}, default=kvjax.Stages(evict=KVzip(), retrieve=Quest()).evict)
+        PerLayer(layers={}, default=Stages(evict=KVzip(), retrieve=Quest()).evict)
     with pytest.raises(ValueError, match="PerLayer: Stages chooses for all layers at once and cannot run in some only"):
-        kvjax.PerLayer(layers={0: H2O()}, default=kvjax.Stages(evict=KVzip(), retrieve=Quest()))
+        PerLayer(layers={0: H2O()}, default=Stages(evict=KVzip(), retrieve=Quest()))
     with pytest.raises(ValueError, match="Periodic: KVzip cannot be applied again to what it has kept"):
-        kvjax.Periodic(evict=KVzip(), interval=8)
+        Periodic(evict=KVzip(), interval=8)
     with pytest.raises(ValueError, match="KVzip cannot run over the mesh's axis 'slots', which divides the slots"):
         check_divisible(KVzip())
     with pytest.raises(ValueError, match="Stages: retrieve must choose in each layer alone, Across chooses for all"):
-        kvjax.Stages(evict=SnapKV(), retrieve=Across())
+        Stages(evict=SnapKV(), retrieve=Across())
     tiny = TinyModel(vocab_size=61, max_position_embeddings=160)
     with pytest.raises(ValueError, match="KVzip: ask, ask_later and answer must be below vocab_size=61, got 61"):
         kvjax.decoding.checks.check_sizes(KVzip(ask=(5, 61)), tiny)

@@ -16,6 +16,7 @@ from kvjax.methods import H2O, Full, KVzip, Quest, SnapKV, StreamingLLM
 from kvjax.protocol.method import Method, declarations
 from kvjax.protocol.slots import SlotMethod
 from kvjax.protocol.typing import pytree
+from kvjax.wrappers import DenseBelow, PerLayer, Prefill, Stages, Twilight
 from kvjax.wrappers.compose import Answer, answers, passes
 from tests.harness import WRAPPERS, example, read, small, stored, tiny_params
 from tests.kvjax.cases import ONE, N, go_on
@@ -37,27 +38,27 @@ def shapes(run):
 
 
 def test_per_layer_picks_by_index_and_from_the_end():
-    method = kvjax.PerLayer(layers={0: SNAP, -1: H2O(budget=12)}, default=Full())
+    method = PerLayer(layers={0: SNAP, -1: H2O(budget=12)}, default=Full())
     assert (
         method.for_layer(0, 3) == SNAP and method.for_layer(1, 3) == Full() and method.for_layer(2, 3) == H2O(budget=12)
     )
 
 
 def test_per_layer_storage_differs_by_layer():
-    cache = shapes(lambda: read(kvjax.PerLayer(layers={0: small(StreamingLLM, budget=12, chunk=8)}, default=SNAP)))
+    cache = shapes(lambda: read(PerLayer(layers={0: small(StreamingLLM, budget=12, chunk=8)}, default=SNAP)))
     assert [stored(layer).num_slots for layer in cache.layers] == [12 + 8, 20 + 24]
 
 
 @pytest.mark.thorough
 def test_per_layer_of_one_method_is_that_method():
-    np.testing.assert_array_equal(tokens(kvjax.PerLayer(layers={0: SNAP}, default=SNAP)), tokens(SNAP))
+    np.testing.assert_array_equal(tokens(PerLayer(layers={0: SNAP}, default=SNAP)), tokens(SNAP))
 
 
 def test_per_layer_reaches_into_wrappers():
     """A wrapper's inner layers are resolved by the real layer index."""
-    dense_first = kvjax.PerLayer(layers={}, default=Quest(budget=8, page_size=4, num_dense_layers=1))
+    dense_first = PerLayer(layers={}, default=Quest(budget=8, page_size=4, num_dense_layers=1))
     assert dense_first.for_layer(0, 2) == Full() and dense_first.for_layer(1, 2).page_size == 4
-    stages = kvjax.Stages(evict=SNAP, retrieve=Quest(budget=8, page_size=4, num_dense_layers=1))
+    stages = Stages(evict=SNAP, retrieve=Quest(budget=8, page_size=4, num_dense_layers=1))
     assert stages.for_layer(0, 2).retrieve == Full() and stages.for_layer(1, 2).retrieve.page_size == 4
 
 
@@ -68,27 +69,27 @@ def test_quest_dense_layers_are_full():
 
 @pytest.mark.thorough
 def test_dense_below_everything_is_full_and_below_one_is_the_method():
-    np.testing.assert_array_equal(tokens(kvjax.DenseBelow(length=1000, method=QUEST)), tokens(Full()))
-    np.testing.assert_array_equal(tokens(kvjax.DenseBelow(length=1, method=QUEST)), tokens(QUEST))
+    np.testing.assert_array_equal(tokens(DenseBelow(length=1000, method=QUEST)), tokens(Full()))
+    np.testing.assert_array_equal(tokens(DenseBelow(length=1, method=QUEST)), tokens(QUEST))
 
 
 def test_stages_hold_the_compressed_cache_only():
-    full, both = (read(method, config=ONE) for method in (QUEST, kvjax.Stages(evict=SNAP, retrieve=QUEST)))
+    full, both = (read(method, config=ONE) for method in (QUEST, Stages(evict=SNAP, retrieve=QUEST)))
     assert stored(both.layers[0]).num_slots == 20 + 24 < stored(full.layers[0]).num_slots
     assert int(stored(both.layers[0]).valid.sum(axis=2).max()) <= 20
 
 
 @pytest.mark.slow
 def test_three_stages_and_a_wrapper_in_a_wrapper():
-    inner = kvjax.DenseBelow(length=10, method=QUEST)
-    method = kvjax.PerLayer(layers={0: Full()}, default=kvjax.Stages(evict=SNAP, retrieve=inner))
+    inner = DenseBelow(length=10, method=QUEST)
+    method = PerLayer(layers={0: Full()}, default=Stages(evict=SNAP, retrieve=inner))
     got = shapes(lambda: go_on(read(method)).tokens)
     assert got.shape == (3, N)
 
 
 def test_wrappers_are_pytrees_of_their_inner_numbers():
     """Nested hyper-parameters are leaves that a sweep can stack."""
-    stages = kvjax.Stages(evict=SNAP, retrieve=QUEST)
+    stages = Stages(evict=SNAP, retrieve=QUEST)
     assert sorted(jax.tree.leaves(stages)) == [8, 20]
     doubled = jax.tree.map(lambda x: x // 2, stages)
     assert doubled.evict.budget == 10 and doubled.retrieve.budget == 4 and doubled.evict.capacity == 20
@@ -97,11 +98,11 @@ def test_wrappers_are_pytrees_of_their_inner_numbers():
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: kvjax.Stages(evict=H2O(budget=12), retrieve=QUEST),
-        lambda: kvjax.Stages(evict=SNAP, retrieve=SNAP),
-        lambda: kvjax.Stages(evict=StreamingLLM(budget=12), retrieve=QUEST),
-        lambda: kvjax.DenseBelow(length=8, method=SNAP),
-        lambda: kvjax.DenseBelow(length=8, method=StreamingLLM(budget=12)),
+        lambda: Stages(evict=H2O(budget=12), retrieve=QUEST),
+        lambda: Stages(evict=SNAP, retrieve=SNAP),
+        lambda: Stages(evict=StreamingLLM(budget=12), retrieve=QUEST),
+        lambda: DenseBelow(length=8, method=SNAP),
+        lambda: DenseBelow(length=8, method=StreamingLLM(budget=12)),
     ],
 )
 def test_impossible_pairs_are_refused_at_construction(build):
@@ -184,32 +185,32 @@ def test_a_new_declaration_reaches_every_wrapper(monkeypatch):
         init_shared = passes("method", Method.init_shared)
         observe = passes("method", Method.observe)
 
-    assert heard(Told, "is_new") == ["method"] and "is_new" in declarations(kvjax.Twilight)
+    assert heard(Told, "is_new") == ["method"] and "is_new" in declarations(Twilight)
     check_answers(Told)
     with pytest.raises(AssertionError, match="Twilight leaves is_new to its base class"):
-        check_answers(kvjax.Twilight)
+        check_answers(Twilight)
 
 
 def test_stages_answers_by_the_method_that_does_it():
-    assert heard(kvjax.Stages, "selects") == heard(kvjax.Stages, "offload") == ["retrieve"]
-    assert heard(kvjax.Stages, "observes_steps") == heard(kvjax.Stages, "evicts") == ["evict", "retrieve"]
+    assert heard(Stages, "selects") == heard(Stages, "offload") == ["retrieve"]
+    assert heard(Stages, "observes") == heard(Stages, "evicts") == ["evict", "retrieve"]
 
 
 def test_what_a_wrapper_states_stays():
     """Class attributes, properties and fields are not replaced; `help` says where a declaration is explained."""
-    assert kvjax.Twilight(method=QUEST).obs_window == 1 > QUEST.obs_window
-    assert kvjax.DenseBelow(length=9, method=QUEST).thin_block is None and QUEST.thin_block == 4
-    assert "`kvjax.protocol.method.Method.evicts`" in inspect.getdoc(kvjax.Twilight.evicts)
-    assert inspect.getdoc(kvjax.Prefill.compress) == inspect.getdoc(SlotMethod.compress)
+    assert Twilight(method=QUEST).obs_window == 1 > QUEST.obs_window
+    assert DenseBelow(length=9, method=QUEST).thin_block is None and QUEST.thin_block == 4
+    assert "`kvjax.protocol.method.Method.evicts`" in inspect.getdoc(Twilight.evicts)
+    assert inspect.getdoc(Prefill.compress) == inspect.getdoc(SlotMethod.compress)
 
 
 def test_twilight_reads_again_with_what_it_wraps():
     """`KVzip` inside of it decides for all layers after a second reading."""
-    stages = kvjax.Stages(evict=KVzip(budget=20), retrieve=QUEST)
-    method = kvjax.Twilight(method=stages)
+    stages = Stages(evict=KVzip(budget=20), retrieve=QUEST)
+    method = Twilight(method=stages)
     assert method.reread_tokens(99) == stages.reread_tokens(99) > 0 and method.spans_layers
     with pytest.raises(ValueError, match="chooses for all layers at once"):
-        kvjax.PerLayer(layers={0: method}, default=Full())
+        PerLayer(layers={0: method}, default=Full())
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from kvjax.decoding.prefill import run_prefill
 from kvjax.methods import H2O, Chess, DuoAttention, Full, HeadKV, KeyDiff, Knorm, Quest, SnapKV, StreamingLLM
 from kvjax.testing.layer import stored
 from kvjax.testing.model import TinyModel
+from kvjax.wrappers import LayerBudgets, Periodic, PerLayer, Stages, layer_shares
 from tests.oracles.duoattention import streaming
 from tests.oracles.headkv import budget_of
 
@@ -63,7 +64,7 @@ def test_equal_scores_are_snapkv():
 
 
 def test_periodic_layers_have_the_budgets_of_heads():
-    method = kvjax.Periodic(evict=HeadKV(budget=64, scores=SCORES), budget=48, interval=8)
+    method = Periodic(evict=HeadKV(budget=64, scores=SCORES), budget=48, interval=8)
     for layer in range(2):
         made = method.for_layer(layer, 2)
         np.testing.assert_array_equal(made.evict.budget, budgets(HeadKV(budget=64, scores=SCORES))[layer])
@@ -83,7 +84,7 @@ def test_periodic_layers_have_the_budgets_of_heads():
 )
 def test_scores_of_another_model_are_refused(scores, message):
     method = HeadKV(scores=scores)
-    for wrapped in (method, kvjax.PerLayer(layers={}, default=method), kvjax.Periodic(evict=method)):
+    for wrapped in (method, PerLayer(layers={}, default=method), Periodic(evict=method)):
         calls = (
             lambda wrapped=wrapped: kvjax.prefill({}, [[1, 2]], config=CONFIG, method=wrapped, max_new_tokens=2),
             lambda wrapped=wrapped: kvjax.memory_needed(wrapped, CONFIG, batch=1, prompt_slots=8, max_new_tokens=2),
@@ -191,10 +192,10 @@ def test_shares_belong_to_the_best_groups():
 
         best = np.array(min(itertools.product(range(3), repeat=size), key=spread))
         similar = best == max(range(3), key=lambda group: values[best == group].mean())
-        found = kvjax.layer_shares(values, 0.25)
+        found = layer_shares(values, 0.25)
         np.testing.assert_array_equal(np.array(found) == 0.25, similar)
         assert np.mean(found) == pytest.approx(1) and len(set(found)) == 2
-    assert kvjax.layer_shares([0.2, 0.9, 0.91, 0.5], 1.0) == (1.0,) * 4
+    assert layer_shares([0.2, 0.9, 0.91, 0.5], 1.0) == (1.0,) * 4
 
 
 @pytest.mark.parametrize(
@@ -207,7 +208,7 @@ def test_shares_belong_to_the_best_groups():
 )
 def test_shares_that_cannot_be_made(given, message):
     with pytest.raises(ValueError, match=message):
-        kvjax.layer_shares(*given)
+        layer_shares(*given)
 
 
 SHARED = [
@@ -218,27 +219,27 @@ SHARED = [
 
 @pytest.mark.parametrize("method", SHARED, ids=lambda x: type(x).__name__)
 def test_layers_have_their_shares(method):
-    made = kvjax.LayerBudgets(method=method, shares=(0.5, 1.0, 1.5))
+    made = LayerBudgets(method=method, shares=(0.5, 1.0, 1.5))
     found = [made.for_layer(layer, 3) for layer in range(3)]
     assert [x.budget for x in found] == [x.capacity for x in found] == [32, 64, 96]
     assert found[1] == method.for_layer(1, 3)
 
 
 def test_every_budget_in_a_method_is_multiplied():
-    evict = kvjax.Periodic(evict=SnapKV(budget=64), budget=48, interval=8)
-    made = kvjax.LayerBudgets(method=evict, shares=(2.0, 1.0)).for_layer(0, 2)
+    evict = Periodic(evict=SnapKV(budget=64), budget=48, interval=8)
+    made = LayerBudgets(method=evict, shares=(2.0, 1.0)).for_layer(0, 2)
     assert (made.evict.budget, made.budget, made.capacity, made.interval) == (128, 96, 96, 8)
-    mixed = kvjax.PerLayer(layers={0: Full()}, default=Knorm(budget=10))
-    made = kvjax.LayerBudgets(method=mixed, shares=(1.0, 0.5))
+    mixed = PerLayer(layers={0: Full()}, default=Knorm(budget=10))
+    made = LayerBudgets(method=mixed, shares=(1.0, 0.5))
     assert made.for_layer(0, 2) == Full() and made.for_layer(1, 2).budget == 5
-    stages = kvjax.Stages(evict=SnapKV(budget=64), retrieve=Quest(budget=32, num_dense_layers=0))
-    made = kvjax.LayerBudgets(method=stages, shares=(0.5, 1.5)).for_layer(1, 2)
+    stages = Stages(evict=SnapKV(budget=64), retrieve=Quest(budget=32, num_dense_layers=0))
+    made = LayerBudgets(method=stages, shares=(0.5, 1.5)).for_layer(1, 2)
     assert (made.evict.budget, made.retrieve.budget) == (96, 48)
 
 
 def test_a_traced_budget_is_shared():
     def sizes(budget):
-        made = kvjax.LayerBudgets(method=SnapKV(budget=budget, capacity=1000), shares=(0.35, 1.65))
+        made = LayerBudgets(method=SnapKV(budget=budget, capacity=1000), shares=(0.35, 1.65))
         return jnp.stack([made.for_layer(layer, 2).budget for layer in range(2)])
 
     given = np.array([100, 333, 1000])
@@ -260,5 +261,5 @@ def test_a_traced_budget_is_shared():
 )
 def test_wrong_layer_budgets_are_refused(make, message):
     with pytest.raises(ValueError, match=message) as error:
-        kvjax.LayerBudgets(**{"method": SnapKV(), "shares": (1.0, 1.0), **make}).for_layer(0, 2)
+        LayerBudgets(**{"method": SnapKV(), "shares": (1.0, 1.0), **make}).for_layer(0, 2)
     assert "\n" not in str(error.value)

@@ -32,6 +32,7 @@ from kvjax.protocol.method import Inputs, LayerSpec, num_bytes, settle_due
 from kvjax.protocol.typing import EMPTY
 from kvjax.testing.layer import stored
 from kvjax.testing.model import TinyModel
+from kvjax.wrappers import DenseBelow, Periodic, PerLayer, Stages
 from tests.harness import example, frequencies, oracle, random_tokens, small
 from tests.oracles import adakv, expectedattention, headkv, rkv, snapkv
 from tests.oracles.plain import best, keep_again, rotate_all, softmax
@@ -108,12 +109,12 @@ def window_scores(row, tokens, t, obs_window, kernel, interval):
 
 # Method, its rule, the rule's knobs, those that differ while decoding, and the interval.
 CASES = [
-    (kvjax.Periodic(evict=SnapKV(**SNAP), interval=4), snapkv_rule, SNAP, {}, 4),
-    (kvjax.Periodic(evict=SnapKV(**SNAP), budget=7, interval=2), snapkv_rule, SNAP, {"budget": 7}, 2),
-    (kvjax.Periodic(evict=Knorm(budget=6), budget=9, interval=3), knorm_rule, {"budget": 6}, {"budget": 9}, 3),
-    (kvjax.Periodic(evict=small(ExpectedAttention, **EXPECTED), interval=5), expectedattention_rule, EXPECTED, {}, 5),
-    (kvjax.Periodic(evict=small(AdaKV, **ADA), interval=3), adakv_rule, {**ADA, "interval": 0}, {"interval": 3}, 3),
-    (kvjax.Periodic(evict=small(HeadKV, **HEADS), interval=3), headkv_rule, {**HEADS, "interval": 0}, {"interval": 3}, 3),
+    (Periodic(evict=SnapKV(**SNAP), interval=4), snapkv_rule, SNAP, {}, 4),
+    (Periodic(evict=SnapKV(**SNAP), budget=7, interval=2), snapkv_rule, SNAP, {"budget": 7}, 2),
+    (Periodic(evict=Knorm(budget=6), budget=9, interval=3), knorm_rule, {"budget": 6}, {"budget": 9}, 3),
+    (Periodic(evict=small(ExpectedAttention, **EXPECTED), interval=5), expectedattention_rule, EXPECTED, {}, 5),
+    (Periodic(evict=small(AdaKV, **ADA), interval=3), adakv_rule, {**ADA, "interval": 0}, {"interval": 3}, 3),
+    (Periodic(evict=small(HeadKV, **HEADS), interval=3), headkv_rule, {**HEADS, "interval": 0}, {"interval": 3}, 3),
 ]
 ALONE = ("rkv", "triattention")  # are periodic by themselves
 
@@ -206,9 +207,9 @@ def test_redundancy_equals_the_oracle():
 # ---- memory -------------------------------------------------------------------------------------------------------
 
 BOUNDED = [
-    (kvjax.Periodic(evict=SnapKV(budget=12, obs_window=5), budget=7, interval=4), 12 + 2 * 4 - 1),
-    (kvjax.Periodic(evict=Knorm(budget=7), budget=jnp.int32(9), capacity=12, interval=1), 12 + 1),
-    (kvjax.Periodic(evict=AdaKV(budget=12, obs_window=5, head_factor=1.5), interval=4), 18 + 2 * 4 - 1),
+    (Periodic(evict=SnapKV(budget=12, obs_window=5), budget=7, interval=4), 12 + 2 * 4 - 1),
+    (Periodic(evict=Knorm(budget=7), budget=jnp.int32(9), capacity=12, interval=1), 12 + 1),
+    (Periodic(evict=AdaKV(budget=12, obs_window=5, head_factor=1.5), interval=4), 18 + 2 * 4 - 1),
     (RKV(budget=12, interval=4), 12 + 2 * 4 - 1),
 ]
 
@@ -232,7 +233,7 @@ def test_storage_does_not_depend_on_how_many_tokens_follow(method, slots):
 def test_a_long_generation_keeps_its_bytes():
     """Budget and interval bound what is held, however many tokens were generated: one program for prompt and loop."""
     tiny, steps = TinyModel(num_layers=1, num_q_heads=2, num_kv_heads=1), 610
-    method = kvjax.Periodic(evict=SnapKV(budget=9, obs_window=3), interval=4)
+    method = Periodic(evict=SnapKV(budget=9, obs_window=3), interval=4)
     tokens, length = jnp.full((2, 20), 5, jnp.int32), jnp.array([20, 3], jnp.int32)
 
     @jax.jit
@@ -255,7 +256,7 @@ def test_ten_thousand_tokens_in_calls_of_any_length():
     """Questions are read in blocks of the interval; the counter of a row goes on from call to call."""
     tiny = TinyModel(num_layers=2, max_position_embeddings=1 << 16)
     params = tiny.random_params()
-    method = kvjax.PerLayer(layers={0: kvjax.Periodic(evict=Knorm(budget=6), interval=3)}, default=RKV(budget=12, interval=7))
+    method = PerLayer(layers={0: Periodic(evict=Knorm(budget=6), interval=3)}, default=RKV(budget=12, interval=7))
     cache = kvjax.prefill(params, [[5] * 20, [7] * 3], config=tiny, method=method, max_new_tokens=10_000, pad_multiple=1)
     arrays = [x.shape for x in jax.tree.leaves(cache.layers)]
     for _ in range(5):
@@ -274,7 +275,7 @@ def test_a_step_asks_once_whether_rows_are_due():
     tiny = TinyModel(num_layers=3)
     params, tokens, length = jax.eval_shape(tiny.random_params), *(jnp.zeros(n, jnp.int32) for n in ((1, 64), (1,)))
     loops = []
-    for method in (SnapKV(budget=40), kvjax.Periodic(evict=SnapKV(budget=40), interval=16)):
+    for method in (SnapKV(budget=40), Periodic(evict=SnapKV(budget=40), interval=16)):
         read = functools.partial(run_prefill, method=method, model=tiny, max_new_tokens=31, chunk_size=64)
         cache = jax.eval_shape(read, params, tokens, length)
         step = jax.make_jaxpr(run_step)(params, cache, tokens[:, :1], jnp.ones((1, 1), bool)).jaxpr
@@ -306,7 +307,7 @@ def test_only_an_eviction_copies_the_cache():
         return counted[False], counted[True]
 
     evict = SnapKV(budget=16, obs_window=4)
-    once, again = copies(evict), copies(kvjax.Periodic(evict=evict, interval=16))
+    once, again = copies(evict), copies(Periodic(evict=evict, interval=16))
     assert again[0] == once[0] > 0 and again[1] > once[1]
 
 
@@ -314,7 +315,7 @@ def test_only_an_eviction_copies_the_cache():
 
 
 def test_layers_have_the_budgets_of_their_method():
-    method = kvjax.Periodic(evict=PyramidKV(budget=16, obs_window=4, beta=4), budget=10, interval=8)
+    method = Periodic(evict=PyramidKV(budget=16, obs_window=4, beta=4), budget=10, interval=8)
     pyramid = PyramidKV(budget=10, obs_window=4, beta=4)
     for layer in range(3):
         made = method.for_layer(layer, 3)
@@ -324,32 +325,32 @@ def test_layers_have_the_budgets_of_their_method():
 
 
 def test_rkv_is_periodic_by_itself():
-    assert RKV(budget=16, interval=5).for_layer(0, 2) == kvjax.Periodic(evict=RKV(budget=16, interval=None), interval=5)
+    assert RKV(budget=16, interval=5).for_layer(0, 2) == Periodic(evict=RKV(budget=16, interval=None), interval=5)
     once = RKV(budget=16, interval=None)
     assert once.for_layer(0, 2) is once
-    kvjax.Stages(evict=once, retrieve=Quest())
-    mixed = kvjax.PerLayer(layers={0: Full()}, default=kvjax.Periodic(evict=once, interval=5))
+    Stages(evict=once, retrieve=Quest())
+    mixed = PerLayer(layers={0: Full()}, default=Periodic(evict=once, interval=5))
     assert mixed.for_layer(1, 2) == RKV(budget=16, interval=5).for_layer(1, 2)
 
 
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: kvjax.Periodic(evict="snapkv"), "Periodic: evict must be a kvjax method, got the name 'snapkv'"),
-        (lambda: kvjax.Periodic(evict=KeyDiff()), "evict must be a method that chooses cache slots .*, got KeyDiff"),
-        (lambda: kvjax.Periodic(evict=Full()), "evict must discard tokens, but Full keeps every token"),
-        (lambda: kvjax.Periodic(evict=Quest()), "evict must discard tokens, but Quest keeps every token"),
-        (lambda: kvjax.Periodic(evict=kvjax.make("tova")), "but TOVA evicts while decoding itself"),
-        (lambda: kvjax.Periodic(evict=RKV()), "but RKV evicts while decoding itself"),
-        (lambda: kvjax.Periodic(evict=kvjax.Periodic(evict=SnapKV())), "but Periodic evicts while decoding itself"),
-        (lambda: kvjax.Periodic(evict=ObservedAttention()), "ObservedAttention cannot be applied again to what it has kept"),
-        (lambda: kvjax.Periodic(evict=SnapKV(), budget=31), "SnapKV: budget must be .* at least 32 tokens .*, got 31"),
-        (lambda: kvjax.Periodic(evict=SnapKV(), budget=99, capacity=64), "Periodic: budget must be at most capacity=64"),
-        (lambda: kvjax.Periodic(evict=SnapKV(), capacity=64), "budget must be given .*, got budget=None, capacity=64"),
-        (lambda: kvjax.Periodic(evict=SnapKV(), interval=0), "Periodic: interval must be .* of at least 1, got 0"),
+        (lambda: Periodic(evict="snapkv"), "Periodic: evict must be a kvjax method, got the name 'snapkv'"),
+        (lambda: Periodic(evict=KeyDiff()), "evict must be a method that chooses cache slots .*, got KeyDiff"),
+        (lambda: Periodic(evict=Full()), "evict must discard tokens, but Full keeps every token"),
+        (lambda: Periodic(evict=Quest()), "evict must discard tokens, but Quest keeps every token"),
+        (lambda: Periodic(evict=kvjax.make("tova")), "but TOVA evicts while decoding itself"),
+        (lambda: Periodic(evict=RKV()), "but RKV evicts while decoding itself"),
+        (lambda: Periodic(evict=Periodic(evict=SnapKV())), "but Periodic evicts while decoding itself"),
+        (lambda: Periodic(evict=ObservedAttention()), "ObservedAttention cannot be applied again to what it has kept"),
+        (lambda: Periodic(evict=SnapKV(), budget=31), "SnapKV: budget must be .* at least 32 tokens .*, got 31"),
+        (lambda: Periodic(evict=SnapKV(), budget=99, capacity=64), "Periodic: budget must be at most capacity=64"),
+        (lambda: Periodic(evict=SnapKV(), capacity=64), "budget must be given .*, got budget=None, capacity=64"),
+        (lambda: Periodic(evict=SnapKV(), interval=0), "Periodic: interval must be .* of at least 1, got 0"),
         (lambda: RKV(budget=7), "RKV: budget must be .* at least 8 tokens .the obs_window=8.*, got 7"),
-        (lambda: kvjax.Stages(evict=kvjax.Periodic(evict=SnapKV()), retrieve=Quest()), "Periodic moves slots while decoding"),
-        (lambda: kvjax.DenseBelow(length=9, method=kvjax.Periodic(evict=SnapKV())), "Periodic discards slots"),
+        (lambda: Stages(evict=Periodic(evict=SnapKV()), retrieve=Quest()), "Periodic moves slots while decoding"),
+        (lambda: DenseBelow(length=9, method=Periodic(evict=SnapKV())), "Periodic discards slots"),
     ],
 )
 def test_what_cannot_be_wrapped_is_refused_by_a_sentence(make, message):
@@ -364,4 +365,4 @@ def test_every_eviction_says_whether_it_can_be_applied_again():
     assert able == {"snapkv", "pyramidkv", "adakv", "headkv", "knorm", "expectedattention", "rkv", "tovaonce", "triattention"}
     for name in able:
         method = kvjax.make(name)
-        assert not (method.observes_prompt or method.reads_tokens or method.observes_steps)
+        assert not (method.reads.mass or method.reads.tokens or method.observes)

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kvjax
 from kvjax.attention.moments import add_queries, no_moments
 from kvjax.methods import ExpectedAttention, SnapKV, TriAttention
 from kvjax.protocol.method import Inputs, LayerSpec, settle_due
+from kvjax.protocol.slots import Reads
 from kvjax.protocol.typing import EMPTY, pytree
+from kvjax.wrappers import Periodic
 from tests.harness import frequencies, random_tokens, small
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -29,7 +30,7 @@ OFTEN = 4
 class Remembers(SnapKV):
     """`SnapKV`, which gets moments too and reads none."""
 
-    moments_from = 2
+    reads = Reads(moments_from=2)
 
 
 @functools.cache
@@ -79,11 +80,11 @@ RUN = jax.jit(blocks_of, static_argnums=0)
 def test_moments_at_an_eviction_cover_all_queries_one_by_one(evict):
     """Rows of other lengths get other numbers of tokens; a row that is not due keeps its moments to the bit."""
     q, k, v, inv_freq = tokens_of_rows()
-    found = RUN(kvjax.Periodic(evict=evict, interval=OFTEN), q, k, v, inv_freq)
+    found = RUN(Periodic(evict=evict, interval=OFTEN), q, k, v, inv_freq)
     add = jax.jit(add_queries)
     for row, length in enumerate(PROMPTS.tolist()):
         ends, since, evicted, kept = length + np.cumsum([0, *TOKENS[row]]), 0, 0, None
-        own = no_moments(1, 2, 2, DIM, evict.moments_from, evict.reads_covariance)
+        own = no_moments(1, 2, 2, DIM, evict.reads.moments_from, evict.reads.covariance)
         for before, (state, after), end in zip([0, *ends], found, ends, strict=False):
             for at in range(before, end):
                 own = add(own, q[row : row + 1, :, :, at : at + 1], jnp.array([[at]], jnp.int32), inv_freq)
@@ -98,7 +99,7 @@ def test_moments_at_an_eviction_cover_all_queries_one_by_one(evict):
             for one, other in zip(got, kept, strict=True):
                 np.testing.assert_array_equal(one, other)
         assert evicted == [3, 2, 0][row]
-    assert (after.aux.moments.scatter is None) == (not evict.reads_covariance)
+    assert (after.aux.moments.scatter is None) == (not evict.reads.covariance)
 
 
 @pytest.mark.slow
@@ -106,7 +107,7 @@ def test_a_window_since_the_last_eviction_equals_the_window_alone():
     """Moments need more queries than the window has, and the ring is as long as the longer of both."""
     for window in (3, 9):
         kinds = (kind(budget=12, obs_window=window, kernel=3) for kind in (SnapKV, Remembers))
-        methods = [kvjax.Periodic(evict=kind, interval=OFTEN) for kind in kinds]
+        methods = [Periodic(evict=kind, interval=OFTEN) for kind in kinds]
         once, again = (RUN(method, *tokens_of_rows()) for method in methods)
         assert again[0][0].aux.query.shape[3] == max(window, 2 * OFTEN - 1) and once[0][0].aux.query.shape[3] == window
         for one, other in zip(once, again, strict=True):
@@ -120,7 +121,7 @@ def test_metadata_of_a_step_is_a_share_of_what_an_eviction_reads():
         (TriAttention(budget=9, interval=None), DIM + DIM // 2),
         (small(ExpectedAttention, budget=9, num_sink=2), DIM + DIM // 2 + DIM * DIM),
     ):
-        method = kvjax.Periodic(evict=evict, interval=OFTEN)
+        method = Periodic(evict=evict, interval=OFTEN)
         last = jax.eval_shape(functools.partial(blocks_of, method), *tokens_of_rows())[-1][1]
         _, read = method.count(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), last.cache), last.aux, None)
         want = len(PROMPTS) * 2 * 2 * 4 * ((2 * OFTEN - 1) * DIM + floats) / OFTEN

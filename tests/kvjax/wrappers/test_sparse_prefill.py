@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import Pattern, Prefill
 from kvjax.attention import estimates
 from kvjax.attention.estimates import antidiagonal_scores, kept_by_share
 from kvjax.attention.patterns import KINDS as READ
@@ -21,6 +20,7 @@ from kvjax.attention.patterns import to_file
 from kvjax.decoding.checks import check_sizes
 from kvjax.methods import H2O, Full, KeyDiff, Quest, ShadowKV, SnapKV
 from kvjax.testing.model import TinyModel
+from kvjax.wrappers import DenseBelow, Pattern, PerLayer, Prefill, Stages, Twilight, patterns
 from pallas_kernels.attend.prefix_attention import prefix_attention
 from tests.harness import (
     SMALL_PATTERNS,
@@ -180,7 +180,7 @@ def write(path, *layers):
 
 def test_files_are_read_as_minference_writes_them(tmp_path):
     layer = {**LAYER, "3": ["vertical_and_slash", 1000, 6096, 11]}
-    table = kvjax.patterns(write(tmp_path / "best.json", layer, dict(reversed(layer.items()))), MODEL)
+    table = patterns(write(tmp_path / "best.json", layer, dict(reversed(layer.items()))), MODEL)
     assert table[0] == table[1] == (
         Pattern("vertical_slash", 30, 800), Pattern("a_shape", 100, 900), Pattern("block_sparse", blocks=7), Pattern(),
     )  # fmt: skip
@@ -189,17 +189,17 @@ def test_files_are_read_as_minference_writes_them(tmp_path):
     with pytest.raises(ValueError, match="files of patterns have the kinds vertical_slash, .*, got xattention"):
         to_file(((KINDS["xattention"],),), [[0]])
     method = Prefill(method=SnapKV(), pattern=table)
-    assert method.for_layer(1, 2).pattern == table[1] and method.heads_differ
+    assert method.for_layer(1, 2).pattern == table[1]
 
 
 def test_other_files_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="no patterns in .*which experiments.heads.patterns writes"):
-        kvjax.patterns(tmp_path / "none.json", MODEL)
+        patterns(tmp_path / "none.json", MODEL)
     with pytest.raises(FileNotFoundError, match="patterns.json: expected a file"):
-        kvjax.patterns(tmp_path, MODEL)
+        patterns(tmp_path, MODEL)
     path = write(tmp_path / "best.json", LAYER, LAYER)
     with pytest.raises(ValueError, match="2 layers of 3 heads, the model has 2 layers of 4 query heads.*of another model"):
-        kvjax.patterns(path, MODEL)
+        patterns(path, MODEL)
     for wrong, reason in (
         ([{"0": ["vertical_and_slash", -1, 800, 0]}], "columns must be a whole number of at least 0, got -1"),
         ([{"0": ["dilated", 1, 800, 0]}], "'dilated'"),
@@ -210,7 +210,7 @@ def test_other_files_are_refused(tmp_path):
     ):
         path.write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match=rf"holds no patterns, expected \[.*got: .*{reason}"):
-            kvjax.patterns(path, MODEL)
+            patterns(path, MODEL)
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def test_other_files_are_refused(tmp_path):
 def test_patterns_of_another_model_are_refused():
     method = Prefill(method=SnapKV(budget=12, obs_window=5), pattern=(MIXED[:2],) * 2, **SMALL_PATTERNS)
     with pytest.raises(ValueError, match="for 2 layers of 2 query heads, the model has 2 layers of 4: .*of another model"):
-        check_sizes(kvjax.PerLayer(layers={}, default=method), MODEL)
+        check_sizes(PerLayer(layers={}, default=method), MODEL)
     with pytest.raises(ValueError, match="patterns for each of the model's 3 layers, got 2"):
         method.for_layer(0, 3)
 
@@ -231,9 +231,9 @@ def test_what_cannot_be_wrapped_is_refused():
         with pytest.raises(ValueError, match=r"Prefill: method must be a method that chooses .*\(a SlotMethod\), got"):
             Prefill(method=inner)
     for wrap in (
-        lambda x: kvjax.Twilight(method=x),
-        lambda x: kvjax.DenseBelow(method=x, length=9),
-        lambda x: kvjax.Stages(evict=SnapKV(), retrieve=x),
+        lambda x: Twilight(method=x),
+        lambda x: DenseBelow(method=x, length=9),
+        lambda x: Stages(evict=SnapKV(), retrieve=x),
         lambda x: Prefill(method=x),
     ):
         with pytest.raises(ValueError, match="must not prefill sparsely, got Prefill, which must be the outer wrapper"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import kvjax
 from kvjax.methods import (
     SOCKET,
     Full,
@@ -20,6 +19,7 @@ from kvjax.methods import (
 from kvjax.protocol.families import Retrieval
 from kvjax.protocol.typing import pytree
 from kvjax.testing.layer import frequencies
+from kvjax.wrappers import DenseBelow, Periodic, Stages, Twilight
 from tests.harness import WRAPPERS, example
 from tests.kvjax.cases import subject
 from tests.oracles import quest
@@ -103,10 +103,10 @@ def test_a_list_of_tokens_is_pruned_like_one_of_pages():
     """And a method whose budget has room for all leaves all tokens to choose from."""
     under_test = subject("twilight")
     inner = example("retrievalattention")
-    alone, got = (under_test.drive(method=x) for x in (inner, kvjax.Twilight(method=inner, mass=0.6)))
+    alone, got = (under_test.drive(method=x) for x in (inner, Twilight(method=inner, mass=0.6)))
     assert compare_lists(got, alone, under_test, 0.6) > 100
     everything = Quest(budget=96, page_size=4, num_dense_layers=0)
-    got = under_test.drive(method=kvjax.Twilight(method=everything, mass=0.6))
+    got = under_test.drive(method=Twilight(method=everything, mass=0.6))
     assert compare(got, under_test.rows, under_test.lengths, 0.6, lambda q, k, h, t, n: set(range(t + 1))) > 100
 
 
@@ -140,10 +140,10 @@ def test_accounting_counts_the_method_and_4_bit_keys():
 
 
 def test_layers_that_the_method_leaves_dense_stay_dense():
-    method = kvjax.Twilight(method=Quest(budget=64, num_dense_layers=1), mass=0.5)
+    method = Twilight(method=Quest(budget=64, num_dense_layers=1), mass=0.5)
     assert method.for_layer(0, 2) == Full()
     assert method.for_layer(1, 2) == method
-    mixed = kvjax.Twilight(method=kvjax.DenseBelow(length=9, method=Quest(budget=64, num_dense_layers=1)))
+    mixed = Twilight(method=DenseBelow(length=9, method=Quest(budget=64, num_dense_layers=1)))
     assert not mixed.for_layer(0, 2).selects and mixed.for_layer(1, 2).selects
 
 
@@ -166,13 +166,13 @@ class Moving(Retrieval):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: kvjax.Twilight(method="quest"), "Twilight: method must be a kvjax method, got the name 'quest'"),
-        (lambda: kvjax.Twilight(method=TokenSelect()), "method must be a method that chooses cache slots .*, got Tok"),
-        (lambda: kvjax.Twilight(method=MagicPIG()), "chooses cache slots .* with plain logits, got MagicPIG"),
-        (lambda: kvjax.Twilight(method=RetroInfer()), "chooses cache slots .* attends to these alone, .*, got RetroInfer"),
-        (lambda: kvjax.Twilight(method=Full()), "must select slots in each step, but Full attends to all"),
-        (lambda: kvjax.Twilight(method=kvjax.Periodic(evict=SnapKV())), "but Periodic attends to all that it keeps"),
-        (lambda: kvjax.Twilight(method=Moving()), "Moving moves slots while decoding, .* leave the 4-bit keys stale"),
+        (lambda: Twilight(method="quest"), "Twilight: method must be a kvjax method, got the name 'quest'"),
+        (lambda: Twilight(method=TokenSelect()), "method must be a method that chooses cache slots .*, got Tok"),
+        (lambda: Twilight(method=MagicPIG()), "chooses cache slots .* with plain logits, got MagicPIG"),
+        (lambda: Twilight(method=RetroInfer()), "chooses cache slots .* attends to these alone, .*, got RetroInfer"),
+        (lambda: Twilight(method=Full()), "must select slots in each step, but Full attends to all"),
+        (lambda: Twilight(method=Periodic(evict=SnapKV())), "but Periodic attends to all that it keeps"),
+        (lambda: Twilight(method=Moving()), "Moving moves slots while decoding, .* leave the 4-bit keys stale"),
     ],
 )
 def test_what_cannot_be_wrapped_is_refused_by_a_sentence(make, message):
@@ -183,7 +183,7 @@ def test_what_cannot_be_wrapped_is_refused_by_a_sentence(make, message):
 
 def test_what_selects_can_be_wrapped():
     """A wrapper of a wrapper too; and it can stand where a method that selects can."""
-    for inner in (Quest(), ParisKV(), SOCKET(), RetrievalAttention(), kvjax.Stages(evict=SnapKV(), retrieve=Quest())):
-        made = kvjax.Twilight(method=inner)
+    for inner in (Quest(), ParisKV(), SOCKET(), RetrievalAttention(), Stages(evict=SnapKV(), retrieve=Quest())):
+        made = Twilight(method=inner)
         assert made.evicts == inner.evicts and made.selects and made.mass == 0.85
-    kvjax.Stages(evict=SnapKV(), retrieve=kvjax.DenseBelow(length=9, method=kvjax.Twilight(method=Quest(offload=True))))
+    Stages(evict=SnapKV(), retrieve=DenseBelow(length=9, method=Twilight(method=Quest(offload=True))))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attend.causal_attention import CAUSAL_ATTENTION, causal_attention
+from pallas_kernels.attend.causal_attention import causal_attention
 from pallas_kernels.attend.causal_attention import reference as causal
 from tests.pallas_kernels.cases import NEEDS_GPU, SCALE, close, dense_oracle, positioned_cache
 
@@ -57,21 +57,6 @@ def test_a_window_hides_all_but_the_newest_tokens(blocked, monkeypatch):
     np.testing.assert_array_equal(run(window=20), run())
 
 
-def test_unknown_and_impossible_implementations_are_refused():
-    short = jnp.zeros((1, 1, 1, 4, 64), jnp.bfloat16)
-    run = functools.partial(causal_attention, short, short[:, :, 0], short[:, :, 0])
-    with pytest.raises(ValueError, match=r"implementation='fast' is unknown, expected one of \['cudnn', 'xla'\]"):
-        run(implementation="fast")
-    with pytest.raises(NotImplementedError, match=r"needs a platform in \('gpu',\) \(got platform='cpu'\)"):
-        run(implementation="cudnn", platform="cpu")
-    long = jnp.zeros((1, 1, 1, 4, 192), jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match="got head_dim 192, expected a multiple of 8 up to 128"):
-        causal_attention(long, long[:, :, 0], long[:, :, 0], implementation="cudnn", platform="gpu")
-    small = long[..., :64].astype(jnp.float32)
-    with pytest.raises(NotImplementedError, match="got dtypes .'float32'., expected all bfloat16 or all float16"):
-        causal_attention(small, small[:, :, 0], small[:, :, 0], implementation="cudnn", platform="gpu")
-
-
 def test_without_cudnn_the_next_implementation_runs(monkeypatch):
     def missing(*args, **kwargs):
         raise RuntimeError("cuDNN is not detected.")
@@ -82,22 +67,6 @@ def test_without_cudnn_the_next_implementation_runs(monkeypatch):
     np.testing.assert_array_equal(causal_attention(*args, platform="gpu"), query)
     with pytest.raises(NotImplementedError, match="got cuDNN is not detected., expected an installed cuDNN"):
         causal_attention(*args, platform="gpu", implementation="cudnn")
-
-
-@pytest.mark.parametrize(
-    ("platform", "dtype", "dim", "whole"),
-    [
-        ("cpu", "bfloat16", 64, "xla"),
-        ("tpu", "bfloat16", 64, "xla"),
-        ("gpu", "bfloat16", 64, "cudnn"),
-        ("gpu", "float32", 64, "xla"),
-        ("gpu", "bfloat16", 80, "cudnn"),
-    ],
-)
-def test_shapes_alone_choose_the_implementation(platform, dtype, dim, whole):
-    rows = jax.ShapeDtypeStruct((1, 2, 32, dim), dtype)
-    query = jax.ShapeDtypeStruct((1, 2, 4, 32, dim), dtype)
-    assert CAUSAL_ATTENTION.resolve(query, rows, rows, scale=SCALE, platform=platform) == whole
 
 
 @NEEDS_GPU

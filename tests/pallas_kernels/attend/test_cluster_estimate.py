@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels._triton.split import Config
-from pallas_kernels.attend.cluster_estimate import cluster_estimate
-from pallas_kernels.attend.cluster_estimate import pallas_triton as kernel
 from pallas_kernels.numerics import merge_partials
-from tests.pallas_kernels.cases import close, compiled, every_body, every_kernel, implementations, mapped, one_shape
+from tests.pallas_kernels.cases import close, compiled, every_body, every_kernel, implementations, one_by_one, one_shape
 
-ESTIMATE = implementations(
-    cluster_estimate, functools.partial(kernel.cluster_estimate, config=Config(block=16, splits=3), interpret=True)
-)
+ESTIMATE = implementations("cluster_estimate", config=Config(block=16, splits=3))
 
 
 def clusters(seed, count, group=3, dim=16, dtype="float32"):
@@ -53,7 +47,4 @@ def test_estimates_equal_float64(name, count, dim, dtype):
 @pytest.mark.thorough
 @every_kernel
 def test_a_mapped_call_equals_calls_one_by_one(name):
-    arrays = [jnp.stack(x) for x in zip(clusters(1, 40), clusters(2, 40), strict=True)]
-    for i, many in enumerate(zip(*mapped(ESTIMATE[name])(*arrays), strict=True)):
-        for one, other in zip(compiled(ESTIMATE[name])(*(x[i] for x in arrays)), many, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    one_by_one(compiled(ESTIMATE[name]), clusters(1, 40), clusters(2, 40), rtol=1e-5)

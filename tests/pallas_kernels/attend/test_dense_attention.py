@@ -10,10 +10,20 @@ import numpy as np
 import pytest
 
 from pallas_kernels import _cudnn
-from pallas_kernels.attend.dense_attention import DENSE_ATTENTION, cudnn, dense_attention
+from pallas_kernels.attend.dense_attention import cudnn, dense_attention
 from pallas_kernels.numerics import merge_partials
 from pallas_kernels.score.column_mass import column_mass
-from tests.pallas_kernels.cases import NEEDS_GPU, SCALE, close, compiled, dense_oracle, one_shape, positioned_cache
+from tests.pallas_kernels.cases import (
+    NEEDS_GPU,
+    SCALE,
+    alike,
+    close,
+    compiled,
+    dense_oracle,
+    one_by_one,
+    one_shape,
+    positioned_cache,
+)
 
 
 def added(query, key, value, *, scale, bias):
@@ -43,8 +53,7 @@ def test_attention_and_column_mass_equal_float64(block, dtype, group, dim, lengt
     run = compiled(dense_attention, scale=SCALE, block=block)
     out, lse = run(query, key, value, **positions)
     assert out.dtype == dtype and lse.dtype == jnp.float32
-    close(out, expected[0], dtype)
-    close(lse, expected[1], dtype)
+    close((out, lse), expected[:2], dtype)
     assert not np.any(out[0, 1]) and not np.any(out[1, :, :, 0])
     mass = compiled(column_mass, scale=SCALE, block=block)(query, key, lse, **positions)
     assert mass.dtype == jnp.float32
@@ -58,13 +67,11 @@ def test_a_limit_hides_nothing_and_skips_the_rest(limit):
     run = compiled(dense_attention, scale=SCALE, block=16)
     plain = run(query, key, value, **positions)
     bounded = run(query, key, value, **positions, limit=jnp.int32(limit))
-    for a, b in zip(plain, bounded):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    alike(plain, bounded, rtol=1e-6, atol=1e-6)
     if limit == 16:  # a limit that lies skips whole blocks: the loop really stops there
         (_, _, _), full = positioned_cache(7)
         early = run(query, key, value, **full, limit=jnp.int32(limit))
-        for a, b in zip(plain, early):
-            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+        alike(plain, early, rtol=1e-6, atol=1e-6)
 
 
 def test_chunks_of_a_prompt_skip_the_future():
@@ -78,13 +85,8 @@ def test_chunks_of_a_prompt_skip_the_future():
 
 
 def test_a_mapped_call_equals_calls_one_by_one():
-    pairs = [positioned_cache(seed) for seed in (1, 2)]
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *pairs)
     fn = compiled(dense_attention, scale=SCALE, block=16)
-    together = jax.jit(jax.vmap(lambda arrays, positions: fn(*arrays, **positions)))(*stacked)
-    for i, (arrays, positions) in enumerate(pairs):
-        for a, b in zip(fn(*arrays, **positions), together):
-            np.testing.assert_allclose(a, b[i], rtol=1e-6, atol=1e-6)
+    one_by_one(lambda arrays, positions: fn(*arrays, **positions), positioned_cache(1), positioned_cache(2))
 
 
 @pytest.mark.parametrize("name", ["xla", pytest.param("cudnn", marks=NEEDS_GPU)])
@@ -93,8 +95,7 @@ def test_a_query_sees_nothing_before_its_first_position(name):
     arrays, positions = positioned_cache(9, dtype=dtype)
     positions["query_first"] = jnp.maximum(positions["query_position"] - 9, 0)
     run = compiled(dense_attention, scale=SCALE, block=16, implementation=name)
-    for got, expected in zip(run(*arrays, **positions), dense_oracle(*arrays, **positions)):
-        close(got, expected, dtype)
+    close(run(*arrays, **positions), dense_oracle(*arrays, **positions)[:2], dtype)
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("float32", None), ("bfloat16", 9)])
@@ -105,42 +106,19 @@ def test_a_bias_for_cudnn_hides_what_no_query_sees(on_cpu, dtype, width):
         positions["query_first"] = jnp.maximum(positions["query_position"] - width, 0)
     out, lse = jax.jit(on_cpu)(*arrays, **positions)
     expected = dense_oracle(*arrays, **positions)
-    close(out, expected[0], dtype)
-    close(lse, expected[1], dtype)
+    close((out, lse), expected[:2], dtype)
     assert not np.any(out[0, 1]) and not np.any(out[1, :, :, 0])
 
 
 def test_a_mapped_bias_equals_calls_one_by_one(on_cpu):
     """Also where the positions of queries are the same for all calls."""
     (first, positions), (second, others) = (positioned_cache(seed) for seed in (11, 12))
-    asked, held = positions["query_position"], jnp.stack([positions["key_position"], others["key_position"]])
 
+    @jax.jit
     def run(arrays, held):
-        return on_cpu(*arrays, query_position=asked, key_position=held)
+        return on_cpu(*arrays, query_position=positions["query_position"], key_position=held)
 
-    together = jax.jit(jax.vmap(run))(jax.tree.map(lambda *x: jnp.stack(x), first, second), held)
-    for at, arrays in enumerate((first, second)):
-        for got, expected in zip(together, jax.jit(run)(arrays, held[at])):
-            np.testing.assert_allclose(got[at], expected, rtol=1e-6, atol=1e-6)
-
-
-def test_a_gpu_takes_cudnn_for_several_queries():
-    def resolve(platform="gpu", **sizes):
-        arrays, positions = positioned_cache(1, **{"dtype": "bfloat16", **sizes})
-        return DENSE_ATTENTION.resolve(
-            *arrays, **positions, query_first=None, scale=SCALE, limit=None, block=16, platform=platform
-        )
-
-    assert resolve() == "cudnn"
-    assert {resolve("cpu"), resolve(length=1), resolve(dtype="float32"), resolve(dim=136)} == {"xla"}
-    (query, key, value), positions = positioned_cache(1, dtype="bfloat16")
-    options = {"scale": SCALE, "implementation": "cudnn", "platform": "gpu"}
-    with pytest.raises(NotImplementedError, match="got keys of 64 numbers and values of 32, expected one width"):
-        dense_attention(query, key, value[..., :32], **positions, **options)
-    many = jax.ShapeDtypeStruct((2, 2, 1, 1 << 16, 8), jnp.bfloat16)
-    slots = jax.ShapeDtypeStruct((2, 2, 1025, 8), jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match="got 268697600 numbers in a bias, .* at most 268435456"):
-        cudnn.check(many, slots, slots, **positions, query_first=None, scale=SCALE, limit=None, block=1)
+    one_by_one(run, (first, positions["key_position"]), (second, others["key_position"]))
 
 
 def test_parts_of_other_shapes_are_refused():

@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attend.dense_decode import DENSE_DECODE, Rotation, dense_decode, pallas_tpu, pallas_triton
-from pallas_kernels.formats.quantised import quantise
+from pallas_kernels.attend.dense_decode import Rotation, dense_decode, pallas_tpu, pallas_triton
 from pallas_kernels.numerics import merge_partials
 from tests.pallas_kernels.cases import (
     SCALE,
+    alike,
     close,
     compiled,
     every_body,
     every_body_and_thorough_tpu,
     every_body_and_tpu,
+    implementations,
     joined,
     on_gpu_and_thorough_tpu,
+    one_by_one,
     one_shape,
     softmax_attention,
 )
 
 CONFIG = pallas_triton.Config(block=16, splits=3)
 CUTS = [(16, 1), (128, 1), (16, 9)]  # 128 slots do not fit 75: the block is halved
-DENSE = {
-    "xla": functools.partial(dense_decode, implementation="xla"),
-    "interpreted": functools.partial(pallas_triton.dense_decode, config=CONFIG, interpret=True),
-    "interpreted_tpu": functools.partial(pallas_tpu.dense_decode, config=pallas_tpu.Config(block=128), interpret=True),
-    "pallas_triton": functools.partial(dense_decode, implementation="pallas_triton"),
+DENSE = implementations("dense_decode", config=CONFIG) | {
+    "interpreted_tpu": implementations("dense_decode", "pallas_tpu", config=pallas_tpu.Config(block=128))["interpreted"]
 }
 
 
@@ -59,14 +57,11 @@ def test_attention_equals_float64(name, dtype, group, dim, slots):
     arrays, rest, seen = cache(slots, group, dim, slots, dtype)
     run = compiled(DENSE[name], scale=SCALE)
     out, lse = run(*arrays, **rest)
-    query, key, value = (np.asarray(x, np.float32) for x in arrays)
-    expected = softmax_attention(query, key, value, np.broadcast_to(seen[:, :, None], (*query.shape[:3], slots)))
+    expected = softmax_attention(*arrays, seen[:, :, None])
     assert out.dtype == dtype and lse.dtype == jnp.float32
-    close(out, expected[0], dtype)
-    close(lse, expected[1], dtype)
+    close((out, lse), expected[:2], dtype)
     assert not np.any(out[1]) and np.all(lse[1] == -np.inf)
-    for first, second in zip((out, lse), run(*arrays, **rest)):
-        np.testing.assert_array_equal(first, second)
+    alike((out, lse), run(*arrays, **rest))
 
 
 @every_body
@@ -85,14 +80,11 @@ def test_keys_of_another_width_joined_to_what_is_beside(name, dtype, width, dim,
     out[lse == -np.inf] = np.nan
     partials = jnp.asarray(out, dtype), jnp.asarray(lse, jnp.float32)
     config = pallas_triton.Config(block=16, splits=splits)
-    own = functools.partial(pallas_triton.dense_decode, config=config, interpret=True)
-    run = compiled(own if name == "interpreted" else DENSE[name], scale=SCALE)
+    run = compiled(implementations("dense_decode", config=config)[name], scale=SCALE)
     got = run(query, key, value, **rest, partials=partials)
-    among = np.broadcast_to(seen[:, :, None], (*query.shape[:3], slots))
-    alone = softmax_attention(*(np.asarray(x, np.float32) for x in (query, key, value)), among)[:2]
+    alone = softmax_attention(query, key, value, seen[:, :, None])[:2]
     assert got[0].shape == (*query.shape[:3], dim) and got[0].dtype == dtype and got[1].dtype == jnp.float32
-    for a, b in zip(got, joined(partials, *alone)):
-        close(a, b, dtype)
+    close(got, joined(partials, *alone), dtype)
     assert not np.any(got[0][1, 0, 1:]) and np.all(got[1][1, 0, 1:] == -np.inf)
 
 
@@ -110,8 +102,7 @@ def test_a_gap_changes_nothing_and_is_not_read(name):
         unread = (block >= first) & (block + 16 <= np.minimum(stop, np.asarray(rest["limit"])[:, None, None]))
         assert unread.sum() > 100
         rest["position"] = jnp.where(unread, 1, rest["position"])
-    for a, b in zip(run(*arrays, **rest, gap=jnp.asarray(gap)), want):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    alike(run(*arrays, **rest, gap=jnp.asarray(gap)), want, rtol=1e-5, atol=1e-5)
 
 
 @every_body
@@ -120,8 +111,7 @@ def test_parts_join_to_the_whole(name):
     out, lse = compiled(DENSE[name], scale=SCALE, parts=True)(*arrays, **rest)
     assert out.dtype == lse.dtype == jnp.float32 and out.shape[2] == (3 if name == "interpreted" else lse.shape[2])
     whole = merge_partials(jnp.moveaxis(out, 2, 0), jnp.moveaxis(lse, 2, 0))
-    for a, b in zip(compiled(DENSE["xla"], scale=SCALE)(*arrays, **rest), whole):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    alike(compiled(DENSE["xla"], scale=SCALE)(*arrays, **rest), whole, rtol=1e-5, atol=1e-5)
 
 
 @every_body
@@ -130,16 +120,13 @@ def test_what_each_slot_receives(name, group, slots, splits):
     """Blocks of 16 do not divide 75 slots, so the last one begins early; of one row all slots are hidden."""
     arrays, rest, seen = cache(5, group, slots=slots)
     config = pallas_triton.Config(block=16, splits=splits)
-    own = functools.partial(pallas_triton.dense_decode, config=config, interpret=True)
-    run = own if name == "interpreted" else DENSE[name]
+    run = implementations("dense_decode", config=config)[name]
     out, lse, mass = compiled(run, scale=SCALE, mass=True)(*arrays, **rest)
-    query, key, value = (np.asarray(x, np.float32) for x in arrays)
-    weight = softmax_attention(query, key, value, np.broadcast_to(seen[:, :, None], (*query.shape[:3], slots)))[2]
+    weight = softmax_attention(*arrays, seen[:, :, None])[2]
     assert mass.dtype == jnp.float32 and mass.shape == seen.shape
     close(mass, weight.sum(axis=2), "float32")
     assert not np.any(np.asarray(mass)[~seen])
-    for a, b in zip((out, lse), compiled(run, scale=SCALE)(*arrays, **rest)):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    alike((out, lse), compiled(run, scale=SCALE)(*arrays, **rest), rtol=1e-6, atol=1e-6)
 
 
 @every_body
@@ -153,8 +140,7 @@ def test_keys_rotated_when_read_equal_complex_numbers(name, dtype, group, dim, s
     origin = np.asarray([[7, 90], [5, 70], [3, 2000]], np.int32)
     inv_freq = 1 / 10000 ** (np.arange(0, dim, 2, dtype=np.float32) / dim)
     rotation = Rotation(jnp.asarray(inv_freq), jnp.asarray(origin), 40)
-    own = functools.partial(pallas_triton.dense_decode, config=CONFIG, interpret=True)
-    run = own if name == "interpreted" else DENSE[name]
+    run = DENSE[name]
     got = jax.jit(lambda *x: run(*x[:3], position=x[3], limit=x[4], rotation=Rotation(x[5], x[6], 40), scale=SCALE))(
         query, key, value, position, rest["limit"], *rotation[:2]
     )
@@ -162,12 +148,9 @@ def test_keys_rotated_when_read_equal_complex_numbers(name, dtype, group, dim, s
     place = at - np.where(at < 40, origin[:, :1, None], origin[:, 1:, None])
     first, second = np.split(np.nan_to_num(np.asarray(key, np.float64)), 2, axis=-1)
     turned = (first + 1j * second) * np.exp(1j * place[..., None] * np.float64(inv_freq))
-    among = np.broadcast_to(seen[:, :, None], (*query.shape[:3], slots))
-    numbers = np.asarray(query, np.float32), np.concatenate([turned.real, turned.imag], -1), np.asarray(value, np.float32)
-    want = softmax_attention(*numbers, among)
+    want = softmax_attention(query, np.concatenate([turned.real, turned.imag], -1), value, seen[:, :, None])
     tolerance = {"float32": 1e-3, "bfloat16": 3e-2}[dtype]  # an angle of 2000 radians in float32 is 1e-4 off
-    for a, b in zip(got, want):
-        np.testing.assert_allclose(np.asarray(a, np.float64), b, atol=tolerance, rtol=tolerance)
+    alike(got, want[:2], rtol=tolerance, atol=tolerance)
 
 
 def test_a_rotation_of_another_width():
@@ -187,19 +170,14 @@ def test_a_limit_beyond_the_cache_or_below_zero_is_clipped(name):
     arrays, rest, _ = cache(1)
     run = functools.partial(compiled(DENSE[name], scale=SCALE), *arrays, position=rest["position"])
     plain = run(limit=rest["limit"])
-    for a, b in zip(plain, run(limit=jnp.asarray([2**31 - 1, -(2**31), 38], jnp.int32))):
-        np.testing.assert_array_equal(a, b)
+    alike(plain, run(limit=jnp.asarray([2**31 - 1, -(2**31), 38], jnp.int32)))
 
 
 @on_gpu_and_thorough_tpu
 def test_mapped_and_looped_calls_equal_calls_one_by_one(name):
     pairs = [cache(seed)[:2] for seed in (1, 2)]
-    arrays, rest = jax.tree.map(lambda *x: jnp.stack(x), *pairs)
     fn = compiled(DENSE[name], scale=SCALE)
-    together = jax.jit(jax.vmap(lambda arrays, rest: fn(*arrays, **rest)))(arrays, rest)
-    for i, (arrays, rest) in enumerate(pairs):
-        for a, b in zip(fn(*arrays, **rest), together):
-            np.testing.assert_allclose(a, b[i], rtol=1e-6, atol=1e-6)
+    one_by_one(lambda arrays, rest: fn(*arrays, **rest), *pairs)
     (query, key, value), rest = pairs[0]
     # The output of a row that sees nothing is 0, so the last query is 0 there too.
     loop = jax.jit(lambda q, key, value, rest: jax.lax.fori_loop(0, 3, lambda _, q: fn(q, key, value, **rest)[0], q))
@@ -215,9 +193,8 @@ def test_splits_and_blocks_change_nothing_but_rounding():
     whole = compiled(DENSE["xla"], scale=SCALE)(*arrays, **rest)
     for block, splits in CUTS:
         config = pallas_triton.Config(block=block, splits=splits)
-        parts = compiled(pallas_triton.dense_decode, scale=SCALE, config=config, interpret=True)(*arrays, **rest)
-        for a, b in zip(whole, parts):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        parts = compiled(implementations("dense_decode", config=config)["interpreted"], scale=SCALE)(*arrays, **rest)
+        alike(whole, parts, rtol=1e-5, atol=1e-5)
 
 
 def test_default_config_fills_the_gpu_once():
@@ -238,69 +215,4 @@ def test_merge_partials_of_disjoint_parts():
         position, limit = rest["position"][:, :, first:last], rest["limit"] - first
         parts.append(dense_decode(query, *piece, position=position, limit=limit, scale=SCALE))
     parts.append((jnp.full_like(whole[0], jnp.nan), jnp.full_like(whole[1], -jnp.inf)))  # an empty part
-    for a, b in zip(whole, jax.jit(merge_partials)(*(jnp.stack(x) for x in zip(*parts)))):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("platform", "dtype", "dim", "slots", "expected"),
-    [
-        ("cpu", "bfloat16", 64, 32, "xla"),
-        ("tpu", "bfloat16", 128, 32, "pallas_tpu"),
-        ("tpu", "float32", 256, 8, "pallas_tpu"),
-        ("tpu", "bfloat16", 64, 32, "xla"),
-        ("tpu", "bfloat16", 128, 33, "xla"),
-        ("tpu", "float16", 128, 32, "xla"),
-        ("gpu", "bfloat16", 64, 32, "pallas_triton"),
-        ("gpu", "float32", 64, 32, "pallas_triton"),
-        ("gpu", "bfloat16", 80, 32, "xla"),
-        ("gpu", "bfloat16", 64, 8, "xla"),
-    ],
-)
-def test_shapes_alone_choose_the_implementation(platform, dtype, dim, slots, expected):
-    query = jax.ShapeDtypeStruct((1, 2, 4, dim), dtype)
-    rows = jax.ShapeDtypeStruct((1, 2, slots, dim), dtype)
-    rest = {"position": jax.ShapeDtypeStruct(rows.shape[:3], "int32"), "limit": jax.ShapeDtypeStruct((1,), "int32")}
-    assert DENSE_DECODE.resolve(query, rows, rows, **rest, scale=SCALE, platform=platform) == expected
-
-
-def test_impossible_implementations_are_refused(monkeypatch):
-    arrays, rest, _ = cache(1)
-    run = functools.partial(dense_decode, **rest, scale=SCALE, platform="gpu")
-    with pytest.raises(ValueError, match="implementation='cudnn' is unknown, expected one of .'pallas_triton', 'jax_triton'"):
-        run(*arrays, implementation="cudnn")
-    for name in ("pallas_triton", "jax_triton"):
-        with pytest.raises(NotImplementedError, match="got head_dim 24, expected a power of two from 16 to 256"):
-            run(*(x[..., :24] for x in arrays), implementation=name)
-    on_tpu = functools.partial(dense_decode, **rest, scale=SCALE, implementation="pallas_tpu", platform="tpu")
-    with pytest.raises(NotImplementedError, match="got head_dim 32, expected a multiple of 128, the length of a tile's rows"):
-        on_tpu(*arrays)
-    with pytest.raises(NotImplementedError, match="got 75 slots, expected a multiple of 8, the rows of a tile"):
-        on_tpu(*(jnp.tile(x, (1, 1, 1, 4)) for x in arrays))
-    with pytest.raises(NotImplementedError, match="got dtypes .'float16'., expected bfloat16 or float32"):
-        on_tpu(*(x.astype("float16") for x in arrays))
-    wide = [jnp.tile(x, (1, 1, 1, 8)) for x in arrays[:2]]
-    for name, platform in (("pallas_tpu", "tpu"), ("jax_triton", "gpu")):
-        with pytest.raises(NotImplementedError, match="got keys of 256 numbers and values of 32, expected one width"):
-            dense_decode(*wide, arrays[2], **rest, scale=SCALE, implementation=name, platform=platform)
-    with pytest.raises(NotImplementedError, match="got keys of 24 numbers, expected a multiple of 16 up to 256"):
-        run(*(x[..., :24] for x in arrays[:2]), arrays[2], implementation="pallas_triton")
-    many = [jnp.zeros((1, 128, n, 128)) for n in (1, 8, 8)]
-    where = {"position": jnp.zeros((1, 128, 8), jnp.int32), "limit": jnp.zeros((1,), jnp.int32)}
-    with pytest.raises(NotImplementedError, match="got 8,388,608 bytes in 128 slots of all heads, expected at most"):
-        dense_decode(*many, **where, scale=SCALE, implementation="pallas_tpu", platform="tpu")
-    codes = [quantise(x, "int8") for x in arrays[1:]]
-    with pytest.raises(NotImplementedError, match="got int8 codes, expected float32"):
-        on_tpu(arrays[0], *codes)
-    with pytest.raises(ValueError, match="got block=100, expected a multiple of 128"):
-        pallas_tpu.Config(block=100)
-    monkeypatch.setitem(sys.modules, "jax_triton", None)
-    with pytest.raises(NotImplementedError, match=r"needs the package jax_triton \(pip install kvjax\[triton\]\)"):
-        run(*arrays, implementation="jax_triton")
-
-
-def test_a_config_is_checked():
-    with pytest.raises(ValueError, match="got block=8, expected a power of two of at least 16"):
-        pallas_triton.Config(block=8)
-    with pytest.raises(ValueError, match="got splits=0, expected at least 1"):
-        pallas_triton.Config(splits=0)
+    alike(whole, jax.jit(merge_partials)(*(jnp.stack(x) for x in zip(*parts))), rtol=1e-5, atol=1e-6)

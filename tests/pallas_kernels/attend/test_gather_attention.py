@@ -6,7 +6,6 @@ The Pallas kernel runs interpreted here and compiled where there is a GPU, with 
 from __future__ import annotations
 
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,37 +14,26 @@ import pytest
 
 from kvjax.rope import rotate
 from pallas_kernels._triton.rotate import cosine_sine
-from pallas_kernels.attend.gather_attention import GATHER_ATTENTION, gather_attention, jax_triton, pallas_triton
+from pallas_kernels.attend.gather_attention import gather_attention, jax_triton, pallas_triton
 from pallas_kernels.attend.gather_attention.reference import rotate_rows
 from pallas_kernels.host import Rows
 from tests.pallas_kernels.cases import (
     NEEDS_GPU,
     SCALE,
+    alike,
     close,
     compiled,
     every_body,
     every_kernel,
+    implementations,
+    one_by_one,
     one_shape,
     softmax_attention,
     thorough,
 )
 
 CONFIG = pallas_triton.Config(block=16, splits=2)  # several steps and splits in a list of 37 slots
-OPTIONAL = {"bias": None, "position": None, "place": None, "inv_freq": None, "host": None, "newest": None}
-
-
-def interpreted(*args, scale, page_size=1, config=CONFIG, **optional):
-    """The Pallas body as the public function calls it."""
-    optional = {**OPTIONAL, **optional}
-    run = pallas_triton.gather_attention
-    return run(*args, scale=scale, page_size=page_size, config=config, interpret=True, **optional)
-
-
-GATHER = {
-    "xla": functools.partial(gather_attention, implementation="xla"),
-    "interpreted": interpreted,
-    "pallas_triton": functools.partial(gather_attention, implementation="pallas_triton"),
-}
+GATHER = implementations("gather_attention", config=CONFIG)
 
 
 def lists(seed, group=3, dim=32, listed=37, dtype="float32", rows=2, heads=2, slots=96):
@@ -66,9 +54,8 @@ def lists(seed, group=3, dim=32, listed=37, dtype="float32", rows=2, heads=2, sl
 
 def gather_oracle(query, key, value, slots, mask, bias=None):
     rows = [np.take_along_axis(np.asarray(x, np.float32), np.asarray(slots)[..., None], 2) for x in (key, value)]
-    seen = np.broadcast_to(np.asarray(mask)[:, :, None], (*query.shape[:3], mask.shape[-1]))
     extra = 0.0 if bias is None else np.asarray(bias, np.float64)[:, :, None]
-    return softmax_attention(np.asarray(query, np.float32), *rows, seen, extra)[:2]
+    return softmax_attention(query, *rows, np.asarray(mask)[:, :, None], extra)[:2]
 
 
 @every_body
@@ -84,11 +71,9 @@ def test_attention_equals_float64(name, dtype, group, dim, listed, biased):
     out, lse = run(*args, bias=bias)
     expected = gather_oracle(*args, bias)
     assert out.dtype == dtype and lse.dtype == jnp.float32
-    close(out, expected[0], dtype)
-    close(lse, expected[1], dtype)
+    close((out, lse), expected[:2], dtype)
     assert not np.any(out[0, 1]) and np.all(lse[0, 1] == -np.inf)
-    for first, second in zip((out, lse), run(*args, bias=bias)):
-        np.testing.assert_array_equal(first, second)
+    alike((out, lse), run(*args, bias=bias))
 
 
 @every_kernel  # plain JAX: tests/kvjax/methods/test_retroinfer.py
@@ -100,12 +85,10 @@ def test_parts_beside_the_list_join(name, config):
     rest = out, lse = gather_oracle(query, key, value, slots[..., 20:], mask[..., 20:])
     out = jnp.asarray(np.stack([out, np.full_like(out, np.nan)], axis=2), jnp.float32)
     lse = jnp.asarray(np.stack([lse, np.full_like(lse, -np.inf)], axis=2), jnp.float32)
-    options = {"config": config} if name == "interpreted" else {}
-    run = compiled(GATHER[name], scale=SCALE, **options)
+    run = compiled(implementations("gather_attention", config=config)[name], scale=SCALE)
     for many, want in ((20, whole), (0, rest)):  # an empty list has no kernel
         got = run(query, key, value, slots[..., :many], mask[..., :many], partials=(out, lse))
-        for x, y in zip(got, want, strict=True):
-            close(x, y, "float32")
+        close(got, want, "float32")
 
 
 @every_kernel  # plain JAX: tests/kvjax/test_oracles.py, through InfLLM
@@ -113,14 +96,13 @@ def test_parts_beside_the_list_join(name, config):
 def test_logits_belong_to_the_softmax(name, config):
     *args, bias = lists(4)
     query, key, _, slots, mask = args
-    options = {"config": config} if name == "interpreted" else {}
-    out, lse, logits = compiled(GATHER[name], scale=SCALE, logits=True, **options)(*args, bias=bias)
-    for x, y in zip((out, lse), compiled(GATHER[name], scale=SCALE, **options)(*args, bias=bias), strict=True):
-        np.testing.assert_array_equal(x, y)
+    run = implementations("gather_attention", config=config)[name]
+    out, lse, logits = compiled(run, scale=SCALE, logits=True)(*args, bias=bias)
+    alike((out, lse), compiled(run, scale=SCALE)(*args, bias=bias))
     keys = np.take_along_axis(np.asarray(key, np.float64), np.asarray(slots)[..., None], axis=2)
     want = SCALE * np.asarray(query, np.float64) @ np.nan_to_num(keys).swapaxes(2, 3) + np.asarray(bias)[:, :, None]
     close(logits, np.where(np.asarray(mask)[:, :, None], want, -np.inf), "float32")
-    *_, none = GATHER[name](query, *args[1:3], slots[..., :0], mask[..., :0], scale=SCALE, logits=True, **options)
+    *_, none = run(query, *args[1:3], slots[..., :0], mask[..., :0], scale=SCALE, logits=True)
     assert none.shape == (*query.shape[:3], 0)
     with pytest.raises(ValueError, match="page_size"):
         gather_attention(*args, scale=SCALE, logits=True, page_size=2)
@@ -150,9 +132,8 @@ def test_masked_slots_may_hold_anything(name):
     plain = run(query, key, value, slots, mask)
     wild = run(query, key, value, jnp.where(mask, slots, -(2**31)), mask)
     past = run(query, key, value, jnp.where(mask, slots, 2**31 - 1), mask)
-    for a, b, c in zip(plain, wild, past):
-        np.testing.assert_array_equal(a, b)
-        np.testing.assert_array_equal(a, c)
+    alike(plain, wild)
+    alike(plain, past)
 
 
 def pages(seed, page, shared, listed=5, heads=2, slots=90, rows=2, dim=32, group=3):
@@ -182,13 +163,8 @@ def pages(seed, page, shared, listed=5, heads=2, slots=90, rows=2, dim=32, group
 )
 def test_lists_of_pages_equal_float64(name, page, shared):
     args, position, seen = pages(page, page, shared)
-    query, key, value = (np.asarray(x) for x in args[:3])
-    expected = softmax_attention(
-        query, key, value, np.broadcast_to(seen[:, :, None], (*query.shape[:3], seen.shape[-1]))
-    )
-    out, lse = compiled(GATHER[name], scale=SCALE, page_size=page)(*args, position=position)
-    close(out, expected[0], "float32")
-    close(lse, expected[1], "float32")
+    got = compiled(GATHER[name], scale=SCALE, page_size=page)(*args, position=position)
+    close(got, softmax_attention(*args[:3], seen[:, :, None])[:2], "float32")
 
 
 @every_body
@@ -199,8 +175,7 @@ def test_one_list_for_all_heads(name):
     every = [jnp.broadcast_to(x, slots.shape) for x in one]
     run = compiled(GATHER[name], scale=SCALE)
     shared = run(query, key, value, *one[:2], bias=one[2])
-    for a, b in zip(shared, run(query, key, value, *every[:2], bias=every[2])):
-        np.testing.assert_array_equal(a, b)
+    alike(shared, run(query, key, value, *every[:2], bias=every[2]))
 
 
 @every_body
@@ -220,8 +195,7 @@ def test_keys_rotated_when_read(name, dtype):
     )
     # An angle of 5000 radians in float32 is 2e-4 radians off.
     tolerance = {"float32": 1e-3, "bfloat16": 3e-2}[dtype]
-    np.testing.assert_allclose(np.asarray(out, np.float64), expected[0], atol=tolerance, rtol=tolerance)
-    np.testing.assert_allclose(lse, expected[1], atol=tolerance, rtol=tolerance)
+    alike((out, lse), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_rotation_is_the_one_of_the_methods():
@@ -246,17 +220,14 @@ def test_an_empty_list_gives_zeros(name):
     query, key, value, slots, mask, _ = lists(1)
     out, lse = GATHER[name](query, key, value, slots[..., :0], mask[..., :0], scale=SCALE)
     assert out.shape == query.shape and not np.any(out) and np.all(lse == -np.inf)
+    with pytest.raises(NotImplementedError, match="at least one entry"):
+        jax_triton.check(query, key, value, slots[..., :0], mask[..., :0])
 
 
 @every_kernel
 def test_a_mapped_call_equals_calls_one_by_one(name):
-    sets = [lists(seed, rows=1, listed=20) for seed in (1, 2)]
-    stacked = [jnp.stack(x) for x in zip(*sets)]
-    fn = compiled(GATHER[name], scale=SCALE)
-    together = jax.jit(jax.vmap(lambda *args: fn(*args[:5], bias=args[5])))(*stacked)
-    for i, one in enumerate(sets):
-        for a, b in zip(fn(*one[:5], bias=one[5]), together):
-            np.testing.assert_allclose(a, b[i], rtol=1e-6, atol=1e-6)
+    run = compiled(GATHER[name], scale=SCALE)
+    one_by_one(lambda *args: run(*args[:5], bias=args[5]), *(lists(seed, rows=1, listed=20) for seed in (1, 2)))
 
 
 def test_splits_and_blocks_change_nothing_but_rounding():
@@ -264,9 +235,8 @@ def test_splits_and_blocks_change_nothing_but_rounding():
     whole = gather_attention(query, key, value, slots, mask, bias=bias, scale=SCALE)
     for block, splits in [(16, 1), (64, 1), (16, 8)]:
         config = pallas_triton.Config(block=block, splits=splits)
-        run = compiled(interpreted, scale=SCALE, config=config)
-        for a, b in zip(whole, run(query, key, value, slots, mask, bias=bias)):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        run = compiled(implementations("gather_attention", config=config)["interpreted"], scale=SCALE)
+        alike(whole, run(query, key, value, slots, mask, bias=bias), rtol=1e-5, atol=1e-5)
 
 
 @every_kernel
@@ -288,70 +258,7 @@ def test_a_program_reads_until_the_last_entry_of_its_blocks(name, page):
         mask = np.broadcast_to(mask, chosen.shape)
         out, lse = run(query, key, value, jnp.asarray(chosen), jnp.asarray(mask))
         expected = gather_oracle(query, key, value, slots, np.repeat(mask, page, axis=2))
-        close(out, expected[0], "float32")
-        close(lse, expected[1], "float32")
-
-
-def test_unknown_and_impossible_implementations_are_refused():
-    query, key, value, slots, mask, bias = lists(1)
-    run = functools.partial(gather_attention, query, key, value, slots, mask, scale=SCALE)
-    names = r"\['pallas_triton', 'jax_triton', 'pallas_tpu', 'xla'\]"
-    with pytest.raises(ValueError, match=f"implementation='fast' is unknown, expected one of {names}"):
-        run(implementation="fast")
-    with pytest.raises(NotImplementedError, match=r"needs a platform in \('gpu',\) \(got platform='cpu'\)"):
-        run(implementation="pallas_triton", platform="cpu")
-    odd = [x[..., :24] for x in (query, key, value)]
-    for name in ("pallas_triton", "jax_triton"):  # the second never runs where the first cannot
-        with pytest.raises(NotImplementedError, match="got head_dim 24, expected a power of two from 16 to 256"):
-            gather_attention(*odd, slots, mask, scale=SCALE, implementation=name, platform="gpu")
-    with pytest.raises(NotImplementedError, match="got dtypes .* expected one of bfloat16, float16, float32"):
-        bytewise = [x.astype(jnp.int8) for x in (query, key, value)]
-        gather_attention(*bytewise, slots, mask, scale=SCALE, implementation="pallas_triton", platform="gpu")
-    narrow = [x[..., :16] for x in (query, key, value)]
-    rotation = {"place": slots, "inv_freq": jnp.ones(8)}
-    with pytest.raises(NotImplementedError, match="got head_dim 16, expected a power of two from 32 to 256"):
-        gather_attention(*narrow, slots, mask, scale=SCALE, **rotation, implementation="pallas_triton", platform="gpu")
-    with pytest.raises(NotImplementedError, match="got bias, place, host rows, partials or logits"):
-        run(bias=bias, implementation="jax_triton", platform="gpu")
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "jax_triton", None)
-    query, key, value, slots, mask, _ = lists(1)
-    with pytest.raises(NotImplementedError, match=r"needs the package jax_triton \(pip install kvjax\[triton\]\)"):
-        gather_attention(query, key, value, slots, mask, scale=SCALE, implementation="jax_triton", platform="gpu")
-    with pytest.raises(NotImplementedError, match="expected at least one entry"):
-        jax_triton.check(query, key, value, slots[..., :0], mask[..., :0])
-
-
-@pytest.mark.parametrize(
-    ("platform", "dtype", "dim", "expected"),
-    [
-        ("cpu", "bfloat16", 64, "xla"),
-        ("tpu", "bfloat16", 64, "xla"),
-        ("gpu", "bfloat16", 64, "pallas_triton"),
-        ("gpu", "float32", 64, "pallas_triton"),
-        ("gpu", "bfloat16", 80, "xla"),
-    ],
-)
-def test_shapes_alone_choose_the_implementation(platform, dtype, dim, expected):
-    query = jax.ShapeDtypeStruct((1, 2, 4, dim), dtype)
-    rows = jax.ShapeDtypeStruct((1, 2, 32, dim), dtype)
-    slots, mask = (jax.ShapeDtypeStruct((1, 2, 8), x) for x in ("int32", "bool"))
-    assert GATHER_ATTENTION.resolve(query, rows, rows, slots, mask, scale=SCALE, platform=platform) == expected
-
-
-def test_wrong_shapes_and_dtypes_are_refused():
-    query, key, value, slots, mask, bias = lists(1)
-    run = functools.partial(gather_attention, query, key, value, slots, mask, scale=SCALE)
-    with pytest.raises(ValueError, match="page_size"):
-        run(page_size=8, bias=bias)
-    with pytest.raises(ValueError, match="inv_freq"):
-        run(place=slots)
-    with pytest.raises(ValueError, match="got block=24, expected a power of two of at least 16"):
-        pallas_triton.Config(block=24)
-    with pytest.raises(ValueError, match="got splits=0, expected at least 1"):
-        pallas_triton.Config(splits=0)
+        close((out, lse), expected[:2], "float32")
 
 
 def test_default_config_gives_every_program_work():
@@ -409,8 +316,7 @@ def test_rows_in_host_memory_equal_resident_rows(name, values_only, sinks, recen
     hosted = jax.device_put(hosted, jax.memory.Space.Host)
     offloaded = Rows(host=hosted, newest=newest, sinks=sinks)
     got = run(query, near_key, jnp.asarray(near[1]), slots, mask, rows=offloaded, position=position)
-    for a, b in zip(got, expected):
-        np.testing.assert_array_equal(a, b)
+    alike(got, expected)
 
 
 def test_host_rows_are_checked():

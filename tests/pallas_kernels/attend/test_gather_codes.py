@@ -13,26 +13,15 @@ from pallas_kernels.attend.gather_attention import code_kernel, gather_attention
 from pallas_kernels.formats.quantised import Quantised, quantise, whole
 from pallas_kernels.host import Rows
 from pallas_kernels.machine import assume_machine
-from tests.pallas_kernels.cases import NAMES, SCALE, close, compiled, softmax_attention
+from tests.pallas_kernels.cases import NAMES, SCALE, close, compiled, implementations, softmax_attention
 
 CONFIG = pallas_triton.Config(block=16, splits=2)
-OPTIONAL = {"bias": None, "position": None, "place": None, "inv_freq": None}
 INT8, FLOAT8, PLAIN = ("int8",) * 2, ("float8_e4m3fn",) * 2, ("int4",) * 2  # keys, values
 MIXED8, MIXED4 = (("int8", True), ("int4", True)), (("int4", True), ("int4", True))
 
 
-def interpreted(*args, scale, page_size=1, config=CONFIG, **given):
-    """The Pallas body as the public function calls it."""
-    options = {"page_size": page_size, "config": config, "interpret": True, **OPTIONAL, **given}
-    return pallas_triton.gather_attention(*args, scale=scale, **options)
-
-
 def run_of(name, **static):
-    return compiled(interpreted, **static) if name == "interpreted" else compiled(named(name), **static)
-
-
-def named(name):
-    return lambda *args, **rest: gather_attention(*args, implementation=name, **rest)
+    return compiled(implementations("gather_attention", config=CONFIG)[name], **static)
 
 
 def drawn(kinds, group=3, dim=64, listed=37, slots=96, seed=0):
@@ -57,8 +46,7 @@ def drawn(kinds, group=3, dim=64, listed=37, slots=96, seed=0):
 
 def expected(query, exact, items, mask, bias=0.0):
     rows = [np.take_along_axis(x, np.asarray(items)[..., None], 2) for x in exact]
-    seen = np.broadcast_to(np.asarray(mask)[:, :, None], (*query.shape[:3], mask.shape[-1]))
-    return softmax_attention(np.asarray(query, np.float64), *rows, seen, bias)[:2]
+    return softmax_attention(query, *rows, np.asarray(mask)[:, :, None], bias)[:2]
 
 
 @pytest.mark.parametrize("name", NAMES[1:])
@@ -75,8 +63,7 @@ def test_attention_over_codes_equals_float64(name, kinds, group, dim):
     query, stored, items, mask, exact = drawn(kinds, group, dim)
     assert code_kernel.takes(query, *stored, None, None)
     got = run_of(name, scale=SCALE)(query, *stored, items, mask)
-    for x, want in zip(got, expected(query, exact, items, mask), strict=True):
-        close(x, want, "bfloat16")
+    close(got, expected(query, exact, items, mask), "bfloat16")
     assert not np.any(got[0][0, 1]) and np.all(got[1][0, 1] == -np.inf)
 
 
@@ -123,8 +110,7 @@ def test_pages_with_empty_slots(name):
     got = run(
         query, *stored, jnp.asarray(np.where(mask, items, 2**30)), jnp.asarray(mask), position=jnp.asarray(position)
     )
-    for x, want in zip(got, expected(query, exact, slots, held), strict=True):
-        close(x, want, "bfloat16")
+    close(got, expected(query, exact, slots, held), "bfloat16")
 
 
 def test_other_calls_run_the_kernel_that_casts_codes():

@@ -6,18 +6,14 @@ when the kernel waits for it. A read outside of an array, or while the array is 
 
 from __future__ import annotations
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as plt
 
-from pallas_kernels.attend.gather_attention import GATHER_ATTENTION, gather_attention, pallas_tpu
-from pallas_kernels.formats.quantised import quantise
+from pallas_kernels.attend.gather_attention import pallas_tpu
 from tests.pallas_kernels.attend.test_gather_attention import pages
-from tests.pallas_kernels.cases import SCALE, close, compiled, softmax_attention, thorough
+from tests.pallas_kernels.cases import SCALE, alike, close, compiled, one_by_one, softmax_attention, thorough
 
 SMALL = pallas_tpu.Config(block=128, buffers=2)
 TPU = plt.InterpretParams(detect_races=True)
@@ -31,8 +27,7 @@ def attend(args, position, page_size, config=SMALL, interpret=True):
 
 
 def expected(args, seen):
-    query, key, value = (np.asarray(x, np.float32) for x in args[:3])
-    return softmax_attention(query, key, value, np.broadcast_to(seen[:, :, None], (*query.shape[:3], seen.shape[-1])))[:2]
+    return softmax_attention(*args[:3], seen[:, :, None])[:2]
 
 
 CASES = [  # dtype, page size, listed pages, slots, one list for all heads, group, dim, config
@@ -66,8 +61,7 @@ def test_attention_equals_float64(dtype, page_size, listed, slots, shared, group
     args = [*(x.astype(dtype) for x in args[:3]), args[3], jnp.asarray(mask)]
     out, lse = attend(args, position, page_size, config, TPU)
     assert out.dtype == dtype and lse.dtype == jnp.float32
-    for got, want in zip((out, lse), expected(args, seen), strict=True):
-        close(got, want, dtype)
+    close((out, lse), expected(args, seen), dtype)
     assert not np.any(out[1, 0]) and np.all(lse[1, 0] == -np.inf)
 
 
@@ -76,18 +70,13 @@ def test_blocks_and_buffers_change_nothing_but_rounding():
     args, position, _ = pages(2, 16, False, 24, slots=400, dim=128)
     whole = attend(args, position, 16, pallas_tpu.Config())
     for block, buffers in ((128, 2), (256, 4), (512, 8)):
-        for a, b in zip(whole, attend(args, position, 16, pallas_tpu.Config(block, buffers)), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        alike(whole, attend(args, position, 16, pallas_tpu.Config(block, buffers)), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.thorough
 def test_a_mapped_call_equals_calls_one_by_one():
-    sets = [pages(seed, 16, False, slots=96, rows=1, dim=128)[:2] for seed in (1, 2)]
-    args, position = jax.tree.map(lambda *x: jnp.stack(x), *sets)
-    together = jax.jit(jax.vmap(lambda args, position: attend(args, position, 16, interpret=True)))(args, position)
-    for i, one in enumerate(sets):
-        for a, b in zip(attend(*one, 16, interpret=True), together, strict=True):
-            np.testing.assert_allclose(a, b[i], rtol=1e-6, atol=1e-6)
+    calls = [pages(seed, 16, False, slots=96, rows=1, dim=128)[:2] for seed in (1, 2)]
+    one_by_one(lambda args, position: attend(args, position, 16, interpret=True), *calls)
 
 
 def test_an_empty_list_gives_zeros():
@@ -96,40 +85,3 @@ def test_an_empty_list_gives_zeros():
         query, key, value, slots[..., :0], mask[..., :0], scale=SCALE, page_size=16, position=position
     )
     assert out.shape == query.shape and not np.any(out) and np.all(lse == -np.inf)
-
-
-def test_the_kernel_takes_whole_tiles_and_refuses_other_shapes():
-    def given(dtype="bfloat16", dim=128, slots=512, listed=8, page_size=16, **changes):
-        query = jax.ShapeDtypeStruct((1, 2, 4, dim), dtype)
-        rows = jax.ShapeDtypeStruct((1, 2, slots, dim), dtype)
-        lists = (jax.ShapeDtypeStruct((1, 2, listed), x) for x in ("int32", "bool"))
-        options = {"position": jax.ShapeDtypeStruct(rows.shape[:3], "int32"), "page_size": page_size} | changes
-        return (query, rows, rows, *lists), {**options, "scale": SCALE, "platform": "tpu"}
-
-    for taken in ({}, {"dtype": "float32", "page_size": 8}, {"page_size": 32, "slots": 1000}, {"page_size": 256}):
-        args, options = given(**taken)
-        assert GATHER_ATTENTION.resolve(*args, **options) == "pallas_tpu"
-    for refused, told in (
-        ({"dim": 64}, "got head_dim 64, expected a multiple of 128, the length of a tile's rows"),
-        ({"slots": 1001}, "got 1001 slots, expected a multiple of 8, the rows of a tile"),
-        ({"page_size": 8}, "got page_size 8, expected a multiple of 16 for bfloat16 that divides 128, or a multiple of 128"),
-        ({"page_size": 48}, "got page_size 48, expected a multiple of 16"),
-        ({"page_size": 1024, "slots": 4096}, "got page_size 1024, .* or a multiple of 128 up to 512"),
-        ({"page_size": 1}, "got page_size 1, expected a multiple of 16"),
-        ({"dtype": "float16"}, "got dtypes .'float16'., expected bfloat16 or float32"),
-        ({"position": None}, "got position=None, expected an array"),
-        ({"listed": 1 << 17}, "got 1,048,576 bytes of page numbers, expected at most 262,144"),
-    ):
-        args, options = given(**refused)
-        assert GATHER_ATTENTION.resolve(*args, **options) == "xla"
-        with pytest.raises(NotImplementedError, match=told):
-            GATHER_ATTENTION.resolve(*args, **options, implementation="pallas_tpu")
-    (query, key, value, *lists), position, _ = pages(1, 16, False, slots=96, dim=128)
-    codes = [quantise(x, "int8") for x in (key, value)]
-    run = functools.partial(gather_attention, scale=SCALE, page_size=16, implementation="pallas_tpu", platform="tpu")
-    with pytest.raises(NotImplementedError, match="got int8 codes, expected float32"):
-        run(query, *codes, *lists, position=position)
-    with pytest.raises(ValueError, match="got block=100, expected a multiple of 128"):
-        pallas_tpu.Config(block=100)
-    with pytest.raises(ValueError, match="got buffers=1, expected at least 2"):
-        pallas_tpu.Config(buffers=1)

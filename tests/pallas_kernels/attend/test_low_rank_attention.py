@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attend.low_rank_attention import LOW_RANK_ATTENTION, low_rank_attention, pallas_triton
+from pallas_kernels.attend.low_rank_attention import pallas_triton
 from pallas_kernels.host import to_host
 from tests.pallas_kernels.cases import (
     SCALE,
+    alike,
     close,
     compiled,
     every_body,
     implementations,
     joined,
     on_gpu,
+    one_by_one,
     one_shape,
     rotated,
     softmax_attention,
@@ -26,9 +25,7 @@ from tests.pallas_kernels.cases import (
 )
 
 CONFIG = pallas_triton.Config(block=16, splits=2)
-RUN = implementations(
-    low_rank_attention, functools.partial(pallas_triton.low_rank_attention, config=CONFIG, interpret=True)
-)
+RUN = implementations("low_rank_attention", config=CONFIG)
 
 
 def given(seed, group=3, dim=32, rank=48, page=4, listed=7, slots=50, dtype="float32", rows=2, heads=3):
@@ -65,8 +62,7 @@ def oracle(args, rest, seen):
     query, left, right, value = (np.asarray(x, np.float64) for x in args[:4])
     key = np.nan_to_num(left)[:, None] @ right
     key = rotated(key, np.arange(key.shape[2]), rest["inv_freq"])
-    among = np.broadcast_to(seen[:, :, None], (*query.shape[:3], seen.shape[2]))
-    found = softmax_attention(query, key, value, among)[:2]
+    found = softmax_attention(query, key, value, seen[:, :, None])[:2]
     if rest["partials"] is not None:
         for part in range(3):
             found = joined([x[:, :, part] for x in rest["partials"]], *found)
@@ -84,11 +80,9 @@ def test_attention_equals_float64(name, dtype, group, dim, rank, page, listed, s
     run = compiled(RUN[name], scale=SCALE, page_size=page)
     out, lse = run(*args, **rest)
     assert out.dtype == dtype and lse.dtype == jnp.float32
-    for a, b in zip((out, lse), oracle(args, rest, seen)):
-        close(a, b, dtype)
+    close((out, lse), oracle(args, rest, seen), dtype)
     assert not np.any(out[0, 1, 1:]) and np.all(lse[0, 1, 1:] == -np.inf)
-    for first, second in zip((out, lse), run(*args, **rest)):
-        np.testing.assert_array_equal(first, second)
+    alike((out, lse), run(*args, **rest))
 
 
 @thorough
@@ -99,56 +93,20 @@ def test_nothing_beside_blocks_and_splits(name, block, splits):
     args, rest, seen = given(1, page=16, rank=16, listed=9, slots=100_000)
     rest["partials"] = None
     config = pallas_triton.Config(block=block, splits=splits)
-    own = functools.partial(pallas_triton.low_rank_attention, config=config, interpret=True)
-    got = compiled(own if name == "interpreted" else RUN[name], scale=SCALE, page_size=16)(*args, **rest)
-    for a, b in zip(got, oracle(args, rest, seen)):
-        close(a, b, "float32")
+    run = implementations("low_rank_attention", config=config)[name]
+    got = compiled(run, scale=SCALE, page_size=16)(*args, **rest)
+    close(got, oracle(args, rest, seen), "float32")
     assert not np.any(got[0][0, 1]) and np.all(got[1][0, 1] == -np.inf)
 
 
 @on_gpu
 def test_a_mapped_call_equals_calls_one_by_one(name):
-    pairs = [given(seed)[:2] for seed in (1, 2)]
-    args, rest = jax.tree.map(lambda *x: jnp.stack(x), *pairs)
     run = compiled(RUN[name], scale=SCALE, page_size=4)
-    together = jax.jit(jax.vmap(lambda args, rest: run(*args, **rest)))(args, rest)
-    for i, (args, rest) in enumerate(pairs):
-        for a, b in zip(run(*args, **rest), together):
-            np.testing.assert_allclose(a, b[i], rtol=1e-6, atol=1e-6)
+    one_by_one(lambda args, rest: run(*args, **rest), given(1)[:2], given(2)[:2])
 
 
 @pytest.mark.parametrize("name", ["xla", pytest.param("pallas_triton", marks=on_gpu.args[1][2].marks)])
 def test_values_in_host_memory(name):
     args, rest, _ = given(3)
     run = compiled(RUN[name], scale=SCALE, page_size=4)
-    for a, b in zip(run(*args, **rest), run(*args[:3], to_host(args[3]), *args[4:], **rest)):
-        np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize(
-    ("platform", "dtype", "dim", "rank", "expected"),
-    [
-        ("cpu", "bfloat16", 128, 160, "xla"),
-        ("tpu", "bfloat16", 128, 160, "xla"),
-        ("gpu", "bfloat16", 128, 160, "pallas_triton"),
-        ("gpu", "float32", 64, 48, "pallas_triton"),
-        ("gpu", "bfloat16", 96, 160, "xla"),
-        ("gpu", "bfloat16", 16, 160, "xla"),
-        ("gpu", "bfloat16", 128, 12, "xla"),
-        ("gpu", "float32", 256, 1024, "xla"),  # a megabyte of the right factor
-    ],
-)
-def test_shapes_alone_choose_the_implementation(platform, dtype, dim, rank, expected):
-    shape = jax.ShapeDtypeStruct
-    factors = shape((1, 64, rank), dtype), shape((1, 2, rank, dim), dtype)
-    lists = shape((1, 2, 4), "int32"), shape((1, 2, 4), bool)
-    args = shape((1, 2, 4, dim), dtype), *factors, shape((1, 2, 64, dim), dtype), *lists
-    rest = {"page_size": 8, "inv_freq": shape((dim // 2,), "float32"), "scale": SCALE, "partials": None}
-    assert LOW_RANK_ATTENTION.resolve(*args, **rest, platform=platform) == expected
-
-
-def test_wrong_shapes_and_dtypes_are_refused():
-    args, rest, _ = given(1)
-    run = functools.partial(low_rank_attention, scale=SCALE)
-    with pytest.raises(ValueError, match="pages"):
-        run(*args[:4], *(x[..., :0] for x in args[4:]), **rest, page_size=4)
+    alike(run(*args, **rest), run(*args[:3], to_host(args[3]), *args[4:], **rest))

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attend.merge_splits import MERGE_SPLITS, merge_splits
-from pallas_kernels.attend.merge_splits import pallas_triton as merge_kernel
-from tests.pallas_kernels.cases import close, compiled, every_body, mapped, one_shape
+from tests.pallas_kernels.cases import close, compiled, every_body, implementations, one_by_one, one_shape
 
-MERGE = {
-    "xla": functools.partial(merge_splits, implementation="xla"),
-    "interpreted": lambda out, lse, dtype=jnp.float32: merge_kernel.merge_splits(out, lse, dtype=dtype, interpret=True),
-    "pallas_triton": functools.partial(merge_splits, implementation="pallas_triton"),
-}
+MERGE = implementations("merge_splits")
 
 
 def partials(seed, parts, dim=64, lists=3, group=3):
@@ -48,13 +39,4 @@ def test_merge_equals_float64(name, parts, dim, dtype):
 
 @every_body
 def test_a_mapped_call_equals_calls_one_by_one(name):
-    out, lse = (jnp.stack(x) for x in zip(partials(1, 5, 80), partials(2, 5, 80)))
-    for i, (merged, whole) in enumerate(zip(*mapped(MERGE[name])(out, lse))):
-        for a, b in zip(compiled(MERGE[name], dtype="float32")(out[i], lse[i]), (merged, whole)):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
-def test_more_parts_than_a_program_holds_take_the_plain_way():
-    out = jax.ShapeDtypeStruct((1, 2000, 1, 64), "float32")
-    lse = jax.ShapeDtypeStruct((1, 2000, 1), "float32")
-    assert MERGE_SPLITS.resolve(out, lse, dtype=jnp.float32, platform="gpu") == "xla"
+    one_by_one(compiled(MERGE[name], dtype="float32"), partials(1, 5, 80), partials(2, 5, 80), rtol=1e-5)

@@ -9,45 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attend.packed_attention import PACKED_ATTENTION, packed_attention
 from pallas_kernels.attend.packed_attention import pallas_triton as attend
 from pallas_kernels.formats.packed_vectors import words_of
-from pallas_kernels.query.project_query import PROJECT_QUERY, project_query
-from pallas_kernels.query.project_query import pallas_triton as project
-from pallas_kernels.score.packed_score import PACKED_SCORE, packed_score
 from pallas_kernels.score.packed_score import pallas_triton as score
-from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body, on_gpu, thorough
+from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body, implementations, on_gpu, one_by_one, thorough
 
 SCALE = 0.2
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-
-
-def choose(name, public, body, **config):
-    """The public function by a named implementation, or its kernel interpreted."""
-    if name != "interpreted":
-        return functools.partial(public, implementation=name)
-    return functools.partial(body, interpret=True, **config)
-
-
-@functools.cache
-def project_by(name):
-    return choose(name, project_query, lambda *x, dtype, **k: project.project_query(*x, dtype=jnp.dtype(dtype), **k))
-
-
-@functools.cache
-def score_by(name):
-    body = functools.partial(score.packed_score, config=score.Config(tile=16, tiles=2))
-    if name == "interpreted":
-        return lambda *x, unit=1, owner=None, **k: body(*x, unit=unit, owner=owner, interpret=True, **k)
-    return choose(name, packed_score, body)
-
-
-@functools.cache
-def attend_by(name, splits=3):
-    body = functools.partial(attend.packed_attention, config=attend.Config(tile=16, splits=splits))
-    if name == "interpreted":
-        return lambda *x, owner=None, **k: body(*x, owner=owner, interpret=True, **k)
-    return choose(name, packed_attention, body)
+PROJECT = implementations("project_query")
+SCORE = implementations("packed_score", config=score.Config(tile=16, tiles=2))
+ATTEND = implementations("packed_attention", config=attend.Config(tile=16, splits=3))
 
 
 def vectors(rng, lead, dim, rank, dtype, hidden=None):
@@ -163,18 +133,18 @@ def run_attention(run, given, parts, span=None, granule=None):
 def test_projection_scores_and_attention_equal_float64(name, dtype, shape):
     """A float32 query meets bfloat16 vectors without rounding, so scores are as good as in float32."""
     given, exact = problem(len(str(shape)), dtype=dtype, **shape)
-    parts = compiled(project_by(name), dtype=dtype)(given["query"], given["basis_key"])
+    parts = compiled(PROJECT[name], dtype=dtype)(given["query"], given["basis_key"])
     projected = np.einsum("bhgd,bhmed->bhmge", exact["query"], exact["basis_key"])
     np.testing.assert_allclose(np.asarray(parts, np.float64).sum(axis=4), projected, atol=1e-5, rtol=0)
     every, tokens = want_scores(exact), given["count"] * given["granule"] + 1
     common = {"span": given["span"], "unit": given["granule"]}
     for reduce, want in ((None, every), ("max", every.max(axis=2)), ("mean", every.mean(axis=2))):
-        score_now = compiled(score_by(name), reduce=reduce, **common)
+        score_now = compiled(SCORE[name], reduce=reduce, **common)
         got = score_now(parts, *given["block"], tokens, given["last"], owner=given["owner"])
         assert got.dtype == jnp.float32
         np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
         np.testing.assert_allclose(got, want, atol=3e-5, rtol=0)
-    run = jax.jit(functools.partial(run_attention, attend_by(name)), static_argnums=(2, 3))
+    run = jax.jit(functools.partial(run_attention, ATTEND[name]), static_argnums=(2, 3))
     arrays = {k: v for k, v in given.items() if k not in ("span", "granule")}
     out = run(arrays, parts, given["span"], given["granule"])
     assert out.dtype == dtype
@@ -188,8 +158,8 @@ def test_nothing_to_attend_to_is_zero(name):
     given["number"] = jnp.zeros_like(given["number"])
     key, value, position = given["recent"]
     given["recent"] = key, value, jnp.full_like(position, -1)
-    parts = compiled(project_by(name), dtype="float32")(given["query"], given["basis_key"])
-    run = jax.jit(lambda arrays, parts: run_attention(attend_by(name), {**given, **arrays}, parts))
+    parts = compiled(PROJECT[name], dtype="float32")(given["query"], given["basis_key"])
+    run = jax.jit(lambda arrays, parts: run_attention(ATTEND[name], {**given, **arrays}, parts))
     arrays = {k: v for k, v in given.items() if k not in ("span", "granule", "owner")}
     assert not np.any(run(arrays, parts))
 
@@ -204,35 +174,14 @@ def test_a_mapped_call_in_a_loop_equals_calls_one_by_one(name):
     def one(x):
         def step(_, out):
             query = x["query"] + 0 * out
-            parts = project_by(name)(query, x["basis_key"], dtype="float32")
+            parts = PROJECT[name](query, x["basis_key"], dtype="float32")
             run = {"span": static["span"], "owner": None, "reduce": "max"}
-            best = score_by(name)(parts, *x["block"], x["count"], x["last"], **run)
-            return run_attention(attend_by(name), {**x, **static}, parts) + 0 * jnp.nan_to_num(best, neginf=0).max()
+            best = SCORE[name](parts, *x["block"], x["count"], x["last"], **run)
+            return run_attention(ATTEND[name], {**x, **static}, parts) + 0 * jnp.nan_to_num(best, neginf=0).max()
 
         return jax.lax.fori_loop(0, 2, step, jnp.zeros_like(x["query"]))
 
-    alone = jax.jit(one)
-    together = jax.jit(jax.vmap(one))(jax.tree.map(lambda *x: jnp.stack(x), *arrays))
-    for i, x in enumerate(arrays):
-        np.testing.assert_allclose(together[i], alone(x), atol=1e-6, rtol=0)
-
-
-def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
-    given, _ = problem(0)
-    parts = project_query(given["query"], given["basis_key"], dtype="float32")
-    with pytest.raises(ValueError, match="project_query: got dtype int32, expected one of"):
-        project_query(given["query"], given["basis_key"], dtype="int32")
-    odd = jnp.zeros((1, 1, 1, 48))
-    with pytest.raises(NotImplementedError, match="got head_dim 48, expected 32, 64, 128 or 256"):
-        project_query(odd, jnp.zeros((1, 1, 1, 48, 48)), dtype="float32", implementation="pallas_triton", platform="gpu")
-    assert PROJECT_QUERY.resolve(odd, None, dtype="float32", platform="gpu") == "xla"
-    kinds = {"span": 4, "unit": 1, "owner": None, "reduce": "max", "platform": "gpu"}
-    assert PACKED_SCORE.resolve(parts, *given["block"], None, None, **kinds) == "pallas_triton"
-    mixed = given["block"][0].astype(jnp.bfloat16)
-    assert PACKED_SCORE.resolve(parts, mixed, given["block"][1], None, None, **kinds) == "xla"
-    kinds = {"scale": 1.0, "granule": 8, "span": 4, "owner": None, "platform": "gpu"}
-    given = [parts, given["query"], given["key"], given["value"], None, None, None, None, given["recent"]]
-    assert PACKED_ATTENTION.resolve(*given, **kinds) == "pallas_triton"
+    one_by_one(jax.jit(one), *((x,) for x in arrays), rtol=0)
 
 
 def test_default_config_gives_every_program_work():

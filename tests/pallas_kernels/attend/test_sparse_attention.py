@@ -11,21 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attend.sparse_attention import pallas_triton, reference, sparse_attention
-from tests.pallas_kernels.cases import SCALE, close, compiled, every_kernel, softmax_attention, thorough
+from pallas_kernels.attend.sparse_attention import pallas_triton, reference
+from tests.pallas_kernels.cases import (
+    SCALE,
+    close,
+    compiled,
+    every_kernel,
+    implementations,
+    softmax_attention,
+    thorough,
+)
 
-CONFIG = pallas_triton.Config(tile=16)
-
-
-def interpreted(*args, **options):
-    return pallas_triton.sparse_attention(*args, config=CONFIG, interpret=True, **options)
-
-
-RUN = {
-    "xla": functools.partial(sparse_attention, implementation="xla"),
-    "interpreted": interpreted,
-    "pallas_triton": functools.partial(sparse_attention, implementation="pallas_triton"),
-}
+RUN = implementations("sparse_attention", config=pallas_triton.Config(tile=16))
 
 
 def given(seed, dtype="float32", rows=3, heads=2, group=2, dim=16, start=64, tokens=72, block=32, extra=9):
@@ -120,15 +117,3 @@ def test_the_memory_of_plain_jax_does_not_grow_with_the_square_of_the_tokens():
 def _sizes(line):
     """Elements of the arrays that a line of a program names."""
     return [math.prod(int(n) for n in x.split("x")[:-1]) for x in re.findall(r"tensor<((?:\d+x)+\w+)>", line)]
-
-
-def test_wrong_arguments_and_impossible_kernels_are_refused():
-    args, more, _ = given(0)
-    more = {**more, "block": 32, "scale": SCALE}
-    with pytest.raises(ValueError, match="first"):
-        sparse_attention(*args, **{**more, "first": more["first"][..., :2]})
-    with pytest.raises(ValueError, match="columns"):
-        sparse_attention(*args, **{**more, "columns": more["columns"][..., :0]})
-    with pytest.raises(NotImplementedError, match="got blocks of 24 tokens, expected a power of two from 16 to 128"):
-        wrong = {**more, "block": 24}
-        sparse_attention(*args, **wrong, implementation="pallas_triton", platform="gpu")

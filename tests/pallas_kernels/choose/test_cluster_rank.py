@@ -5,21 +5,16 @@ from __future__ import annotations
 import functools
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels._triton.split import Config
-from pallas_kernels.choose.cluster_rank import CLUSTER_RANK, cluster_rank
-from pallas_kernels.choose.cluster_rank import pallas_triton as kernel
-from tests.pallas_kernels.cases import close, compiled, every_body, every_kernel, implementations, one_shape
+from tests.pallas_kernels.cases import close, compiled, every_body, every_kernel, implementations, one_by_one, one_shape
 
 SCALE = 0.3
-RANK = implementations(
-    functools.partial(cluster_rank, scale=SCALE),
-    functools.partial(kernel.cluster_rank, scale=SCALE, config=Config(block=16, splits=3), part=16, interpret=True),
-)
+RANK = implementations("cluster_rank", config=Config(block=16, splits=3), part=16)
+RANK = {name: functools.partial(run, scale=SCALE) for name, run in RANK.items()}
 
 
 def clusters(seed, count, group=3, dim=16, dtype="float32"):
@@ -95,20 +90,7 @@ def test_of_equal_clusters_the_first_have_room(name):
 @pytest.mark.thorough
 @every_kernel
 def test_a_mapped_call_equals_calls_one_by_one(name):
+    """Mapped over the shares alone."""
     arrays, run = clusters(1, 40), compiled(RANK[name], capacity=10, room=40)
-    shares = jnp.asarray([0.1, 0.25]), jnp.asarray([0.3, 0.9])
-    both = jax.jit(jax.vmap(lambda *x: RANK[name](*x, capacity=10, room=40), in_axes=(*[None] * 4, 0, 0)))(*arrays, *shares)
-    for i in range(2):
-        for one, many in zip(run(*arrays, *(x[i] for x in shares))[1:], both[1:], strict=True):
-            np.testing.assert_array_equal(one, many[i])
-
-
-def test_shapes_choose_the_implementation():
-    def chosen(count):
-        shapes = jax.eval_shape(lambda: clusters(0, 20))
-        grown = [jax.ShapeDtypeStruct((*x.shape[:2], count, *x.shape[3:]), x.dtype) for x in shapes[1:3]]
-        last = jax.ShapeDtypeStruct((), jnp.float32)
-        options = {"scale": 1.0, "capacity": 4, "room": 4, "platform": "gpu"}
-        return CLUSTER_RANK.resolve(shapes[0], *grown, shapes[3], last, last, **options)
-
-    assert (chosen(2**14), chosen(2**14 + 1)) == ("pallas_triton", "xla")
+    shares = [(jnp.float32(best), jnp.float32(considered)) for best, considered in ((0.1, 0.3), (0.25, 0.9))]
+    one_by_one(lambda *x: run(*arrays, *x)[1:], *shares, rtol=0, atol=0)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose.cluster_tokens import cluster_tokens
-from pallas_kernels.choose.cluster_tokens import pallas_triton as kernel
-from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations, mapped, one_shape
+from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations, one_by_one, one_shape
 
-TOKENS = implementations(cluster_tokens, functools.partial(kernel.cluster_tokens, block=16, interpret=True))
+TOKENS = implementations("cluster_tokens", block=16)
 
 
 def lists(seed, entries, slots=240):
@@ -52,8 +48,4 @@ def test_tokens_equal_loops(name, entries, first, most, newest):
 @pytest.mark.thorough
 @every_kernel
 def test_a_mapped_call_equals_calls_one_by_one(name):
-    sizes = {"first": 2, "most": 30, "newest": 5}
-    arrays = [jnp.stack(x) for x in zip(lists(1, 7), lists(2, 7), strict=True)]
-    for i, many in enumerate(zip(*mapped(functools.partial(TOKENS[name], **sizes))(*arrays), strict=True)):
-        for one, other in zip(compiled(TOKENS[name], **sizes)(*(x[i] for x in arrays)), many, strict=True):
-            np.testing.assert_array_equal(one, other)
+    one_by_one(compiled(TOKENS[name], first=2, most=30, newest=5), lists(1, 7), lists(2, 7), rtol=0, atol=0)

@@ -9,14 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose.code_select import CODE_SELECT, code_select
 from pallas_kernels.choose.code_select import pallas_triton as kernel
 from pallas_kernels.formats import bit_codes
 from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations, one_shape
 
-SELECT = implementations(
-    code_select, functools.partial(kernel.code_select, config=kernel.Config(block=64), interpret=True)
-)
+SELECT = implementations("code_select", config=kernel.Config(block=64))
 
 
 def coded(seed, count, parts, slots, rows=4, group=3, dim=12, dtype="float32"):
@@ -115,15 +112,3 @@ def test_the_kernel_lists_what_plain_jax_lists():
     np.testing.assert_array_equal(mask, also)
     for r, h in np.ndindex(2, 2):
         assert len(set(np.asarray(listed[r, h])) ^ set(np.asarray(other[r, h]))) <= 4
-
-
-def test_a_wrong_config_is_refused_and_shapes_choose_the_implementation():
-    vectors, sizes = [jnp.array([x]) for x in (18, 20, 3)], {"first": 1, "capacity": 4, "room": 2}
-    with pytest.raises(ValueError, match="expected a power of two from 64 to 8192"):
-        kernel.Config(block=100)
-
-    def chosen(count, group=3):
-        shapes = jax.eval_shape(lambda: coded(0, count, 2, 20, rows=1, group=group)[:3])
-        return CODE_SELECT.resolve(*shapes, *vectors, **sizes, platform="gpu")
-
-    assert (chosen(64), chosen(64, 16), chosen(64, 17), chosen(128)) == (*["pallas_triton"] * 2, *["xla"] * 2)

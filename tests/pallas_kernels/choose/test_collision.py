@@ -7,29 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose.collision import COLLISION, Part, collision, pallas_triton
+from pallas_kernels.choose.collision import Part, pallas_triton
 from pallas_kernels.choose.collision.votes import portion
-from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, on_gpu, thorough
+from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, implementations, on_gpu, one_by_one, thorough
 
 PIECES = ((60, 0.5, 0.5), (100, 0.3, 0.25), (150, 0.25, 0.2), (None, 0.2, 0.1))  # zone below, tiers of, candidates
 TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
 
-def run(name, config=None, **static):
-    if name == "interpreted":
-        config = pallas_triton.Config(block=64, tile=64) if config is None else config
-        return compiled(pallas_triton.collision, **static, config=config, interpret=True)
-    return compiled(collision, **static, implementation=name)
+SMALL = pallas_triton.Config(block=64, tile=64)
 
 
-def once(name, *arrays, **more):
-    """Without `jax.jit`, so that a function among the arguments sees numbers."""
-    if name == "interpreted":
-        config = pallas_triton.Config(block=64, tile=64)
-        return pallas_triton.collision(*arrays, **more, config=config, interpret=True)
-    return collision(*arrays, **more, implementation=name)
+def run(name, config=SMALL, **static):
+    return compiled(implementations("collision", config=config)[name], **static)
 
 
 def million(share):
@@ -152,7 +143,8 @@ def test_candidates_of_parts_equal_the_whole(name, sizes):
     def of_part(i, every):
         part = Part(begin=jnp.int32(i * each), number=jnp.int32(i), every=every)
         mine = ids[:, :, parts[i]], position[:, :, parts[i]]
-        return once(name, query, signs, counts, *mine, stop, shares, first=3, capacity=40, part=part)
+        once = implementations("collision", config=SMALL)[name]  # without `jax.jit`: the function sees numbers
+        return once(query, signs, counts, *mine, stop, shares, first=3, capacity=40, part=part)
 
     own = []  # a first round tells what each part sends
     for i in range(number_of_parts):
@@ -192,14 +184,11 @@ def test_blocks_of_any_size_agree_interpreted(sizes):
 
 @on_gpu
 def test_a_mapped_call_equals_calls_one_by_one(name):
-    sets = [problem(seed, rows=1, heads=1, stop=(150,))[0] for seed in (4, 5)]
-    one = run(name, first=3, capacity=20)
-    together = jax.jit(jax.vmap(one))(*(jnp.stack(x) for x in zip(*sets)))
-    for i, arrays in enumerate(sets):
-        query, slots, count = one(*arrays)
-        np.testing.assert_allclose(together[0][i], query, rtol=1e-6)
-        np.testing.assert_array_equal(together[2][i], count)
-        np.testing.assert_array_equal(together[1][i, ..., : count[0, 0]], slots[..., : count[0, 0]])
+    def listed(*arrays):
+        query, slots, count = run(name, first=3, capacity=20)(*arrays)
+        return query, jnp.where(jnp.arange(20) < count[..., None], slots, 0), count
+
+    one_by_one(listed, *(problem(seed, rows=1, heads=1, stop=(150,))[0] for seed in (4, 5)), atol=0)
 
 
 def test_portion_is_exact():
@@ -215,27 +204,6 @@ def test_default_blocks_cover_and_stay_few(lists, slots):
     assert -(-slots // config.block) <= pallas_triton.MOST_BLOCKS
 
 
-def test_wrong_configs_are_refused_and_shapes_choose_the_implementation():
-    arrays, _ = problem(6)
-    with pytest.raises(ValueError, match="expected powers of two"):
-        pallas_triton.Config(block=96)
-    with pytest.raises(ValueError, match="expected a block and a tile of at least 128 keys on a GPU"):
-        pallas_triton.collision(*arrays, first=3, capacity=5, config=pallas_triton.Config(tile=64))
-
-    def resolved(batch=2, slots=200, dim=32, part=None):
-        shapes = [
-            ((batch, 2, 3, dim), "float32"),
-            ((dim,), "float32"),
-            ((batch, 2, dim // 8, 256), "int32"),
-            ((batch, 2, slots, dim // 8), "uint8"),
-            ((batch, 2, slots), "int32"),
-            ((batch,), "int32"),
-            ((4, 8), "int32"),
-        ]
-        structs = [jax.ShapeDtypeStruct(*x) for x in shapes]
-        return COLLISION.resolve(*structs, first=3, capacity=5, part=part, platform="gpu")
-
-    assert resolved() == "pallas_triton"
-    assert resolved(part=Part(begin=jnp.int32(0), number=jnp.int32(0), every=lambda x: x[None])) == "pallas_triton"
-    assert resolved(dim=16) == "xla"
-    assert resolved(batch=320, slots=1 << 20) == "xla", "offsets into bytes between 2 and 4 GiB wrap"
+def test_small_blocks_run_interpreted_only():
+    with pytest.raises(ValueError, match="at least 128 keys on a GPU"):
+        pallas_triton.collision(*problem(6)[0], first=3, capacity=5, config=pallas_triton.Config(tile=64))

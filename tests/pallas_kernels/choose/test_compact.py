@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose.compact import COMPACT, compact, pallas_triton
-from tests.pallas_kernels.cases import NEEDS_GPU, one_shape
+from pallas_kernels.choose.compact import pallas_triton
+from tests.pallas_kernels.cases import NEEDS_GPU, implementations, one_shape
 
-COMPACTS = {
-    "xla": functools.partial(compact, implementation="xla"),
-    "interpreted": lambda *args: pallas_triton.compact(
-        *args, config=pallas_triton.Config(tile=16, programs=12), interpret=True
-    ),
-    "interpreted long": lambda *args: pallas_triton.compact(
-        *args, config=pallas_triton.Config(tile=16, programs=12, alone=16), interpret=True
-    ),
-    "pallas_triton": functools.partial(compact, implementation="pallas_triton"),
+LONG = pallas_triton.Config(tile=16, programs=12, alone=16)
+COMPACTS = implementations("compact", config=pallas_triton.Config(tile=16, programs=12)) | {
+    "interpreted long": implementations("compact", config=LONG)["interpreted"]
 }
 COMPACT_NAMES = [pytest.param(x, marks=NEEDS_GPU) if x == "pallas_triton" else x for x in COMPACTS]
 
@@ -39,9 +31,3 @@ def test_lists_are_the_true_entries(name, slots, capacity):
             assert not np.any(listed[r, h, len(found) :])
     flat, _ = jax.jit(run, static_argnums=1)(jnp.asarray(mask[1, 0]), capacity)
     np.testing.assert_array_equal(flat, listed[1, 0])
-
-
-def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
-    with pytest.raises(ValueError, match="got tile=8, expected a power of two of at least 16"):
-        pallas_triton.Config(tile=8)
-    assert COMPACT.resolve(jax.ShapeDtypeStruct((1, 8), bool), 5, platform="cpu") == "xla"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +12,15 @@ import pytest
 from kvjax.selection import compact as compact_slots
 from kvjax.selection import top_slots
 from pallas_kernels.choose.kth_select import KTH_SELECT, kth_select, kth_select_mask, pallas_triton
-from tests.pallas_kernels.cases import NEEDS_GPU, NEEDS_JAX_TRITON, one_shape, thorough
+from tests.pallas_kernels.cases import NEEDS_GPU, NEEDS_JAX_TRITON, alike, implementations, one_shape, thorough
 
 LONG = pallas_triton.Config(direct=16, nodes=32, width=8, depth=2, tile=16, hold=16, programs=6)
 MANY = pallas_triton.Config(direct=16, nodes=32, width=8, depth=2, tile=8, hold=16, programs=200)  # segments, packed
 SELECT = {
     "xla": functools.partial(kth_select, implementation="xla"),
-    "interpreted": lambda *args: pallas_triton.kth_select(*args, interpret=True)[::2],
-    "interpreted long": lambda *args: pallas_triton.kth_select(*args, config=LONG, interpret=True)[::2],
-    "interpreted, many segments": lambda *args: pallas_triton.kth_select(*args, config=MANY, interpret=True)[::2],
+    "interpreted": implementations("kth_select")["interpreted"],
+    "interpreted long": implementations("kth_select", config=LONG)["interpreted"],
+    "interpreted, many segments": implementations("kth_select", config=MANY)["interpreted"],
     "pallas_triton": functools.partial(kth_select, implementation="pallas_triton"),
     "jax_triton": functools.partial(kth_select, implementation="jax_triton"),
 }
@@ -125,8 +124,7 @@ def test_lists_equal_a_stable_sort(name, kind):
 def test_rows_and_lists_of_any_size(name, slots, budget, capacity):
     score = scores("normal", (1, 3, slots))
     run = jax.jit(SELECT[name], static_argnums=(1, 2))
-    for got, expected in zip(run(jnp.asarray(score), budget, capacity), oracle(score, budget, capacity)):
-        np.testing.assert_array_equal(got, expected)
+    alike(run(jnp.asarray(score), budget, capacity), oracle(score, budget, capacity))
 
 
 @pytest.mark.parametrize(  # jax_triton has no batching rule
@@ -177,8 +175,7 @@ def test_rows_that_want_nothing_are_not_read(name, budget):
     score, budget = scores("normal", (2, 2, 301)), np.asarray(budget, np.int32)
     expected = oracle(score, budget, 13)
     score[np.broadcast_to(budget, (2, 2)) <= 0] = np.nan
-    for got, want in zip(selecting(name, 13)(jnp.asarray(score), jnp.asarray(budget)), expected):
-        np.testing.assert_array_equal(got, want)
+    alike(selecting(name, 13)(jnp.asarray(score), jnp.asarray(budget)), expected)
 
 
 def of_shares(logits, lse):
@@ -222,38 +219,6 @@ def test_selection_of_valid_slots_of_any_score():
     assert np.all(keep)
 
 
-def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
-    score = jnp.zeros((1, 2, 64), jnp.float32)
-    with pytest.raises(ValueError, match="budget"):
-        kth_select(score, jnp.zeros((3,), jnp.int32), 4)
-    with pytest.raises(ValueError, match="score"):
-        kth_select_mask(score, 3, 4, lse=score)
-    with pytest.raises(ValueError, match="lse"):
-        kth_select_mask(jnp.zeros((1, 2, 4, 64)), 3, 4, lse=score)
-    with pytest.raises(ValueError, match="expected powers of two, direct, tile and hold up to 16384"):
-        pallas_triton.Config(tile=48)
-    rows = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    assert KTH_SELECT.resolve(rows((1, 8, 1 << 20)), 5, 8192, platform="gpu") == "pallas_triton"
-    assert KTH_SELECT.resolve(rows((1, 8, 1 << 20)), 5, 8193, platform="gpu") == "xla"
-    assert KTH_SELECT.resolve(rows((1, 8, 1 << 14)), 5, 8193, platform="gpu") == "pallas_triton"
-    for group, chosen in ((16, "pallas_triton"), (17, "xla")):
-        logits, lse = rows((1, 8, group, 1 << 14)), rows((1, 8, 33, group))
-        assert KTH_SELECT.resolve(logits, 5, 256, lse, platform="gpu") == chosen
-    with pytest.raises(NotImplementedError, match="got logits of query heads, expected one score for each entry"):
-        KTH_SELECT.resolve(logits, 5, 256, lse, platform="gpu", implementation="jax_triton")
-    with pytest.raises(NotImplementedError, match="got capacity 9000 for rows of 20000"):  # nor where the first cannot
-        KTH_SELECT.resolve(rows((1, 8, 20_000)), 5, 9000, platform="gpu", implementation="jax_triton")
-    with pytest.raises(NotImplementedError, match="got capacity 9000 for rows of 20000, expected at most 8192"):
-        KTH_SELECT.resolve(rows((1, 8, 20_000)), 5, 9000, platform="gpu", implementation="pallas_triton")
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "jax_triton", None)
-    rows = jax.ShapeDtypeStruct((1, 8, 64), jnp.float32)
-    with pytest.raises(NotImplementedError, match=r"needs the package jax_triton \(pip install kvjax\[triton\]\)"):
-        KTH_SELECT.resolve(rows, 5, 9, platform="gpu", implementation="jax_triton")
-
-
 @NEEDS_GPU
 @pytest.mark.parametrize("name", SELECT_NAMES[-2:])
 @pytest.mark.parametrize(
@@ -265,5 +230,4 @@ def test_kth_select_at_full_size(slots, capacity, kind, name):
     run = jax.jit(SELECT[name], static_argnums=2)
     expected = oracle(score, capacity, capacity)
     for _ in range(3):
-        for got, want in zip(run(jnp.asarray(score), jnp.int32(capacity), capacity), expected):
-            np.testing.assert_array_equal(got, want)
+        alike(run(jnp.asarray(score), jnp.int32(capacity), capacity), expected)

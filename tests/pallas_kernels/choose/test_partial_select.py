@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.choose.kth_select import pallas_triton as kth
-from pallas_kernels.choose.partial_select import PARTIAL_SELECT, pallas_triton, partial_select
 from pallas_kernels.score.partial_score import pallas_triton as scores
-from tests.pallas_kernels.cases import NAMES, compiled, every_kernel, implementations, one_shape, thorough
+from tests.pallas_kernels.cases import NAMES, compiled, every_kernel, implementations, one_by_one, one_shape, thorough
 
 SCALE = 0.25
 # The usual division takes long to interpret, and the short one has all of its branches.
@@ -28,9 +24,10 @@ def twice(near):
 def run(name, **static):
     """The implementation, with options that make several programs and segments of short rows."""
     static = {"scale": SCALE, "total": twice} | static
-    kernel = functools.partial(pallas_triton.partial_select, interpret=True, config=scores.Config(block=32, programs=18))
-    table = implementations(partial_select, functools.partial(kernel, chosen=LONG))
-    return compiled((table | {"interpreted, short": kernel})[name], **static)
+    config = scores.Config(block=32, programs=18)
+    table = implementations("partial_select", config=config, chosen=LONG)
+    short = implementations("partial_select", config=config)["interpreted"]
+    return compiled((table | {"interpreted, short": short})[name], **static)
 
 
 def given(seed, group=3, channels=5, slots=150, dtype="float32"):
@@ -98,18 +95,6 @@ def test_a_short_list_is_cut_and_a_long_one_holds_all(name):
 @thorough
 @every_kernel
 def test_a_mapped_call_equals_calls_one_by_one(name):
-    sets, alphas, budgets = [given(seed) for seed in (1, 2)], jnp.asarray([0.5, 2.0]), jnp.asarray([20, 7], jnp.int32)
-    call = run(name, capacity=21, query_heads=12)
-    both = jax.jit(jax.vmap(call))(*(jnp.stack(x) for x in zip(*sets)), alphas, budgets)
-    for at, args in enumerate(sets):
-        for a, b in zip(call(*args, alphas[at], budgets[at]), both):
-            np.testing.assert_array_equal(a, b[at])
-
-
-def test_shapes_choose_the_implementation():
-    args, static = given(0), {"scale": 1.0, "capacity": 20, "total": twice, "query_heads": 12}
-    numbers = jnp.float32(1), jnp.int32(19)
-    assert PARTIAL_SELECT.resolve(*args, *numbers, **static, platform="gpu") == "pallas_triton"
-    wide = [jax.ShapeDtypeStruct((1, 8, *x), "bfloat16") for x in ((4, 257), (257, 4096))]
-    rest = jax.ShapeDtypeStruct((1, 8, 4096), "int32"), jax.ShapeDtypeStruct((1,), "int32")
-    assert PARTIAL_SELECT.resolve(*wide, *rest, *numbers, **static, platform="gpu") == "xla"
+    numbers = [(jnp.float32(alpha), jnp.int32(budget)) for alpha, budget in ((0.5, 20), (2.0, 7))]
+    calls = [(*given(seed), *number) for seed, number in zip((1, 2), numbers, strict=True)]
+    one_by_one(run(name, capacity=21, query_heads=12), *calls, rtol=0, atol=0)

@@ -8,25 +8,22 @@ import numpy as np
 import pytest
 
 from pallas_kernels._triton.kth_best import held
-from pallas_kernels.choose.rerank import ESTIMATES, RERANK, Regions, estimates, pallas_triton, rerank
+from pallas_kernels.choose.rerank import Regions, estimates, pallas_triton
 from pallas_kernels.formats.key_codes import LEVEL, LEVELS, parts_of_rows
 from pallas_kernels.formats.key_codes import rows as rows_of
-from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, every_kernel, one_shape
+from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, every_kernel, implementations, one_shape
 
 REGIONS = Regions(sinks=3, best=10, tail=20, size=50)
 SCALE = 0.25
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
 
 def run(name, config=None, regions=REGIONS):
     fixed = {"regions": regions, "scale": SCALE}
-    if name == "interpreted":
-        config = pallas_triton.Config(part=16, parts=2) if config is None else config
-        return compiled(pallas_triton.rerank, **fixed, config=config, interpret=True)
-    if config is not None:
+    if name == "pallas_triton" and config is not None:
         return compiled(pallas_triton.rerank, **fixed, config=config)
-    return compiled(rerank, **fixed, implementation=name)
+    table = implementations("rerank", config=config or pallas_triton.Config(part=16, parts=2))
+    return compiled(table[name], **fixed)
 
 
 def problem(
@@ -175,8 +172,6 @@ def test_searching_chunks_first_finds_the_same_candidates(kind, name, config):
         for head in range(heads):
             a, b = (set(np.asarray(x[0][0, head])[np.asarray(x[1][0, head])].tolist()) for x in (want, got))
             assert a == b
-    with pytest.raises(ValueError, match="expected powers of two, part at least 16 and at least chunk"):
-        pallas_triton.Config(chunk=3)
 
 
 @every_body
@@ -210,7 +205,6 @@ def test_short_caches_take_the_plain_way():
     arrays = problem(5, slots=48, cursor=(48, 48), stop=(30, 30), count=((20, 20), (20, 20)))
     listed, mask = run("xla", regions=regions)(*arrays, 30, 10)
     assert listed.shape == (2, 2, 48)
-    assert RERANK.resolve(*arrays, 30, 10, regions=regions, scale=SCALE, platform="gpu") == "xla"
     for b, h in np.ndindex(2, 2):
         picked = np.asarray(listed[b, h])[np.asarray(mask[b, h])].tolist()
         assert len(picked) == len(set(picked))
@@ -225,15 +219,8 @@ def test_default_config_leaves_few_entries(candidates, best, lists, parts):
     assert (config and config.parts) == parts
 
 
-def test_wrong_sizes_are_refused_and_shapes_choose_the_implementation():
-    query, listed, count, rows, *_ = problem(6)
-    assert ESTIMATES.resolve(query, listed, count, rows, scale=SCALE, platform="gpu") == "pallas_triton"
-    arrays = problem(6)
+def test_wrong_sizes_are_refused():
     with pytest.raises(ValueError, match="size of at least 33"):
         Regions(sinks=3, best=10, tail=20, size=32)
-    with pytest.raises(ValueError, match="expected powers of two"):
-        pallas_triton.Config(part=24)
     with pytest.raises(ValueError, match="expected a part of at least 64 at head_dim 32"):
-        run("pallas_triton", pallas_triton.Config(part=32, num_warps=4))(*arrays, 5, 60)
-    # What the kernel does not take, the plain way does.
-    assert RERANK.resolve(*problem(6, dim=16), 5, 60, regions=REGIONS, scale=SCALE, platform="gpu") == "xla"
+        run("pallas_triton", pallas_triton.Config(part=32, num_warps=4))(*problem(6), 5, 60)

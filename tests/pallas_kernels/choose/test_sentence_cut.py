@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose import sentence_cut as cut_package
-from pallas_kernels.choose.sentence_cut import CLOSES, JOINS, Rules, sentence_cut
-from tests.pallas_kernels.cases import compiled, every_body, every_kernel, mapped
+from pallas_kernels.choose.sentence_cut import CLOSES, JOINS, Rules
+from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations, one_by_one
 
-CUT = {
-    "xla": functools.partial(sentence_cut, implementation="xla"),
-    "interpreted": lambda *args, rules: cut_package.pallas_triton.sentence_cut(
-        *args[:-1], jnp.asarray(args[-1], jnp.int32), rules=rules, interpret=True
-    ),
-    "pallas_triton": functools.partial(sentence_cut, implementation="pallas_triton"),
-}
+CUT = implementations("sentence_cut")
 PAPER, CODE = Rules(sinks=3, recent=4, open_cap=9, whole=0), Rules(sinks=3, recent=4, open_cap=0, whole=1)
 
 
@@ -96,17 +87,5 @@ def test_mapping_all_arguments_equals_calls_one_by_one(name):
     """The budget is mapped over too."""
     sets = [sentences(seed, rows=1) for seed in (1, 2)]
     event, length = jnp.full((1,), JOINS, jnp.int32), jnp.full((1, 2), 2, jnp.int32)
-    args = [(*arrays, length, cursor, event, jnp.int32(budget)) for (arrays, cursor), budget in zip(sets, (16, 31))]
-    run = compiled(CUT[name], rules=PAPER)
-    together = mapped(CUT[name], rules=PAPER)(*(jnp.stack(x) for x in zip(*args)))
-    for at, one in enumerate(args):
-        for alone, both in zip(run(*one), together):
-            np.testing.assert_array_equal(alone, both[at])
-
-
-def test_impossible_kernels_are_refused():
-    (score, sentence, position, count), cursor = sentences(0)
-    rest = count, cursor, cursor, 12
-    long = jnp.zeros((3, 2, 20000), jnp.int32)
-    with pytest.raises(NotImplementedError, match="got 20000 slots, expected 1 to 16384"):
-        sentence_cut(score, long, long, count, *rest, rules=PAPER, implementation="pallas_triton", platform="gpu")
+    calls = [(*arrays, length, cursor, event, jnp.int32(budget)) for (arrays, cursor), budget in zip(sets, (16, 31))]
+    one_by_one(compiled(CUT[name], rules=PAPER), *calls, rtol=0, atol=0)

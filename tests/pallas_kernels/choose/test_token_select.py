@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose.token_list import TOKEN_LIST, token_list
+from pallas_kernels.choose.token_list import TOKEN_LIST
 from pallas_kernels.query.chunk_query import CHUNK_QUERY
 from pallas_kernels.query.rotated_rows import ROTATED_ROWS
 from pallas_kernels.query.step_query import STEP_QUERY
 from tests.pallas_kernels.cases import every_body, one_shape, rotated
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 INV_FREQ = (1 / 50 ** (np.arange(8) / 8)).astype(np.float32)
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.02}
 dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -113,9 +112,3 @@ def test_rotated_rows_are_the_listed_ones(name, dtype):
         want = rotated(np.asarray(key, np.float64)[row][:, token[row]], np.arange(37), INV_FREQ)
         np.testing.assert_allclose(np.asarray(got[0][row], np.float64), want, atol=TOLERANCE[dtype])
         np.testing.assert_array_equal(got[1][row], value[row][:, token[row]])
-
-
-def test_a_list_needs_both_or_neither():
-    one = jnp.zeros((1,), jnp.int32)
-    with pytest.raises(ValueError, match="chosen"):
-        token_list(jnp.zeros((1, 4), jnp.int32), one, one, budget=4, num_sink=2, num_local=8, chosen=one[:, None])

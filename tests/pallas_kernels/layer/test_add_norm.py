@@ -10,15 +10,11 @@ import jax.test_util
 import numpy as np
 import pytest
 
-from pallas_kernels.layer.add_norm import ADD_NORM, add_norm, pallas_triton
-from tests.pallas_kernels.cases import compiled, every_body, one_shape
+from pallas_kernels.layer.add_norm import add_norm
+from tests.pallas_kernels.cases import compiled, every_body, implementations, one_shape
 
 EPS = 1e-3
-RUN = {
-    "xla": functools.partial(add_norm, eps=EPS, implementation="xla"),
-    "interpreted": lambda *args: pallas_triton.add_norm(*args, eps=EPS, interpret=True),
-    "pallas_triton": functools.partial(add_norm, eps=EPS, implementation="pallas_triton"),
-}
+RUN = {name: functools.partial(run, eps=EPS) for name, run in implementations("add_norm").items()}
 
 
 @every_body
@@ -56,17 +52,3 @@ def test_derivatives_equal_finite_differences():
         return jnp.sum(jnp.sin(after)) + jnp.sum(normed**3)
 
     jax.test_util.check_grads(loss, (x, update, scale), order=1, modes=("fwd", "rev"), rtol=2e-2)
-
-
-def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
-    x = jnp.zeros((2, 8))
-    with pytest.raises(ValueError, match="update"):
-        add_norm(x, x[:, :7], x[0], EPS)
-    with pytest.raises(ValueError, match="implementation='cuda' is unknown"):
-        add_norm(x, x, x[0], EPS, "cuda")
-    rows = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    for shape, chosen in (((1, 1, 4096), "pallas_triton"), ((1, 8192, 4096), "xla"), ((1, 1, 32768), "xla")):
-        assert ADD_NORM.resolve(rows(shape), rows(shape), rows(shape[-1:]), eps=EPS, platform="gpu") == chosen
-    with pytest.raises(NotImplementedError, match="got 8192 rows of 64, expected 1 to 1024 rows"):
-        ADD_NORM.resolve(rows((8192, 64)), rows((8192, 64)), rows((64,)), eps=EPS, platform="gpu",
-                         implementation="pallas_triton")  # fmt: skip

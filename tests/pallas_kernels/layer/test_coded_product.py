@@ -13,15 +13,19 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats.coded_matrix import CHUNK, GROUP, CodedMatrix, decoded, levels, packed, taken
-from pallas_kernels.layer.coded_product import CODED_PRODUCT, MOST_VECTORS, coded_product, few_vectors, pallas_triton
-from tests.pallas_kernels.cases import NAMES, NEEDS_GPU, NEEDS_JAX_TRITON, compiled, every_body, one_shape
+from pallas_kernels.layer.coded_product import coded_product, few_vectors
+from tests.pallas_kernels.cases import (
+    NAMES,
+    NEEDS_GPU,
+    NEEDS_JAX_TRITON,
+    compiled,
+    every_body,
+    implementations,
+    one_shape,
+)
 
-RUN = {
-    "xla": functools.partial(coded_product, dtype=jnp.float32, implementation="xla"),
-    "interpreted": functools.partial(pallas_triton.coded_product, dtype=jnp.float32, interpret=True),
-    "pallas_triton": functools.partial(coded_product, dtype=jnp.float32, implementation="pallas_triton"),
-    "jax_triton": functools.partial(coded_product, dtype=jnp.float32, implementation="jax_triton"),
-}
+RUN = implementations("coded_product") | {"jax_triton": functools.partial(coded_product, implementation="jax_triton")}
+RUN = {name: functools.partial(run, dtype=jnp.float32) for name, run in RUN.items()}
 EACH = [*NAMES, pytest.param("jax_triton", marks=[NEEDS_GPU, NEEDS_JAX_TRITON])]
 KINDS = ("8 bits", "8 bits in groups", "4 bits")
 
@@ -205,27 +209,6 @@ def test_a_derivative_goes_through_plain_jax():
     with jax.default_matmul_precision("highest"):
         slope = jax.grad(lambda x: coded_product(x, matrix, implementation="xla").sum())(jnp.ones((2, 128)))
     np.testing.assert_allclose(slope, np.broadcast_to(numbers.sum(0), slope.shape), rtol=1e-4, atol=1e-2)
-
-
-def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
-    with pytest.raises(ValueError, match="matrix"):
-        coded_product(jnp.zeros((2, 64)), draw("8 bits")[0])
-    x = jnp.zeros((2, 128))
-    with pytest.raises(ValueError, match="scale"):
-        coded_product(x, draw("8 bits")[0], scale=jnp.ones(64))
-    with pytest.raises(ValueError, match="residual"):
-        coded_product(x, draw("8 bits")[0], residual=x)
-    with pytest.raises(ValueError, match="matrix"):
-        coded_product(x, draw("8 bits")[0], gated=True)
-    for rows, dtype, width, chosen in (
-        (1, "bfloat16", 128, "pallas_triton"), (16, "bfloat16", 128, "pallas_triton"), (17, "bfloat16", 128, "xla"),
-        (1, "float32", 128, "xla"), (1, "bfloat16", 96, "xla"),
-    ):  # fmt: skip
-        codes, scales = jax.ShapeDtypeStruct((40, width), jnp.int8), jax.ShapeDtypeStruct((40, 1), jnp.float32)
-        x, matrix = jax.ShapeDtypeStruct((rows, width), dtype), CodedMatrix(codes=codes, scales=scales)
-        assert CODED_PRODUCT.resolve(x, matrix, dtype=jnp.dtype("bfloat16"), platform="gpu") == chosen
-        chosen = chosen if rows <= MOST_VECTORS else "xla"
-        assert CODED_PRODUCT.resolve(x, matrix, gated=True, dtype=jnp.dtype("bfloat16"), platform="gpu") == chosen
 
 
 def test_jax_triton_takes_what_the_first_implementation_takes_and_names_what_is_missing(monkeypatch):

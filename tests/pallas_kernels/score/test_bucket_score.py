@@ -10,21 +10,18 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats.sign_codes import BLOCK
-from pallas_kernels.score.bucket_score import BUCKET_SCORE, bucket_score, lookup, pallas_triton
-from tests.pallas_kernels.cases import compiled, every_body, on_gpu, one_shape, thorough
+from pallas_kernels.score.bucket_score import lookup, pallas_triton
+from tests.pallas_kernels.cases import compiled, every_body, implementations, on_gpu, one_by_one, one_shape, thorough
 from tests.pallas_kernels.ptx import Threads, words_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 FIRST, LOCAL = 3, 5
 TEMPERATURE = 0.3
 
 
 def scoring(name, warps=None, first=FIRST, num_local=LOCAL):
-    fixed = {"first": first, "num_local": num_local}
-    if name != "interpreted":
-        return compiled(bucket_score, **fixed, implementation=name)
     config = None if warps is None else pallas_triton.Config(blocks=2, num_warps=warps, ahead=1 + warps // 32)
-    return compiled(pallas_triton.bucket_score, **fixed, config=config, interpret=True)
+    run = implementations("bucket_score", config=config)[name]
+    return compiled(run, first=first, num_local=num_local)
 
 
 def problem(seed, *, rows=2, heads=2, group=3, dim=32, tables=5, bits=4, slots=200, dtype="float32", cursor=None, more=0):
@@ -136,49 +133,14 @@ def test_nothing_is_searched_in_a_row_that_is_new(name):
 
 @on_gpu
 def test_a_mapped_call_equals_calls_one_by_one(name):
-    sets = [problem(seed, rows=1, slots=40) for seed in (4, 5)]
-    run = scoring(name)
-    together = jax.jit(jax.vmap(run))(*(jnp.stack(x) for x in zip(*sets)))
-    for one, got in zip(sets, together):
-        np.testing.assert_allclose(got, run(*one), rtol=1e-6)
+    one_by_one(scoring(name), *(problem(seed, rows=1, slots=40) for seed in (4, 5)), atol=0)
 
 
 def test_more_buckets_than_a_byte_counts():
-    """They have no kernel."""
     arrays = problem(6, bits=10, tables=2)
     np.testing.assert_allclose(scoring("xla")(*arrays), oracle(*arrays), rtol=1e-5)
-    assert resolved(bits=10) == resolved(bits=1) == "xla"
-
-
-def resolved(bits=8, dim=32, rows=1, slots=200):
-    kind = "uint8" if bits <= 8 else "uint16"
-    shapes = [
-        ((rows, 8, 4, dim), "bfloat16"),
-        ((60, bits, dim), "float32"),
-        ((), "float32"),
-        ((rows, 8, -(-slots // BLOCK), 60 * BLOCK), kind),
-        ((rows, 8, slots), "bfloat16"),
-        ((rows, 8, slots), "int32"),
-        ((rows,), "int32"),
-    ]
-    structs = [jax.ShapeDtypeStruct(*x) for x in shapes]
-    return BUCKET_SCORE.resolve(*structs, first=FIRST, num_local=LOCAL, platform="gpu")
-
-
-def test_shapes_that_the_kernels_cannot_take_go_to_xla():
-    assert resolved() == "pallas_triton"
-    assert resolved(dim=48) == "xla"
-    assert resolved(rows=40, slots=1 << 17) == "xla", "offsets into bytes between 2 and 4 GiB wrap"
 
 
 def test_each_multiprocessor_has_a_program():
     sizes = [pallas_triton.default_config(*x).blocks for x in ((8, 131_008), (8, 65_536), (8, 8192), (128, 32_768), (8, 200))]
     assert sizes == [16, 16, 8, 1, 1]
-
-
-def test_wrong_shapes_and_dtypes_are_refused():
-    arrays = list(problem(7))
-    with pytest.raises(ValueError, match="ids"):
-        bucket_score(*arrays[:3], arrays[3][:, :, 1:], *arrays[4:], first=FIRST, num_local=LOCAL)
-    with pytest.raises(ValueError, match="num_warps=2.*, expected at least one block"):
-        pallas_triton.Config(blocks=1, num_warps=2)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.dissimilarity import dissimilarity, pallas_triton
 from tests.pallas_kernels.cases import compiled, every_body, implementations, one_shape
 
-RUN = implementations(dissimilarity, functools.partial(pallas_triton.dissimilarity, interpret=True))
+RUN = implementations("dissimilarity")
 
 
 @every_body
@@ -31,9 +28,3 @@ def test_scores_equal_float64(name, slots, dtype):
     mean = unit.sum(2) / np.maximum((position >= 0).sum(2), 1)[..., None]
     mean = mean / np.maximum(np.linalg.norm(mean, axis=-1, keepdims=True), 1e-8)
     np.testing.assert_allclose(got, -np.einsum("bhsd,bhd->bhs", unit, mean), atol=2e-6)
-
-
-def test_impossible_kernels_are_refused():
-    key, position = jnp.zeros((3, 2, 21, 16)), jnp.zeros((3, 2, 21), jnp.int32)
-    with pytest.raises(NotImplementedError, match="head_dim 8, expected"):
-        dissimilarity(key[..., :8], position, implementation="pallas_triton", platform="gpu")

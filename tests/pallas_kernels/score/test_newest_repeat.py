@@ -9,16 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.newest_repeat import newest_repeat, pallas_triton, reference
-from tests.pallas_kernels.cases import NAMES, compiled, mapped, one_shape
+from pallas_kernels.score.newest_repeat import pallas_triton, reference
+from tests.pallas_kernels.cases import NAMES, compiled, implementations, one_shape
 
-CONFIG = pallas_triton.Config(block=16, tile=16, strip=32)
-RUN = {
-    "xla": functools.partial(newest_repeat, implementation="xla"),
-    "tiles": functools.partial(reference.newest_repeat, whole=1, tiles=(16, 12)),  # the last begin in those before them
-    "interpreted": functools.partial(pallas_triton.newest_repeat, config=CONFIG, interpret=True),
-    "pallas_triton": functools.partial(newest_repeat, implementation="pallas_triton"),
-}
+RUN = implementations("newest_repeat", config=pallas_triton.Config(block=16, tile=16, strip=32))
+RUN = RUN | {"tiles": functools.partial(reference.newest_repeat, whole=1, tiles=(16, 12))}  # the last begin in those before
 with_tiles = pytest.mark.parametrize("name", [*NAMES, "tiles"])
 KINDS = ("random", "repeats", "same", "signs")
 
@@ -79,15 +74,6 @@ def test_mapped_thresholds_and_keys_equal_calls_one_by_one(name):
     assert len({x.tobytes() for x in want}) == 3
     np.testing.assert_array_equal(jax.jit(jax.vmap(run, (None, None, 0)))(key, valid, thresholds), want)
     both = [given(seed, "repeats", 40) for seed in (1, 2, 3)]
-    got = mapped(RUN[name])(*(jnp.stack(x) for x in zip(*both, strict=True)), threshold=thresholds)
+    got = jax.jit(jax.vmap(run))(*(jnp.stack(x) for x in zip(*both, strict=True)), thresholds)
     for at, arrays in enumerate(both):
         np.testing.assert_array_equal(got[at], oracle(*arrays, float(thresholds[at])))
-
-
-def test_wrong_arguments_and_impossible_kernels_are_refused():
-    key, valid = jnp.zeros((2, 3, 20, 16)), jnp.zeros((2, 3, 20), bool)
-    for held in (valid[:1], valid.astype(jnp.int32)):
-        with pytest.raises(ValueError, match="valid"):
-            newest_repeat(key, held, threshold=0.5)
-    with pytest.raises(NotImplementedError, match="head_dim 8, expected"):
-        newest_repeat(key[..., :8], valid, threshold=0.5, implementation="pallas_triton", platform="gpu")

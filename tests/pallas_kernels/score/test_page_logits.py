@@ -10,13 +10,19 @@ import numpy as np
 import pytest
 
 from pallas_kernels._triton.split import Config
-from pallas_kernels.score.page_logits import PAGE_LOGITS, page_logits, pallas_triton
-from tests.pallas_kernels.cases import SCALE, compiled, every_body, every_kernel, implementations, one_shape, thorough
-
-RUN = implementations(
-    functools.partial(page_logits, scale=SCALE),
-    functools.partial(pallas_triton.page_logits, scale=SCALE, config=Config(block=16, splits=3), interpret=True),
+from tests.pallas_kernels.cases import (
+    SCALE,
+    alike,
+    compiled,
+    every_body,
+    every_kernel,
+    implementations,
+    one_shape,
+    thorough,
 )
+
+RUN = implementations("page_logits", config=Config(block=16, splits=3))
+RUN = {name: functools.partial(run, scale=SCALE) for name, run in RUN.items()}
 
 
 def given(seed, group=3, dim=16, pages=90, dtype="float32"):
@@ -51,8 +57,7 @@ def test_logits_and_denominators_equal_float64(name, dtype, group, dim, pages):
     np.testing.assert_allclose(logits, want, rtol=2e-5, atol=2e-5)
     with np.errstate(divide="ignore"):
         np.testing.assert_allclose(np.log(np.exp(np.float64(lse)).sum(axis=2)), whole, rtol=2e-5, atol=2e-5)
-    for first, second in zip((logits, lse), run(query, vector, limit, held=held)):
-        np.testing.assert_array_equal(first, second)
+    alike((logits, lse), run(query, vector, limit, held=held))
 
 
 @thorough
@@ -67,10 +72,3 @@ def test_pages_equal_float64_also_when_mapped(name):
         np.testing.assert_allclose(one[0], oracle(query, vector, seen)[0], rtol=2e-5, atol=2e-5)
         for a, b in zip(one, both):
             np.testing.assert_allclose(a, b[at], rtol=1e-6, atol=1e-6)
-
-
-def test_shapes_choose_the_implementation():
-    shape = jax.ShapeDtypeStruct
-    for dim, pages, chosen in ((128, 16384, "pallas_triton"), (96, 16384, "xla"), (128, 0, "xla")):
-        args = shape((1, 8, 4, dim), "bfloat16"), shape((1, 8, pages, dim), "bfloat16"), shape((1,), "int32")
-        assert PAGE_LOGITS.resolve(*args, None, scale=1.0, platform="gpu") == chosen

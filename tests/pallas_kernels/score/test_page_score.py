@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.page_score import PAGE_SCORE, page_score, pallas_tpu, pallas_triton
+from pallas_kernels.score.page_score import pallas_tpu, pallas_triton
 from tests.pallas_kernels.cases import (
     compiled,
     every_body,
     every_body_and_thorough_tpu,
     every_body_and_tpu,
-    mapped,
+    implementations,
+    one_by_one,
     thorough,
 )
 
 TOLERANCE = 2e-5  # bounds of any dtype are read as they are, products are float32
-CONFIG = pallas_triton.Config(block=16)
-PLAIN = {"page_size": 1, "added": None, "reduce": "max", "newest": False, "position": None, "first": 0}
-
-
-def interpreted(*args, **given):
-    options = PLAIN | given
-    return pallas_triton.page_score(*args, **options, config=CONFIG, interpret=True)
-
-
-def interpreted_tpu(*args, **given):
-    options = PLAIN | given
-    return pallas_tpu.page_score(*args, **options, config=pallas_tpu.Config(block=128), interpret=True)
-
-
-RUN = {
-    "xla": functools.partial(page_score, implementation="xla"),
-    "interpreted": interpreted,
-    "interpreted_tpu": interpreted_tpu,
-    "pallas_triton": functools.partial(page_score, implementation="pallas_triton"),
+RUN = implementations("page_score", config=pallas_triton.Config(block=16)) | {
+    "interpreted_tpu": implementations("page_score", "pallas_tpu", config=pallas_tpu.Config(block=128))["interpreted"]
 }
 
 
@@ -139,10 +121,7 @@ def test_limit_in_slots_and_a_query_in_two_parts(name, reduce):
 
 @every_body_and_thorough_tpu
 def test_a_mapped_call_equals_calls_one_by_one(name):
-    sets = [given(seed, rows=1) for seed in (1, 2)]
-    together = mapped(RUN[name])(*(jnp.stack(x) for x in zip(*sets)))
-    for at, one in enumerate(sets):
-        np.testing.assert_allclose(compiled(RUN[name])(*one), together[at], rtol=1e-6, atol=1e-5)
+    one_by_one(compiled(RUN[name]), *(given(seed, rows=1) for seed in (1, 2)), atol=1e-5)
 
 
 def test_the_limit_of_pages_may_change_inside_a_loop():
@@ -154,36 +133,3 @@ def test_the_limit_of_pages_may_change_inside_a_loop():
 
     got = jax.lax.fori_loop(1, 4, body, jnp.zeros((1, 2, 50)))
     assert (np.asarray(got[..., :1]) == np.inf).all() and (np.asarray(got[..., 3:]) == -np.inf).all()
-
-
-def test_whole_tiles_choose_the_tpu_kernel():
-    for dim, pages, chosen in ((128, 48, "pallas_tpu"), (128, 50, "xla"), (64, 48, "xla")):
-        query, low, high = (jax.ShapeDtypeStruct((1, 2, n, dim), "bfloat16") for n in (4, pages, pages))
-        options = PLAIN | {"page_size": 16, "newest": True}
-        limit = jax.ShapeDtypeStruct((1,), "int32")
-        assert PAGE_SCORE.resolve(query, low, high, limit, **options, platform="tpu") == chosen
-
-
-def test_wrong_arguments_and_impossible_kernels_are_refused():
-    query, low, high, limit = given(0)
-    with pytest.raises(ValueError, match=r"page_score: got query .*expected \[B, H, G, D\]"):
-        page_score(query[..., :16], low, high, limit)
-    with pytest.raises(ValueError, match=r"limit \(3,\), expected"):
-        page_score(query, low, high, jnp.zeros((3,), jnp.int32))
-    with pytest.raises(ValueError, match="high bfloat16"):
-        page_score(query, low, high.astype(jnp.bfloat16), limit)
-    with pytest.raises(ValueError, match="got added bfloat16"):
-        page_score(query, low, high, limit, added=query.astype(jnp.bfloat16))
-    with pytest.raises(ValueError, match=r"got position int32 \(2, 50\), expected int32 \(2, 2, 50\)"):
-        page_score(query, low, high, limit, reduce="each", position=jnp.zeros((2, 50), jnp.int32))
-    with pytest.raises(ValueError, match="position and first need reduce='each', got 'max'"):
-        page_score(query, low, high, limit, first=1)
-    with pytest.raises(ValueError, match="page_size must be at least 1 slot, got 0"):
-        page_score(query, low, high, limit, page_size=0)
-    with pytest.raises(ValueError, match="reduce must be 'max', 'sum' or 'each', got 'mean'"):
-        page_score(query, low, high, limit, reduce="mean")
-    with pytest.raises(NotImplementedError, match="got head_dim 24, expected a power of two"):
-        small = [x[..., :24] for x in (query, low, high)]
-        page_score(*small, limit, implementation="pallas_triton", platform="gpu")
-    with pytest.raises(NotImplementedError, match="needs a platform in"):
-        page_score(query, low, high, limit, implementation="pallas_triton", platform="cpu")

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.partial_score import PARTIAL_SCORE, pallas_triton, partial_score
-from tests.pallas_kernels.cases import SCALE, compiled, every_body, every_kernel, implementations, one_shape, thorough
+from pallas_kernels.score.partial_score import pallas_triton
+from tests.pallas_kernels.cases import (
+    SCALE,
+    alike,
+    compiled,
+    every_body,
+    every_kernel,
+    implementations,
+    one_by_one,
+    one_shape,
+    thorough,
+)
 
 ALPHA = np.float32(1.5)
-RUN = implementations(
-    functools.partial(partial_score, scale=SCALE),
-    functools.partial(
-        pallas_triton.partial_score,
-        scale=SCALE,
-        config=pallas_triton.Config(block=32, programs=18),
-        interpret=True,
-    ),
-)
+RUN = implementations("partial_score", config=pallas_triton.Config(block=32, programs=18))
+RUN = {name: functools.partial(run, scale=SCALE) for name, run in RUN.items()}
 
 
 def given(seed, group=3, channels=5, slots=75, dtype="float32"):
@@ -64,27 +66,10 @@ def test_scores_and_counts_equal_float64(name, dtype, group, channels, slots):
     np.testing.assert_allclose(got[0], score, rtol=2e-5, atol=2e-5)
     assert np.all((least <= got[1]) & (got[1] <= most)) and np.sum(most - least) < 3 and most[0] > 0
     np.testing.assert_array_equal(got[2], stored)
-    for first, second in zip(got, run(*args, jnp.asarray(ALPHA))):
-        np.testing.assert_array_equal(first, second)
+    alike(got, run(*args, jnp.asarray(ALPHA)))
 
 
 @thorough
 @every_kernel
 def test_a_mapped_call_equals_calls_one_by_one(name):
-    sets = [given(seed) for seed in (1, 2)]
-    alphas = jnp.asarray([0.5, 2.0])
-    both = jax.jit(jax.vmap(RUN[name]))(*(jnp.stack(x) for x in zip(*sets)), alphas)
-    for at, args in enumerate(sets):
-        for a, b in zip(compiled(RUN[name])(*args, alphas[at]), both):
-            np.testing.assert_allclose(a, b[at], rtol=1e-6, atol=1e-6)
-
-
-def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
-    args, alpha = given(0), jnp.asarray(ALPHA)
-    with pytest.raises(ValueError, match="key"):
-        partial_score(args[0], args[1][..., :74], *args[2:], alpha, scale=1.0)
-    shape = jax.ShapeDtypeStruct
-    for group, channels, chosen in ((4, 25, "pallas_triton"), (32, 256, "pallas_triton"), (4, 257, "xla"), (33, 25, "xla")):
-        rows = [shape((1, 8, *sizes), "bfloat16") for sizes in ((group, channels), (channels, 131072))]
-        rest = shape((1, 8, 131072), "int32"), shape((1,), "int32"), shape((), "float32")
-        assert PARTIAL_SCORE.resolve(*rows, *rest, scale=1.0, platform="gpu") == chosen
+    one_by_one(compiled(RUN[name]), *((*given(seed), jnp.float32(alpha)) for seed, alpha in ((1, 0.5), (2, 2.0))))

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.token_vote import TOKEN_VOTE, pallas_triton, token_vote
-from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, implementations, on_gpu, one_shape
+from pallas_kernels.score.token_vote import pallas_triton
+from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, implementations, on_gpu, one_by_one, one_shape
 
 CONFIG = pallas_triton.Config(block=16, splits=2, merge_block=32)  # several steps, splits and merges in 101 tokens
 
-VOTE = implementations(token_vote, functools.partial(pallas_triton.token_vote, config=CONFIG, interpret=True))
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+VOTE = implementations("token_vote", config=CONFIG)
 
 
 def rows(seed, heads=2, group=4, dim=16, tokens=101, dtype="float32", bounds=((5, 77), (33, 101), (0, 16), (7, 7))):
@@ -81,25 +78,9 @@ def test_large_logits_and_one_loud_head(name):
 
 @on_gpu
 def test_a_mapped_call_equals_calls_one_by_one(name):
-    sets = [rows(seed, bounds=bounds) for seed, bounds in ((1, ((5, 77),)), (2, ((0, 101),)))]
-    stacked = [jnp.stack(x) for x in zip(*sets, strict=True)]
-    together = jax.jit(jax.vmap(lambda q, k, a, b: VOTE[name](q, k, start=a, stop=b)))(*stacked)
-    for (query, key, start, stop), got in zip(sets, together, strict=True):
-        np.testing.assert_allclose(got, compiled(VOTE[name])(query, key, start=start, stop=stop), rtol=1e-6)
-
-
-def test_wrong_configs_and_impossible_kernels_are_refused():
-    query, key, _, stop = rows(3)
-    for got in ({"block": 8}, {"splits": 3}, {"merge_block": 0}):
-        with pytest.raises(ValueError, match="expected a power of two"):
-            pallas_triton.Config(**got)
-    with pytest.raises(NotImplementedError, match="got head_dim 24, expected a power of two from 16 to 256"):
-        wide = jnp.zeros((4, 2, 4, 24)), jnp.zeros((4, 2, 5, 24))
-        token_vote(*wide, start=0, stop=stop, implementation="pallas_triton", platform="gpu")
-    with pytest.raises(NotImplementedError, match="got query float32 and key int8, expected"):
-        token_vote(query, key.astype(jnp.int8), start=0, stop=stop, implementation="pallas_triton", platform="gpu")
-    assert TOKEN_VOTE.resolve(query, key, start=0, stop=stop, platform="gpu") == "pallas_triton"
-    assert TOKEN_VOTE.resolve(query, key, start=0, stop=stop, platform="tpu") == "xla"
+    run = compiled(VOTE[name])
+    calls = rows(1, bounds=((5, 77),)), rows(2, bounds=((0, 101),))
+    one_by_one(lambda query, key, start, stop: run(query, key, start=start, stop=stop), *calls, atol=0)
 
 
 def test_default_config_fills_the_gpu():

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.window_score import pallas_triton, reference, window_score
-from tests.pallas_kernels.cases import NAMES, SCALE, compiled, mapped, one_shape
+from pallas_kernels.score.window_score import pallas_triton, reference
+from tests.pallas_kernels.cases import NAMES, SCALE, compiled, implementations, one_by_one, one_shape
 
-CONFIG = pallas_triton.Config(block=16, splits=2)
-RUN = {
-    "xla": functools.partial(window_score, implementation="xla"),
-    "blocked": functools.partial(reference.window_score, block=16),
-    "interpreted": functools.partial(pallas_triton.window_score, config=CONFIG, interpret=True),
-    "pallas_triton": functools.partial(window_score, implementation="pallas_triton"),
-}
+RUN = implementations("window_score", config=pallas_triton.Config(block=16, splits=2))
+RUN = RUN | {"blocked": functools.partial(reference.window_score, block=16)}
 with_blocks = pytest.mark.parametrize("name", [*NAMES, "blocked"])
 
 
@@ -63,17 +57,5 @@ def test_probabilities_equal_float64(name, dtype, group, window, dim, slots):
 
 @with_blocks
 def test_a_mapped_call_equals_calls_one_by_one(name):
-    (one, two), positions = zip(*(given(seed) for seed in (1, 2)))
-    together = mapped(RUN[name], scale=SCALE)(
-        *(jnp.stack(x) for x in zip(one, two)), **jax.tree.map(lambda *x: jnp.stack(x), *positions)
-    )
-    for at, (arrays, where) in enumerate(zip((one, two), positions)):
-        np.testing.assert_allclose(compiled(RUN[name], scale=SCALE)(*arrays, **where), together[at], rtol=1e-6, atol=1e-7)
-
-
-def test_impossible_kernels_are_refused():
-    (_, key), positions = given(0)
-    wide = jnp.zeros((2, 2, 2, 300, 32))
-    positions["query_position"] = jnp.zeros((2, 300), jnp.int32)
-    with pytest.raises(NotImplementedError, match="got 2 heads of 300 queries, expected at most 512 together"):
-        window_score(wide, key, scale=SCALE, implementation="pallas_triton", platform="gpu", **positions)
+    run = compiled(RUN[name], scale=SCALE)
+    one_by_one(lambda arrays, where: run(*arrays, **where), given(1), given(2), atol=1e-7)

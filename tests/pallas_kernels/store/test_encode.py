@@ -7,12 +7,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats.key_codes import parts_of_rows
-from pallas_kernels.store.encode import pallas_triton
 from tests.oracles import pariskv as plain
-from tests.pallas_kernels.cases import every_body, on_gpu, one_shape
+from tests.pallas_kernels.cases import alike, every_body, on_gpu, one_shape
 from tests.pallas_kernels.code_cases import encoding, keys_to_encode, signs_of
-
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
 
 @every_body
@@ -52,10 +49,4 @@ def test_both_implementations_agree_to_the_bit_where_divisions_do():
     """The interpreter divides as the plain version does, so everything must be equal."""
     key, valid = keys_to_encode(5, 16)
     args = jnp.asarray(key), jnp.asarray(valid), signs_of(16)
-    for a, b in zip(encoding("xla", 16)(*args), encoding("interpreted", 16)(*args)):
-        np.testing.assert_array_equal(a, b)
-
-
-def test_a_config_is_checked():
-    with pytest.raises(ValueError, match="expected a power of two"):
-        pallas_triton.Config(part=12)
+    alike(encoding("xla", 16)(*args), encoding("interpreted", 16)(*args))

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.formats.quantised import MOST, quantise, whole
-from pallas_kernels.store.evict_alike import direction_sum, evict_alike, pallas_triton
-from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations, one_shape
+from pallas_kernels.store.evict_alike import direction_sum
+from tests.pallas_kernels.cases import alike, compiled, every_body, every_kernel, implementations, one_shape
 
-EVICT = implementations(evict_alike, functools.partial(pallas_triton.evict_alike, interpret=True))
+EVICT = implementations("evict_alike")
 
 
 def case(slots=150, heads=3, dim=32, dtype="float32", seed=0):
@@ -83,8 +81,7 @@ def oracle(key, value, position, cursor, budget):
 def test_the_key_most_alike_goes(name, slots, dtype, budget):
     (*stored, position, cursor), newest = case(slots, dtype=dtype)
     key, value, moved, left, total, done = evict(name, *stored, position, cursor, newest, budget)
-    for x, want in zip((key, value, moved, left), oracle(*stored, position, cursor, budget), strict=True):
-        np.testing.assert_array_equal(np.asarray(x, np.float64), want)
+    alike((key, value, moved, left), oracle(*stored, position, cursor, budget))
     np.testing.assert_array_equal(done, 0)
     np.testing.assert_allclose(numbers(total, slots), directions(key, moved).sum(2), atol=2e-6)
 
@@ -112,10 +109,8 @@ def test_codes_are_evicted_as_what_they_read_back(name, kind):
     codes = [quantise(x, kind) for x in (key, value)]
     got = evict(name, *codes, position, cursor, newest, 12)
     want = oracle(*(whole(x) for x in codes), position, cursor, 12)
-    for x, exact in zip(map(whole, got[:2]), want[:2], strict=True):
-        np.testing.assert_array_equal(np.asarray(x, np.float64), exact)
-    for x, exact in zip(got[2:4], want[2:], strict=True):
-        np.testing.assert_array_equal(x, exact)
+    alike([*map(whole, got[:2])], want[:2])
+    alike(got[2:4], want[2:])
     np.testing.assert_allclose(numbers(got[4], 150), directions(whole(got[0]), got[2]).sum(2), atol=2e-6)
 
 
@@ -160,14 +155,3 @@ def test_the_sum_keeps_no_error_of_10000_steps(name):
     # The directions that are kept cancel each other, so the sum is short; no error has grown.
     np.testing.assert_allclose(numbers(total, slots), directions(key, position).sum(2), atol=5e-7)
     np.testing.assert_allclose(numbers(total, slots), numbers(direction_sum(key, position), slots), atol=1e-7)
-
-
-def test_impossible_kernels_are_refused():
-    (*stored, position, cursor), newest = case()
-    total, done = sums(stored[0], position, cursor, newest), jnp.zeros(cursor.shape, jnp.int32)
-    named = {"implementation": "pallas_triton", "platform": "gpu", "newest": newest, "budget": 3}
-    with pytest.raises(NotImplementedError, match="head_dim 8, expected a power of two of at least 16"):
-        evict_alike(*(x[..., :8] for x in stored), position, cursor, total[..., :8], done, **named)
-    wide = [jnp.zeros((4, 3, 16385, 16))] * 2
-    with pytest.raises(NotImplementedError, match="got 16385 slots, expected 1 to 16384"):
-        evict_alike(*wide, jnp.zeros((4, 3, 16385), jnp.int32), cursor, total[..., :16], done, **named)

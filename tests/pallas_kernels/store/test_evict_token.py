@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.store.evict_token import evict_token, pallas_triton
-from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations
+from tests.pallas_kernels.cases import alike, compiled, every_body, every_kernel, implementations
 
-EVICT = implementations(evict_token, functools.partial(pallas_triton.evict_token, interpret=True))
+EVICT = implementations("evict_token")
 
 
 def evict(name, *args, first=0, **kwargs):
@@ -75,8 +72,7 @@ def test_a_score_of_all_heads_equals_each_head_and_does_not_move(name, label):
     got = evict(name, *args, score[:, :1], **KNOBS[label])
     want = evict(name, *args, jnp.broadcast_to(score[:, :1], score.shape), **KNOBS[label])
     assert got[4] is None and want[4] is not None
-    for a, b in zip(got[:4], want):
-        np.testing.assert_array_equal(a, b)
+    alike(got[:4], want[:4])
 
 
 @every_body
@@ -101,12 +97,3 @@ def test_mapped_budgets_equal_budgets_one_by_one(name):
     for lane, budget in enumerate(budgets.tolist()):
         for x, want in zip(got, oracle(*args, score, budget=budget, recent=budget // 2), strict=True):
             np.testing.assert_array_equal(np.asarray(x[lane], np.float64), want)
-
-
-def test_wrong_arguments_and_impossible_kernels_are_refused():
-    args, (score, gain) = case()
-    with pytest.raises(ValueError, match="gain"):
-        evict_token(*args, None, gain=gain, budget=3)
-    with pytest.raises(NotImplementedError, match="head_dim 24, expected a power of two"):
-        wide = [jnp.zeros((3, 2, 21, 24))] * 2
-        evict_token(*wide, *args[2:], score, budget=3, implementation="pallas_triton", platform="gpu")

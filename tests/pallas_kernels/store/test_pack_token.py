@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.formats.packed_vectors import unpack
-from pallas_kernels.store.pack_token import PACK_TOKEN, pack_token, pallas_triton
 from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body, every_kernel, implementations, one_shape
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-PACK = implementations(pack_token, functools.partial(pallas_triton.pack_token, interpret=True))
+PACK = implementations("pack_token")
 
 
 def buffers(seed, dtype, granule, rank, *, dim=64, rows=3, heads=2, segments=2, slots=40):
@@ -69,12 +65,3 @@ def test_a_vector_packs_to_the_same_bits_in_any_batch(name):
     alone = run(*(jax.tree.map(lambda x: x[:1], x) for x in args))
     for one, many in zip(alone, run(*args), strict=True):
         np.testing.assert_array_equal(one[0], many[0])
-
-
-def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
-    args = buffers(0, "float32", 8, 16)
-    with pytest.raises(ValueError, match="store"):
-        pack_token(*args[:-1], args[-1][:4], granule=8, channels=64)
-    kinds = {"granule": 8, "channels": 64}
-    assert PACK_TOKEN.resolve(*args, **kinds, platform="gpu") == "pallas_triton"
-    assert PACK_TOKEN.resolve(*args, **kinds, platform="cpu") == "xla"

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.choose.sentence_cut import CLOSES, JOINS
-from pallas_kernels.store.sentence_add import pallas_triton, sentence_add
-from tests.pallas_kernels.cases import compiled, every_body, every_kernel, mapped, near, offloaded
+from tests.pallas_kernels.cases import (
+    alike,
+    compiled,
+    every_body,
+    every_kernel,
+    implementations,
+    near,
+    offloaded,
+    one_by_one,
+)
 
-ADD = {
-    "xla": functools.partial(sentence_add, implementation="xla"),
-    "interpreted": functools.partial(pallas_triton.sentence_add, interpret=True),
-    "pallas_triton": functools.partial(sentence_add, implementation="pallas_triton"),
-}
+ADD = implementations("sentence_add")
 
 
 def book(seed, rows=3, heads=2, group=2, dim=16, slots=20, dtype="float32"):
@@ -79,11 +80,7 @@ def test_past_the_end_nothing_is_written(name):
 
 @every_kernel
 def test_a_mapped_call_equals_calls_one_by_one(name):
-    sets = [book(seed) for seed in (1, 2)]
-    together = mapped(ADD[name])(*jax.tree.map(lambda *x: jnp.stack(x), *sets))
-    for at, one in enumerate(sets):
-        for alone, both in zip(compiled(ADD[name])(*one), together):
-            np.testing.assert_allclose(alone, both[at], rtol=1e-6)
+    one_by_one(compiled(ADD[name]), book(1), book(2), atol=0)
 
 
 @every_body
@@ -91,13 +88,4 @@ def test_copies_of_an_offloaded_cache_do_as_well(name):
     key, query, cursor, event, state = book(0)
     want = compiled(ADD[name])(key, query, cursor, event, state)
     got = compiled(ADD[name])(near(key, cursor, 5), query, cursor, event, state, rows=offloaded(cursor))
-    for a, b in zip(got, want):
-        np.testing.assert_array_equal(a, b)
-
-
-def test_impossible_kernels_are_refused():
-    key, query, cursor, event, state = book(0)
-    wide = [x[:, :, :1].repeat(3, axis=2) for x in (query, state[3])]
-    with pytest.raises(NotImplementedError, match="got 3 query heads per KV head and head_dim 16"):
-        changed = (*state[:3], wide[1], *state[4:])
-        sentence_add(key, wide[0], cursor, event, changed, implementation="pallas_triton", platform="gpu")
+    alike(got, want)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.formats.sign_codes import BLOCK
-from pallas_kernels.store.store_buckets import STORE_BUCKETS, pallas_triton, store_buckets
-from tests.pallas_kernels.cases import compiled, every_body, near, offloaded, on_gpu, one_shape
-
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+from tests.pallas_kernels.cases import (
+    compiled,
+    every_body,
+    implementations,
+    near,
+    offloaded,
+    on_gpu,
+    one_by_one,
+    one_shape,
+)
 
 
 def storing(name):
-    if name == "interpreted":
-        return compiled(pallas_triton.store_buckets, interpret=True)
-    return compiled(store_buckets, implementation=name)
+    return compiled(implementations("store_buckets")[name])
 
 
 def problem(seed, cursor, *, heads=2, dim=16, tables=3, bits=5, slots=40, dtype="float32", more=0):
@@ -87,23 +90,6 @@ def test_copies_of_an_offloaded_cache_do_as_well(name):
 
 @on_gpu
 def test_a_mapped_call_equals_calls_one_by_one(name):
-    sets = []
-    for seed in (5, 6):
-        key, value, cursor, *index = problem(seed, [10])
-        sets.append((key, value, cursor[:, None] - 1, cursor, *index))
-    run = storing(name)
-    together = jax.jit(jax.vmap(run))(*(jnp.stack(x) for x in zip(*sets)))
-    for i, one in enumerate(sets):
-        for got, want in zip(together, run(*one)):
-            np.testing.assert_array_equal(got[i], want)
-
-
-def test_wrong_arguments_are_refused_and_shapes_choose_the_implementation():
-    key, value, cursor, *index = problem(7, [10, 5])
-
-    def resolved(tokens, dim=16):
-        cut = key[..., :dim], value[..., :dim], jnp.zeros((2, tokens), jnp.int32), cursor, index[0][..., :dim], *index[1:]
-        return STORE_BUCKETS.resolve(*cut, platform="gpu")
-
-    assert resolved(1) == "pallas_triton"
-    assert resolved(2) == resolved(1, 12) == "xla"
+    drawn = (problem(seed, [10]) for seed in (5, 6))
+    calls = [(key, value, cursor[:, None] - 1, cursor, *index) for key, value, cursor, *index in drawn]
+    one_by_one(storing(name), *calls, rtol=0, atol=0)

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.formats.key_codes import cluster_counts
-from pallas_kernels.store.store_codes import STORE_CODES, pallas_triton, store_codes
-from tests.pallas_kernels.cases import compiled, every_body, near, offloaded, on_gpu, one_shape
+from tests.pallas_kernels.cases import (
+    alike,
+    compiled,
+    every_body,
+    implementations,
+    near,
+    offloaded,
+    on_gpu,
+    one_by_one,
+    one_shape,
+)
 from tests.pallas_kernels.code_cases import encoding, keys_to_encode, signs_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 LOCAL, BUFFER = 4, 3
 
 
 def storing(name, dim, rotate=True):
     fixed = {"num_local": LOCAL, "buffer": BUFFER, "scale": dim**-0.5 if rotate else 1.0}
-    if name == "interpreted":
-        return compiled(pallas_triton.store_codes, **fixed, interpret=True)
-    return compiled(store_codes, **fixed, implementation=name)
+    return compiled(implementations("store_codes")[name], **fixed)
 
 
 @every_body
@@ -78,31 +83,7 @@ def test_a_mapped_call_equals_calls_one_by_one(name):
         numbers = [jnp.asarray(x, jnp.int32) for x in ([[9]], [16], [8])]
         key, position = jnp.nan_to_num(jnp.asarray(key)), jnp.asarray(position)
         sets.append((key, position, *numbers[:2], signs_of(dim), *codes, zero, zero, numbers[2]))
-    step = storing(name, dim)
-    together = jax.jit(jax.vmap(step))(*(jnp.stack(x) for x in zip(*sets)))
-    for i, one in enumerate(sets):
-        for a, b in zip(step(*one), together):
-            np.testing.assert_array_equal(a, b[i])
-
-
-def test_several_tokens_take_the_plain_way():
-    arrays = [
-        ((2, 2, 24, 16), "float32"),
-        ((2, 2, 24), "int32"),
-        ((2, 3), "int32"),
-        ((2,), "int32"),
-        ((16,), "float32"),
-        ((2, 2, 24, 2), "uint8"),
-        ((2, 2, 24, 16), "uint8"),
-        ((2, 2, 2, 256), "int32"),
-        ((2, 2, 2, 256), "int32"),
-        ((2,), "int32"),
-    ]
-    structs = [jax.ShapeDtypeStruct(*x) for x in arrays]
-    fixed = {"num_local": 4, "buffer": 3, "scale": 0.1, "platform": "gpu"}
-    assert STORE_CODES.resolve(*structs, **fixed) == "xla"
-    structs[2] = jax.ShapeDtypeStruct((2, 1), "int32")
-    assert STORE_CODES.resolve(*structs, **fixed) == "pallas_triton"
+    one_by_one(storing(name, dim), *sets, rtol=0, atol=0)
 
 
 @on_gpu
@@ -119,5 +100,4 @@ def test_copies_of_an_offloaded_cache_do_as_well(name):
     rest = position, (cursor - 1)[:, None], cursor, signs_of(dim), *state
     want = run(key, *rest)
     got = run(near(key, cursor, 9), *rest, rows=offloaded(cursor))
-    for a, b in zip(got, want):
-        np.testing.assert_array_equal(a, b)
+    alike(got, want)

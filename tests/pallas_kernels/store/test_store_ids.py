@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.formats import bit_codes
-from pallas_kernels.store.store_ids import STORE_IDS, pallas_triton, store_ids
+from pallas_kernels.store.store_ids import STORE_IDS, store_ids
 from tests.pallas_kernels.cases import compiled, every_body, implementations, near, offloaded, one_shape
 
-STORE = implementations(store_ids, functools.partial(pallas_triton.store_ids, interpret=True))
+STORE = implementations("store_ids")
 
 
 def numbers_of(key, centroids):

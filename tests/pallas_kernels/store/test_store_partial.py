@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.store.store_partial import STORE_PARTIAL, pallas_triton, store_partial
 from tests.pallas_kernels.cases import (
     SINKS,
     TOLERANCE,
+    alike,
     compiled,
     every_body,
     every_kernel,
     implementations,
-    mapped,
     near,
     offloaded,
+    one_by_one,
     thorough,
 )
 
-STORE = implementations(store_partial, functools.partial(pallas_triton.store_partial, interpret=True))
+STORE = implementations("store_partial")
 CURSOR = (5, 22, 0, 23, 9)  # a full row whose token was stored, an empty one, one that could not store its token
 
 
@@ -64,29 +62,17 @@ def test_the_newest_key_is_stored_and_no_other(name, dtype, dim, channels):
     np.testing.assert_allclose(np.float64(got[0]), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     np.testing.assert_array_equal(np.asarray(got[0])[~changed], np.asarray(args[6])[~changed])
     np.testing.assert_array_equal(got[1], last)
-    for once, twice in zip(got, run(*args[:6], *got)):
-        np.testing.assert_array_equal(once, twice)
+    alike(got, run(*args[:6], *got))
 
 
 @every_body
 def test_copies_of_an_offloaded_cache(name):
     key, *rest = given(2)
     got = compiled(STORE[name])(near(key, rest[1], SINKS + 4), *rest, rows=offloaded(rest[1]))
-    for a, b in zip(got, oracle(key, *rest)):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    alike(got, oracle(key, *rest), rtol=2e-5, atol=2e-5)
 
 
 @thorough
 @every_kernel
 def test_a_mapped_call_equals_calls_one_by_one(name):
-    sets = [given(seed) for seed in (1, 2)]
-    both = mapped(STORE[name])(*(jnp.stack(x) for x in zip(*sets)))
-    for at, args in enumerate(sets):
-        for a, b in zip(compiled(STORE[name])(*args), both):
-            np.testing.assert_allclose(a, b[at], rtol=1e-6, atol=1e-6)
-
-
-def test_shapes_choose_the_implementation():
-    args = given(0)
-    assert STORE_PARTIAL.resolve(*args, platform="gpu") == "pallas_triton"
-    assert STORE_PARTIAL.resolve(*given(0, dim=24), platform="gpu") == "xla"
+    one_by_one(compiled(STORE[name]), given(1), given(2))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.store.store_token import pallas_triton, reference, store_token
+from pallas_kernels.store.store_token import pallas_triton, reference
 from tests.pallas_kernels.cases import compiled, every_body, every_kernel, near, offloaded, one_shape, rotated
 
 RUN = {
@@ -92,15 +92,6 @@ def test_a_mapped_call_equals_calls_one_by_one(name):
         want = oracle(*args, **kwargs, cursor=cursors[lane], query=queries[lane])
         for x, y in zip(got, want, strict=True):
             np.testing.assert_allclose(np.asarray(x[lane], np.float64), y, atol=2e-6, rtol=2e-6)
-
-
-def test_wrong_shapes_are_refused():
-    args, kwargs = case(batch=2, heads=2, group=4)
-    with pytest.raises(ValueError, match="query and inv_freq"):
-        store_token(*args, **{**kwargs, "query": None})
-    with pytest.raises(NotImplementedError, match="head_dim 24, expected a power of two"):
-        args, kwargs = case(batch=1, heads=1, group=1, dim=24)
-        store_token(*args, **kwargs, implementation="pallas_triton", platform="gpu")
 
 
 @every_kernel

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.store.widen_page import pallas_triton, widen_page
-from tests.pallas_kernels.cases import compiled, every_body, mapped, near, offloaded
+from tests.pallas_kernels.cases import alike, compiled, every_body, implementations, near, offloaded
 
-WIDEN = {
-    "xla": functools.partial(widen_page, implementation="xla"),
-    "interpreted": functools.partial(pallas_triton.widen_page, interpret=True),
-    "pallas_triton": functools.partial(widen_page, implementation="pallas_triton"),
-}
+WIDEN = implementations("widen_page")
 
 
 def stored(seed, cursor, slots=22, page_size=4, dtype="float32"):
@@ -59,7 +53,7 @@ def test_bounds_take_the_newest_key_in(name, dtype, cursor):
 def test_a_mapped_call_equals_calls_one_by_one(name):
     sets = [stored(seed, (5, 9)) for seed in (1, 2)]
     args = [(key, position, cursor, *before) for key, position, cursor, before, _ in sets]
-    together = mapped(WIDEN[name], page_size=4)(*(jnp.stack(x) for x in zip(*args)))
+    together = jax.jit(jax.vmap(compiled(WIDEN[name], page_size=4)))(*(jnp.stack(x) for x in zip(*args)))
     for at, (*_, after) in enumerate(sets):
         for got, want in zip(together, after):
             np.testing.assert_array_equal(got[at], want)
@@ -70,12 +64,4 @@ def test_a_mapped_call_equals_calls_one_by_one(name):
 def test_copies_of_an_offloaded_cache_do_as_well(name, cursor):
     key, position, cursor, before, after = stored(1, cursor)
     run = compiled(WIDEN[name], page_size=4)
-    for got, want in zip(run(near(key, cursor, 6), position, cursor, *before, rows=offloaded(cursor)), after):
-        np.testing.assert_array_equal(got, want)
-
-
-def test_impossible_kernels_are_refused():
-    key, position, cursor, bounds, _ = stored(0, (5, 9))
-    with pytest.raises(NotImplementedError, match="got head_dim 12, expected a power of two"):
-        small = [x[..., :12] for x in (key, *bounds)]
-        widen_page(small[0], position, cursor, *small[1:], page_size=4, implementation="pallas_triton", platform="gpu")
+    alike(run(near(key, cursor, 6), position, cursor, *before, rows=offloaded(cursor)), after)

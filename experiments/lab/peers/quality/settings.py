@@ -38,21 +38,13 @@ class PeersSettings(Settings):
         budget: a share of the length, or tokens: the tokens that a press keeps of every prompt, per KV head; kvjax's rows
             of this budget stand beside
         attention: transformers' name of the attention, such as sdpa or flash_attention_2; KVzip has no eager one
-
-    Raises:
-        ValueError: an unknown method.
     """
 
-    methods: tuple[str, ...] = METHODS
+    methods: tuple[str, ...] = option(METHODS, choices=METHODS)
     tasks: tuple[str, ...] = ()
     samples: PositiveInt = 20
     budget: str = "1/8"
     attention: str = "sdpa"
-
-    def __post_init__(self) -> None:
-        for method in self.methods:
-            if method not in METHODS:
-                raise ValueError(f"unknown method {method!r}, expected one of {', '.join(METHODS)}")
 
 
 @dataclasses.dataclass(frozen=True)

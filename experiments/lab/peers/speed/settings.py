@@ -42,26 +42,22 @@ class PeersSettings(Settings):
         repeats: measurements of each row
 
     Raises:
-        ValueError: an unknown model, method, cache or mode.
+        ValueError: an unknown model.
     """
 
     model: str = "llama-3.1-8b"
-    methods: tuple[str, ...] = ("full", "snapkv")
+    methods: tuple[str, ...] = option(("full", "snapkv"), choices=METHODS)
     lengths: tuple[PositiveInt, ...] = (131072,)
     batches: tuple[PositiveInt, ...] = (1,)
-    caches: tuple[str, ...] = CACHES
+    caches: tuple[str, ...] = option(CACHES, choices=CACHES)
     mode: str = option("reduce-overhead", choices=MODES)
     attention: str = "sdpa"
     tokens: PositiveInt = 32
     repeats: PositiveInt = 5
 
     def __post_init__(self) -> None:
-        known = {"model": MODELS, "methods": METHODS, "caches": CACHES, "mode": MODES}
-        for field, values in known.items():
-            chosen = vars(self)[field]
-            for value in (chosen,) if isinstance(chosen, str) else chosen:
-                if value not in values:
-                    raise ValueError(f"unknown {field.removesuffix('s')} {value!r}, expected one of {', '.join(values)}")
+        if self.model not in MODELS:
+            raise ValueError(f"unknown model {self.model!r}, expected one of {', '.join(MODELS)}")
 
     @property
     def room(self) -> int:

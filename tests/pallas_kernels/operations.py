@@ -1,0 +1,79 @@
+"""All operations by name, with arguments of any sizes: what the laws of all operations start from."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+from unittest import mock
+
+import jax
+import pytest
+
+import pallas_kernels
+from pallas_kernels.dispatch import Operation
+from pallas_kernels.formats.shapes import LAYER
+from tests.pallas_kernels import untimed
+
+PLACES = {name: f"pallas_kernels.{room}.{name}" for room, name in pallas_kernels.operations()}
+BESIDE = {"estimates": "rerank", "kth_select_mask": "kth_select"}  # public functions beside that of an operation's name
+every_operation = pytest.mark.parametrize("name", sorted(PLACES))
+
+
+def public(name):
+    """Import the public function of an operation, or one of `BESIDE`."""
+    return getattr(importlib.import_module(PLACES[BESIDE.get(name, name)]), name)
+
+
+def table(name):
+    return getattr(importlib.import_module(PLACES[name]), name.upper())
+
+
+def timed(name):
+    """Return the declaration of an operation's timed shapes, or None."""
+    place = f"{PLACES[name]}.timed"
+    return importlib.import_module(place).TIMED if importlib.util.find_spec(place) else None
+
+
+def small(name):
+    """Return a small shape of an operation."""
+    return untimed.SHAPES[name].at() if timed(name) is None else timed(name).listed(tiny=True)[0]
+
+
+def sized(name, **sizes):
+    """Return a shape of two heads with these sizes.
+
+    What is no size of the operation is an argument beside the declared ones, or in place of one: a fill, or an option.
+    """
+    declared = untimed.SHAPES.get(name) or timed(name)
+    known = {*LAYER, *declared.sizes, *(x for shape in declared.shapes for x in shape)}
+    more = {x: sizes.pop(x) for x in [*sizes] if x not in known}
+    fills = {x: value for x, value in more.items() if callable(value)}
+    options = {x: value for x, value in more.items() if x not in fills}
+    arrays = {x: fill for x, fill in declared.arrays.items() if x not in options} | fills
+    plain = declared.options
+    return dataclasses.replace(declared, arrays=arrays, options=lambda n: plain(n) | options).at(**{"H": 2, **sizes})
+
+
+def arguments(shape):
+    """Return the shapes and dtypes of the arrays of a shape by name."""
+    return jax.eval_shape(shape.draw, jax.random.key(0))
+
+
+class Chosen(Exception):
+    """Ends a call where an implementation would run."""
+
+
+def choose(name, *, platform=None, implementation=None, **sizes):
+    """Return the implementation that a call of these sizes takes; no implementation is run or traced."""
+    shape = sized(name, **sizes)
+    arrays = arguments(shape)
+    run = functools.partial(public(name), **shape.options, platform=platform, implementation=implementation)
+
+    def stop(self, *args, **kwargs):
+        raise Chosen(self.resolve(*args, **kwargs))
+
+    with mock.patch.object(Operation, "run", stop), pytest.raises(Chosen) as caught:
+        jax.eval_shape(run, **arrays)
+    return caught.value.args[0]

@@ -1,0 +1,350 @@
+"""Which implementation a call takes, by platform, sizes and dtype alone, and which calls are refused.
+
+A row has the operation, and what differs from its shapes (`operations.sized`). Nothing is computed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.choose.collision import Part
+from pallas_kernels.choose.rerank import Regions
+from pallas_kernels.dispatch import XLA
+from pallas_kernels.formats.coded_matrix import CodedMatrix
+from pallas_kernels.formats.shapes import counted, full, integers, normal, packed
+from pallas_kernels.layer.coded_product import MOST_VECTORS
+from pallas_kernels.machine import assume_machine
+from tests.pallas_kernels.operations import PLACES, choose, every_operation, table
+
+TRITON, LANGUAGE, TPU, CUDNN = "pallas_triton", "jax_triton", "pallas_tpu", "cudnn"
+PLATFORM = {TRITON: "gpu", LANGUAGE: "gpu", CUDNN: "gpu", TPU: "tpu"}
+
+
+FIRST = {"coded_product": {"bits": 8, "V": 1}, "dense_attention": {"T": 5, "S": 9}}  # of shapes that have no sizes in common
+
+
+def left_out(d):
+    """The fill of an optional argument that is not given."""
+
+
+def rows(*cases):
+    return [pytest.param(*case, id=" ".join([case[0], *map(str, case[2:])])[:80]) for case in cases]
+
+
+PAGES = {"S": 512, "K": 8, "P": 16, "slots": full("B F K", 0)}  # of gather_attention
+PARTS = {"partials": lambda d: (normal("B H G D", jnp.float32)(d), normal("B H G", jnp.float32)(d))}
+PART = Part(begin=jnp.int32(0), number=jnp.int32(0), every=lambda x: x[None])
+BUCKETS = {"query": integers("B H G L", 8, jnp.uint8), "ids": integers("B H L S", 8, jnp.uint8)}
+FEW_BUCKETS = {"query": integers("B H G P", 8, jnp.uint8), "ids": integers("B H P S", 8, jnp.uint8)}
+
+
+def gates(d):
+    return CodedMatrix(codes=full("2 N K", 0, jnp.int8)(d), scales=full("2 N 1", 1, jnp.float32)(d))
+
+
+GATES = {"bits": 8, "N": 40, "K": 128, "gated": True, "matrix": gates}
+CHOICES = [
+    ("causal_attention", "cpu", {"D": 64}, XLA),
+    ("causal_attention", "tpu", {"D": 64}, XLA),
+    ("causal_attention", "gpu", {"D": 64}, CUDNN),
+    ("causal_attention", "gpu", {"D": 64, "dtype": "float32"}, XLA),
+    ("causal_attention", "gpu", {"D": 80}, CUDNN),
+    ("dense_attention", "gpu", {"D": 64, "T": 5, "S": 50}, CUDNN),
+    ("dense_attention", "cpu", {"D": 64, "T": 5, "S": 50}, XLA),
+    ("dense_attention", "gpu", {"D": 64, "T": 1, "S": 50}, XLA),
+    ("dense_attention", "gpu", {"D": 64, "T": 5, "S": 50, "dtype": "float32"}, XLA),
+    ("dense_attention", "gpu", {"D": 136, "T": 5, "S": 50}, XLA),
+    *[
+        (name, platform, {"D": 32, "T": 16, "dtype": dtype}, expected)
+        for name in ("past_attention", "prefix_attention")
+        for platform, dtype, expected in (("gpu", "bfloat16", CUDNN), ("gpu", "float32", XLA), ("cpu", "bfloat16", XLA))
+    ],
+    ("dense_decode", "cpu", {"D": 64, "S": 32}, XLA),
+    ("dense_decode", "tpu", {"D": 128, "S": 32}, TPU),
+    ("dense_decode", "tpu", {"D": 256, "S": 8, "dtype": "float32"}, TPU),
+    ("dense_decode", "tpu", {"D": 64, "S": 32}, XLA),
+    ("dense_decode", "tpu", {"D": 128, "S": 33}, XLA),
+    ("dense_decode", "tpu", {"D": 128, "S": 32, "dtype": "float16"}, XLA),
+    ("dense_decode", "gpu", {"D": 64, "S": 32}, TRITON),
+    ("dense_decode", "gpu", {"D": 64, "S": 32, "dtype": "float32"}, TRITON),
+    ("dense_decode", "gpu", {"D": 80, "S": 32}, XLA),
+    ("dense_decode", "gpu", {"D": 64, "S": 8}, XLA),
+    ("dense_decode", "gpu", {"S": 64, "G": 4, "T": 8}, TRITON),
+    ("dense_decode", "gpu", {"S": 64, "G": 8, "T": 8}, TRITON),
+    ("dense_decode", "gpu", {"S": 64, "G": 8, "T": 9}, XLA),
+    ("dense_decode", "tpu", {"S": 64, "G": 4, "T": 2}, XLA),
+    ("gather_attention", "cpu", {"D": 64}, XLA),
+    ("gather_attention", "tpu", {"D": 64}, XLA),
+    ("gather_attention", "gpu", {"D": 64}, TRITON),
+    ("gather_attention", "gpu", {"D": 64, "dtype": "float32"}, TRITON),
+    ("gather_attention", "gpu", {"D": 80}, XLA),
+    ("gather_attention", "tpu", PAGES, TPU),
+    ("gather_attention", "tpu", PAGES | {"dtype": "float32", "P": 8}, TPU),
+    ("gather_attention", "tpu", PAGES | {"P": 32, "S": 1000}, TPU),
+    ("gather_attention", "tpu", PAGES | {"P": 256}, TPU),
+    ("low_rank_attention", "cpu", {}, XLA),
+    ("low_rank_attention", "tpu", {}, XLA),
+    ("low_rank_attention", "gpu", {}, TRITON),
+    ("low_rank_attention", "gpu", {"D": 64, "R": 48, "dtype": "float32"}, TRITON),
+    ("low_rank_attention", "gpu", {"D": 96}, XLA),
+    ("low_rank_attention", "gpu", {"D": 16}, XLA),
+    ("low_rank_attention", "gpu", {"R": 12}, XLA),
+    ("low_rank_attention", "gpu", {"D": 256, "R": 1024, "dtype": "float32"}, XLA),  # a megabyte of the right factor
+    ("merge_splits", "gpu", {"N": 2000, "H": 1, "G": 1, "D": 64}, XLA),
+    ("packed_attention", "gpu", {}, TRITON),
+    ("packed_score", "gpu", {}, TRITON),
+    ("project_query", "gpu", {"D": 48}, XLA),
+    ("cluster_rank", "gpu", {"S": 2**14}, TRITON),
+    ("cluster_rank", "gpu", {"S": 2**14 + 1}, XLA),
+    ("code_select", "gpu", {"C": 64}, TRITON),
+    ("code_select", "gpu", {"C": 64, "G": 16}, TRITON),
+    ("code_select", "gpu", {"C": 64, "G": 17}, XLA),
+    ("code_select", "gpu", {"C": 128}, XLA),
+    ("collision", "gpu", {}, TRITON),
+    ("collision", "gpu", {"part": PART}, TRITON),
+    ("collision", "gpu", {"D": 16}, XLA),
+    ("collision", "gpu", {"B": 320, "S": 1 << 20, "D": 32}, XLA),  # offsets into bytes between 2 and 4 GiB wrap
+    ("compact", "cpu", {}, XLA),
+    ("kth_select", "gpu", {"S": 1 << 20, "K": 8192}, TRITON),
+    ("kth_select", "gpu", {"S": 1 << 20, "K": 8193}, XLA),
+    ("kth_select", "gpu", {"S": 1 << 14, "K": 8193}, TRITON),
+    ("kth_select_mask", "gpu", {"S": 1 << 14, "G": 16}, TRITON),
+    ("kth_select_mask", "gpu", {"S": 1 << 14, "G": 17}, XLA),
+    *[
+        (name, "gpu", {"S": 1 << 17, tables: 150, "num_bits": 10} | sizes, expected)
+        for name, tables, few in (("match_select", "L", BUCKETS), ("bucket_matches", "P", FEW_BUCKETS))
+        for sizes, expected in (
+            ({}, TRITON),
+            ({"num_bits": 14}, TRITON),
+            ({"G": 8}, TRITON),
+            ({"num_bits": 8, **few}, XLA),
+            ({"num_bits": 15}, XLA),
+            ({"G": 9}, XLA),
+            ({tables: 3000}, XLA),
+            ({"H": 8, "B": 16}, XLA),  # more than 2**31 buckets
+        )
+    ],
+    ("partial_select", "gpu", {"C": 5}, TRITON),
+    ("partial_select", "gpu", {"C": 257}, XLA),
+    ("partial_score", "gpu", {"G": 4, "C": 25}, TRITON),
+    ("partial_score", "gpu", {"G": 32, "C": 256}, TRITON),
+    ("partial_score", "gpu", {"G": 4, "C": 257}, XLA),
+    ("partial_score", "gpu", {"G": 33, "C": 25}, XLA),
+    ("rerank", "gpu", {}, TRITON),
+    ("rerank", "gpu", {"D": 16}, XLA),
+    ("estimates", "gpu", {}, TRITON),
+    ("rerank", "gpu", {"S": 48, "regions": Regions(sinks=3, best=30, tail=20, size=60)}, XLA),
+    ("add_norm", "gpu", {"T": 1, "D": 4096}, TRITON),
+    ("add_norm", "gpu", {"T": 8192, "D": 4096}, XLA),
+    ("add_norm", "gpu", {"T": 1, "D": 32768}, XLA),
+    ("coded_product", "gpu", {"bits": 8, "V": 1, "N": 40, "K": 128}, TRITON),
+    ("coded_product", "gpu", {"bits": 8, "V": 16, "N": 40, "K": 128}, TRITON),
+    ("coded_product", "gpu", {"bits": 8, "V": 17, "N": 40, "K": 128}, XLA),
+    ("coded_product", "gpu", {"bits": 8, "V": 1, "N": 40, "K": 128, "dtype": "float32"}, XLA),
+    ("coded_product", "gpu", {"bits": 8, "V": 1, "N": 40, "K": 96}, XLA),
+    ("coded_product", "gpu", GATES | {"V": MOST_VECTORS}, TRITON),
+    ("coded_product", "gpu", GATES | {"V": MOST_VECTORS + 1}, XLA),
+    ("bucket_score", "gpu", {}, TRITON),
+    ("bucket_score", "gpu", {"D": 48}, XLA),
+    ("bucket_score", "gpu", {"P": 1}, XLA),
+    ("bucket_score", "gpu", {"P": 10, "ids": integers("B H N R", 8, jnp.uint16)}, XLA),
+    ("bucket_score", "gpu", {"H": 8, "B": 40}, XLA),  # offsets into bytes between 2 and 4 GiB wrap
+    ("page_logits", "gpu", {"N": 16384}, TRITON),
+    ("page_logits", "gpu", {"N": 16384, "D": 96}, XLA),
+    ("page_logits", "gpu", {"N": 0}, XLA),
+    ("page_score", "tpu", {"N": 48, "page_size": 16, "newest": True}, TPU),
+    ("page_score", "tpu", {"N": 50, "page_size": 16, "newest": True}, XLA),
+    ("page_score", "tpu", {"N": 48, "D": 64, "page_size": 16, "newest": True}, XLA),
+    ("token_vote", "gpu", {}, TRITON),
+    ("token_vote", "tpu", {}, XLA),
+    ("pack_token", "gpu", {}, TRITON),
+    ("pack_token", "cpu", {}, XLA),
+    ("store_buckets", "gpu", {}, TRITON),
+    ("store_buckets", "gpu", {"active": full("B 2", 0)}, XLA),
+    ("store_buckets", "gpu", {"D": 12}, XLA),
+    ("store_codes", "gpu", {}, TRITON),
+    ("store_codes", "gpu", {"active": full("B 3", 0)}, XLA),
+    ("store_ids", "gpu", {}, TRITON),
+    ("store_ids", "gpu", {"active": full("B 3", 0)}, XLA),
+    ("store_partial", "gpu", {}, TRITON),
+    ("store_partial", "gpu", {"D": 24}, XLA),
+]
+
+
+@pytest.mark.parametrize(("name", "platform", "sizes", "expected"), rows(*CHOICES))
+def test_sizes_and_dtypes_choose_the_implementation(name, platform, sizes, expected):
+    assert choose(name, platform=platform, **sizes) == expected
+
+
+def test_a_named_platform_goes_before_an_assumed_machine():
+    with assume_machine("gpu", (9, 0)):
+        assert [choose("prefix_attention", platform=platform) for platform in (None, "cpu")] == [CUDNN, XLA]
+
+
+WIDE = {"query": normal("B H G 256"), "key": normal("B H S 256")}
+IMPOSSIBLE = [
+    ("causal_attention", CUDNN, {"D": 192}, "head_dim 192"),
+    ("causal_attention", CUDNN, {"D": 64, "dtype": "float32"}, "'float32'"),
+    ("dense_attention", CUDNN, {"D": 64, "T": 5, "S": 50, "value": normal("B H S 32")}, "keys of 64 numbers"),
+    ("dense_attention", CUDNN, {"B": 2, "G": 1, "T": 1 << 16, "S": 1025, "D": 8}, "268697600 numbers in a bias"),
+    ("dense_decode", TRITON, {"D": 24}, "head_dim 24"),
+    ("dense_decode", LANGUAGE, {"D": 24}, "head_dim 24"),  # it never runs where the first cannot
+    ("dense_decode", TPU, {"D": 32}, "head_dim 32"),
+    ("dense_decode", TPU, {"S": 75}, "75 slots"),
+    ("dense_decode", TPU, {"dtype": "float16"}, "'float16'"),
+    ("dense_decode", TPU, {"D": 32, **WIDE}, "keys of 256 numbers"),
+    ("dense_decode", LANGUAGE, {"D": 32, **WIDE}, "keys of 256 numbers"),
+    ("dense_decode", TRITON, {"D": 32, "query": normal("B H G 24"), "key": normal("B H S 24")}, "keys of 24 numbers"),
+    ("dense_decode", TPU, {"H": 128, "S": 8, "dtype": "float32"}, "8,388,608 bytes in 128 slots"),
+    ("dense_decode", TPU, {"kind": "int8"}, "int8 codes"),
+    ("dense_decode", TPU, {"T": 5}, "5 queries per head"),
+    ("dense_decode", LANGUAGE, {"T": 5}, "5 queries per head"),
+    ("dense_decode", TRITON, {"T": 5, "G": 15}, "5 queries of 15 query heads"),
+    ("gather_attention", TRITON, {"D": 24}, "head_dim 24"),
+    ("gather_attention", LANGUAGE, {"D": 24}, "head_dim 24"),
+    ("gather_attention", TRITON, {"dtype": "int8"}, "dtypes"),
+    ("gather_attention", TRITON, {"D": 16, "rotate": True}, "head_dim 16"),
+    ("gather_attention", LANGUAGE, {"bias": full("B F K", 0, jnp.float32)}, "bias"),
+    ("gather_attention", TPU, PAGES | {"D": 64}, "head_dim 64"),
+    ("gather_attention", TPU, PAGES | {"S": 1001}, "1001 slots"),
+    ("gather_attention", TPU, PAGES | {"P": 8}, "page_size 8"),
+    ("gather_attention", TPU, PAGES | {"P": 48}, "page_size 48"),
+    ("gather_attention", TPU, PAGES | {"P": 1024, "S": 4096}, "page_size 1024"),
+    ("gather_attention", TPU, PAGES | {"P": 1, "position": counted("B H S")}, "page_size 1"),
+    ("gather_attention", TPU, PAGES | {"dtype": "float16"}, "'float16'"),
+    ("gather_attention", TPU, PAGES | {"position": left_out}, "position=None"),
+    ("gather_attention", TPU, PAGES | {"K": 1 << 17}, "1,048,576 bytes of page numbers"),
+    ("gather_attention", TPU, PAGES | {"kind": "int8"}, "int8 codes"),
+    ("project_query", TRITON, {"D": 48}, "head_dim 48"),
+    ("sparse_attention", TRITON, {"S": 1024, "T": 24, "Q": 1, "block": 24}, "blocks of 24"),
+    ("kth_select", TRITON, {"S": 20_000, "K": 9000}, "capacity 9000"),
+    ("kth_select", LANGUAGE, {"S": 20_000, "K": 9000}, "capacity 9000"),
+    ("kth_select_mask", LANGUAGE, {"S": 1 << 14}, "logits of query heads"),
+    ("sentence_cut", TRITON, {"S": 20_000}, "20000 slots"),
+    ("add_norm", TRITON, {"T": 8192, "D": 64}, "8192 rows"),
+    ("column_mass", TRITON, {"D": 48, "S": 21}, "head_dim 48"),
+    ("dissimilarity", TRITON, {"D": 8}, "head_dim 8"),
+    ("newest_repeat", TRITON, {"D": 8}, "head_dim 8"),
+    ("page_score", TRITON, {"D": 24}, "head_dim 24"),
+    ("token_vote", TRITON, {"D": 24}, "head_dim 24"),
+    ("token_vote", TRITON, {"key": full("B H S D", 0, jnp.int8)}, "key int8"),
+    ("window_score", TRITON, {"G": 2, "W": 300}, "2 heads of 300 queries"),
+    ("evict_alike", TRITON, {"D": 8}, "head_dim 8"),
+    ("evict_alike", TRITON, {"S": 16385}, "16385 slots"),
+    ("evict_token", TRITON, {"D": 24}, "head_dim 24"),
+    ("sentence_add", TRITON, {"G": 3}, "3 query heads"),
+    ("store_token", TRITON, {"D": 24}, "head_dim 24"),
+    ("widen_page", TRITON, {"D": 12}, "head_dim 12"),
+]
+
+
+@pytest.mark.parametrize(("name", "implementation", "sizes", "words"), rows(*IMPOSSIBLE))
+def test_a_named_implementation_that_cannot_run_says_why(name, implementation, sizes, words):
+    """Nor does a call that names none take it."""
+    platform = PLATFORM[implementation]
+    with pytest.raises(NotImplementedError, match=f"'{implementation}' cannot run: .*{words}"):
+        choose(name, platform=platform, implementation=implementation, **sizes)
+    assert choose(name, platform=platform, **sizes) != implementation
+
+
+@every_operation
+def test_unknown_implementations_and_those_of_other_platforms_are_refused(name):
+    with pytest.raises(ValueError, match="implementation='fast' is unknown"):
+        choose(name, platform="gpu", implementation="fast", **FIRST.get(name, {}))
+    for kernel in {*table(name).implementations} - {XLA}:
+        with pytest.raises(NotImplementedError, match="needs a platform in"):
+            choose(name, platform="cpu", implementation=kernel, **FIRST.get(name, {}))
+
+
+@pytest.mark.parametrize("name", sorted(x for x in PLACES if LANGUAGE in table(x).implementations))
+def test_a_missing_package_is_named(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax_triton", None)
+    with pytest.raises(NotImplementedError, match=r"needs the package jax_triton \(pip install kvjax\[triton\]\)"):
+        choose(name, platform="gpu", implementation=LANGUAGE, **FIRST.get(name, {}))
+
+
+# What arguments must be beyond their own shapes and dtypes.
+REFUSED = [
+    ("dense_decode", "query", {"T": 5, "query": normal("B H G D")}),
+    ("dense_decode", "query_position", {"T": 5, "query_position": full("B 4", 0)}),
+    ("dense_decode", "partials", {"T": 5, **PARTS}),
+    ("dense_attention", "block", {"block": 0}),
+    ("gather_attention", "page_size", {"page_size": 0}),
+    ("gather_attention", "page_size", {"page_size": 8, "bias": full("B F K", 0, jnp.float32)}),
+    ("gather_attention", "page_size", {"page_size": 8, "logits": True}),
+    ("gather_attention", "inv_freq", {"place": counted("B F K")}),
+    ("gather_attention", "inv_freq", {"inv_freq": full("D", 1, jnp.float32)}),
+    ("low_rank_attention", "page_size", {"page_size": 0}),
+    ("low_rank_attention", "pages", {"K": 0}),
+    ("prefix_attention", "key", {"S": 2, "T": 5}),
+    ("sparse_attention", "block", {"block": 0}),
+    ("sparse_attention", "columns", {"C": 0}),
+    ("cluster_rank", "capacity", {"capacity": 0}),
+    ("code_select", "capacity", {"capacity": 0}),
+    ("kth_select", "capacity", {"capacity": 0}),
+    ("kth_select", "budget", {"budget": full("3", 1)}),
+    ("kth_select", "budget", {"budget": full("", 3, jnp.float32)}),
+    ("kth_select_mask", "lse", {"lse": normal("B H G", jnp.float32)}),
+    ("match_select", "capacity", {"capacity": 0}),
+    ("sampled_bias", "own", {"slots": None}),
+    ("token_list", "miss", {"chosen": counted("B K")}),
+    ("project_query", "dtype", {"dtype": "int32"}),
+    ("packed_score", "reduce", {"reduce": "sum"}),
+    ("column_mass", "reduce", {"reduce": "mean"}),
+    ("page_score", "query", {"query": normal("B H G 16")}),
+    ("page_score", "limit", {"limit": full("3", 0)}),
+    ("page_score", "high", {"high": normal("B H N D", jnp.float32)}),
+    ("page_score", "added", {"added": normal("B H G D")}),
+    ("page_score", "position", {"reduce": "each", "high": None, "position": counted("B N")}),
+    ("page_score", "reduce", {"first": 1}),
+    ("page_score", "reduce", {"reduce": "mean"}),
+    ("page_score", "page_size", {"page_size": 0}),
+    ("bucket_score", "ids", {"N": 1}),
+    ("coded_product", "matrix", {"x": normal("V 64")}),
+    ("coded_product", "scale", {"scale": full("64", 1, jnp.float32)}),
+    ("coded_product", "residual", {"residual": normal("V K")}),
+    ("coded_product", "matrix", {"gated": True}),
+    ("add_norm", "update", {"update": normal("T 7")}),
+    ("pack_token", "store", {"store": lambda d: packed("B H S", "R")(d) * 2}),
+    ("evict_token", "gain", {"score": None, "gain": full("B H S", 0, jnp.float32)}),
+    ("store_token", "inv_freq", {"query": left_out}),
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "sizes"), rows(*REFUSED))
+def test_arguments_that_disagree_are_refused_by_name(name, argument, sizes):
+    with pytest.raises(ValueError, match=rf"\b{argument}\b"):
+        choose(name, **{**FIRST.get(name, {}), **sizes})
+
+
+CONFIGS = [
+    ("dense_decode", TRITON, {"block": 8}),
+    ("dense_decode", TRITON, {"splits": 0}),
+    ("dense_decode", TPU, {"block": 100}),
+    ("gather_attention", TRITON, {"block": 24}),
+    ("gather_attention", TRITON, {"splits": 0}),
+    ("gather_attention", TPU, {"block": 100}),
+    ("gather_attention", TPU, {"buffers": 1}),
+    ("code_select", TRITON, {"block": 100}),
+    ("collision", TRITON, {"block": 96}),
+    ("compact", TRITON, {"tile": 8}),
+    ("kth_select", TRITON, {"tile": 48}),
+    ("rerank", TRITON, {"part": 24}),
+    ("rerank", TRITON, {"chunk": 3}),
+    ("bucket_matches", TRITON, {"num_warps": 3}),
+    ("bucket_score", TRITON, {"blocks": 1, "num_warps": 2}),
+    ("token_vote", TRITON, {"block": 8}),
+    ("token_vote", TRITON, {"splits": 3}),
+    ("token_vote", TRITON, {"merge_block": 0}),
+    ("encode", TRITON, {"part": 12}),
+]
+
+
+@pytest.mark.parametrize(("name", "kernel", "values"), rows(*CONFIGS))
+def test_configurations_of_kernels_are_checked(name, kernel, values):
+    with pytest.raises(ValueError, match=f"{[*values][-1]}.*expected"):
+        importlib.import_module(f"{PLACES[name]}.{kernel}").Config(**values)
