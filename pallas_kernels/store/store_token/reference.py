@@ -40,8 +40,7 @@ def store_token(key, value, place, *, cache_key, cache_value, cache_position, cu
         codes, scale = put(cache.codes, new.codes, at), put(cache.scale, new.scale, cursor)
         return dataclasses.replace(cache, codes=codes, scale=scale)
 
-    # On a CPU, XLA fuses a slice update into the product that reads it, and then writes a second time, into a copy.
-    written = lax.optimization_barrier([put_all(x, y, i) for x, y, i in zip(caches, new, (*at, cursor), strict=True)])
+    written = (put_all(cache, x, at) for cache, x, at in zip(caches, new, (*at, cursor), strict=True))
     return *written, cursor + (place >= 0).astype(jnp.int32), query
 
 
