@@ -37,4 +37,4 @@ else:  # hidden from type checkers, to which a `__getattr__` would give every mi
 
 @functools.cache
 def _modules() -> Collection[str]:
-    return frozenset(found.name for found in pkgutil.iter_modules([os.path.dirname(__file__)]))
+    return frozenset(module.name for module in pkgutil.iter_modules([os.path.dirname(__file__)]))

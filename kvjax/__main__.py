@@ -26,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.path[0] in ("", here) and pathlib.Path(here).resolve() != _HOME:
         del sys.path[0]
     for name in ("models", "experiments"):
-        if told := hidden(name):
-            sys.stderr.write(f"kvjax: error: {told}\n")
+        if reason := hidden(name):
+            sys.stderr.write(f"kvjax: error: {reason}\n")
             return 2
     from experiments.cli.main import main as run
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, overload, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -55,35 +55,22 @@ class Speaker(Protocol):
         ...
 
 
-class Answers(Sequence[str]):
-    """The answers of `answer`, in the order of the questions: a sequence of texts.
+class Answers(list[str]):
+    """The answers of `answer`, in the order of the questions: a list of texts.
 
     Attributes:
-        texts: the answers.
         tokens: the generated token ids of each answer, a closing EOS included.
         stats: the cost of the method at the last step of each answer, with B = 1.
     """
 
     def __init__(self, texts: Sequence[str], tokens: Sequence[list[int]], stats: Sequence[Stats]) -> None:
-        self.texts, self.tokens, self.stats = list(texts), list(tokens), list(stats)
+        super().__init__(texts)
+        self.tokens, self.stats = list(tokens), list(stats)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        return self.texts[index]
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.texts)
-
-    def __eq__(self, other: object) -> bool:
-        return self.texts == (other.texts if type(other) is Answers else other)
-
-    __hash__ = None  # type: ignore[assignment]  # lists can be changed
+    @property
+    def texts(self) -> list[str]:
+        """The answers."""
+        return list(self)
 
     def __repr__(self) -> str:
         return f"Answers({self.texts!r})"
@@ -175,8 +162,8 @@ def answer(
             top_p=top_p,
             key=drawn,
         )
-        made = np.asarray(out.tokens[0])[: int(out.num_tokens[0])].tolist()
-        tokens.append(made)
-        texts.append(tokenizer.decode([token for token in made if token not in config.eos_token_ids]))
+        ids = np.asarray(out.tokens[0])[: int(out.num_tokens[0])].tolist()
+        tokens.append(ids)
+        texts.append(tokenizer.decode([token for token in ids if token not in config.eos_token_ids]))
         stats.append(out.stats)
     return Answers(texts, tokens, stats)

@@ -225,8 +225,8 @@ def _streamed(
         steps = min(block, max_new_tokens - first)
         end = in_32_bits(decode_program)(params, cache, sampler, key, eos, done, steps=steps, stop_early=eos.size > 0)
         cache, key, done = end.cache, end.key, end.done
-        made = readable(cache.plan, (end.tokens, end.num_tokens, end.bad_step, done))
-        drawn, counts, bad, ended = map(np.asarray, made)
+        results = readable(cache.plan, (end.tokens, end.num_tokens, end.bad_step, done))
+        drawn, counts, bad, ended = map(np.asarray, results)
         _check_finite(bad)
         new = [row[:count].tolist() for row, count in zip(drawn, counts, strict=True)]
         last = first + steps >= max_new_tokens or bool(ended.all())
@@ -269,14 +269,14 @@ def check_key(key: Any) -> None:
 
 def eos_array(ids: Integers | int | None, model: Model) -> Array:
     """Convert EOS ids to int32 [E]; None means the model's ids."""
-    given = read_array(model.eos_token_ids if ids is None else ids)
-    if given.ndim > 1 or (given.size and not jnp.issubdtype(given.dtype, jnp.integer)):
+    values = read_array(model.eos_token_ids if ids is None else ids)
+    if values.ndim > 1 or (values.size and not jnp.issubdtype(values.dtype, jnp.integer)):
         raise ValueError(f"eos_token_ids must be whole numbers, got {shown(ids)}")
-    known = np.asarray(given).reshape(-1).tolist() if is_known(given) else []
+    known = np.asarray(values).reshape(-1).tolist() if is_known(values) else []
     wrong = [token for token in known if not 0 <= token < model.vocab_size]
     if wrong:
         raise ValueError(f"eos_token_ids must lie in [0, vocab_size={model.vocab_size}), got {wrong[0]}")
-    return jnp.asarray(given, jnp.int32).reshape(-1)
+    return jnp.asarray(values, jnp.int32).reshape(-1)
 
 
 def _is_key(key: Any) -> bool:

@@ -209,9 +209,9 @@ def longest(length: Array, padded: Array) -> int:
 def _read_together(methods: Sequence[Method | str], length: int, room: int, config: Model) -> list[Method]:
     """Resolve the methods at a prompt's length; refuse several that cannot share one prefill."""
     chosen = resolve_each(methods, length, room)
-    own = [describe(method) for method in chosen if len(chosen) > 1 and not shares_prefill(method, config)]
-    if own:
+    alone = [describe(method) for method in chosen if len(chosen) > 1 and not shares_prefill(method, config)]
+    if alone:
         raise ValueError(
-            f"methods that share one prefill must attend to the prompt densely, got {', '.join(own)}: prefill each alone"
+            f"methods that share one prefill must attend to the prompt densely, got {', '.join(alone)}: prefill each alone"
         )
     return chosen

@@ -95,7 +95,7 @@ def lower_programs(
 
     count = by_row(_integers(rows))
     once = share_storage and plan is None
-    made, lowered = _lower(
+    shapes, lowered = _lower(
         prefill_once_program if once else prefill_program,
         params,
         by_row(_integers(rows, padded)),
@@ -108,7 +108,7 @@ def lower_programs(
         kv_dtype=kv_dtype,
     )
     yield lowered
-    for cache in made.caches if once else made:
+    for cache in shapes.caches if once else shapes:
         cache = _placed(cache)
         if question_length:
             cache, lowered = _lower(extend_program, params, cache, by_row(_integers(rows, question_length)), count)

@@ -47,8 +47,8 @@ def cache_specs(method: Method, model: Model, plan: Plan, kv_dtype: str | None =
     bare = jax.tree.map(shape_of, method)  # a tracer's type may say on which mesh it is
 
     def blank(method: Method, model: Model = model) -> Any:
-        made = blank_cache(method, model, plan=plan, kv_dtype=kv_dtype)
-        return made.layers, made.shared
+        cache = blank_cache(method, model, plan=plan, kv_dtype=kv_dtype)
+        return cache.layers, cache.shared
 
     state = of_slots = jax.eval_shape(blank, bare)
     of_heads = jax.eval_shape(functools.partial(blank, model=plan.part(model)), bare)
@@ -103,8 +103,8 @@ def prefill_each(
     weights, part = fingerprint(params), plan.part(model)
 
     def one(params: Any, tokens: Array, length: Array, methods: tuple[Method, ...]) -> tuple[Cache, ...]:
-        made = run(params, tokens, length, methods, model=part)
-        return tuple(dataclasses.replace(cache, model=model, weights=weights, plan=plan) for cache in made)
+        caches = run(params, tokens, length, methods, model=part)
+        return tuple(dataclasses.replace(cache, model=model, weights=weights, plan=plan) for cache in caches)
 
     specs = tuple(
         dataclasses.replace(cache_specs(method, model, plan, kv_dtype), weights=weights) for method in methods
@@ -219,9 +219,9 @@ def spread(plan: Plan, run: Callable[..., Any], params: Any, split: Any, **args:
         split: the specs of the result.
         **args: further arguments, each with its specs: ``tokens=(specs, tokens)``.
     """
-    specs, given = {name: one for name, (one, _) in args.items()}, {name: x for name, (_, x) in args.items()}
+    specs, values = {name: one for name, (one, _) in args.items()}, {name: x for name, (_, x) in args.items()}
     # An array of size 0 is made inside: XLA's partitioner in JAX 0.11 crashes on an input that is not used.
-    empty = {name: x for name, x in given.items() if isinstance(x, jax.Array) and x.size == 0}
+    empty = {name: x for name, x in values.items() if isinstance(x, jax.Array) and x.size == 0}
 
     def one(params: Any, args: dict[str, Any]) -> Any:
         return run(params, **args | {name: jnp.zeros(x.shape, x.dtype) for name, x in empty.items()})
@@ -229,7 +229,7 @@ def spread(plan: Plan, run: Callable[..., Any], params: Any, split: Any, **args:
     of_params = jax.tree.unflatten(jax.tree.structure(params), plan.params) if jax.tree.leaves(params) else params
     # Kernels do not say along which axes their results differ, so nothing checks it.
     mapped = jax.shard_map(one, mesh=plan.mesh, in_specs=(of_params, specs), out_specs=split, check_vma=False)
-    return mapped(params, given | dict.fromkeys(empty))
+    return mapped(params, values | dict.fromkeys(empty))
 
 
 def total_bytes(cache: Cache, model: Model, plan: Plan) -> int:

@@ -117,16 +117,12 @@ def sweep(
     say(_about(settings, groups))
     results: dict[int, SweepResult] = {}
     for number, members in enumerate(groups):
-        mine = [settings[i] for i in members]
-        say(f"group {number + 1}/{len(groups)}: {describe(mine[0])}" + " ..." * (len(mine) > 1))
+        group = [settings[i] for i in members]
+        say(f"group {number + 1}/{len(groups)}: {describe(group[0])}" + " ..." * (len(group) > 1))
         ended, count, bad, stats = _run(
             params,
-            padded,
-            length,
-            asked,
-            ask_length,
-            eos,
-            _stacked(mine),
+            {"tokens": padded, "length": length, "asked": asked, "ask_length": ask_length},
+            {"eos": eos, "stacked": _stacked(group)},
             model=config,
             lanes=len(members),
             max_new_tokens=max_new_tokens,
@@ -135,7 +131,7 @@ def sweep(
             kv_dtype=kv_dtype,
         )
         ended, count, bad, stats = readable(plan, (ended, count, bad, stats))
-        _check_finite(bad, mine)
+        _check_finite(bad, group)
         for lane, index in enumerate(members):
             results[index] = SweepResult(
                 method=settings[index],
@@ -202,21 +198,11 @@ def group_by_structure(methods: Sequence[Method]) -> list[list[int]]:
 
 @functools.partial(jax.jit, static_argnames=("model", "lanes", "max_new_tokens", "chunk_size", "plan", "kv_dtype"))
 def _run(
-    params: Any,
-    tokens: Array,
-    length: Array,
-    asked: Array,
-    ask_length: Array | None,
-    eos: Array,
-    stacked: Method,
-    *,
-    model: Model,
-    plan: Plan | None,
-    **static: Any,
+    params: Any, rows: dict[str, Any], same: dict[str, Any], *, model: Model, plan: Plan | None, **static: Any
 ) -> tuple[Array, Array, Array, Stats]:
-    """Run `_lanes` on the devices of ``plan``; on one device without a plan."""
+    """Run `_lanes` on the devices of ``plan``, with arrays by ``rows`` and the ``same`` ones, or on one device."""
     if plan is None:
-        return _lanes(params, tokens, length, asked, ask_length, eos, stacked, model=model, measured=measure, **static)
+        return _lanes(params, **rows, **same, model=model, measured=measure, **static)
 
     def one(params: Any, asked: Array | None, **args: Any) -> tuple:
         asked = jnp.zeros((len(args["tokens"]), 0), jnp.int32) if asked is None else asked
@@ -225,10 +211,9 @@ def _run(
     def measured(cache: Cache) -> Stats:
         return dataclasses.replace(measure(cache), resident_bytes=total_bytes(cache, model, plan))
 
-    row, lane_row = plan.row, PartitionSpec(None, *plan.row)
-    rows = {"tokens": tokens, "length": length, "asked": asked if asked.shape[1] else None, "ask_length": ask_length}
-    args = {name: (row, x) for name, x in rows.items()}
-    return spread(plan, one, params, lane_row, **args, eos=(SAME, eos), stacked=(SAME, stacked))
+    rows = rows | {"asked": rows["asked"] if rows["asked"].shape[1] else None}
+    args = {name: (plan.row, x) for name, x in rows.items()} | {name: (SAME, x) for name, x in same.items()}
+    return spread(plan, one, params, PartitionSpec(None, *plan.row), **args)
 
 
 def _lanes(

@@ -12,13 +12,13 @@ device.
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.cache.storage import LayerCache, LayerSpec, LayerStorage, PlainCache, put_tokens
+from kvjax.cache.storage import LayerCache, LayerSpec, LayerStorage, PlainCache
 from kvjax.protocol.typing import EMPTY, not_none, pytree, static
 from kvjax.rope import rotate
 from kvjax.selection import kept_positions, kept_rows
@@ -26,7 +26,6 @@ from pallas_kernels import axes
 from pallas_kernels.attend.past_attention import past_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention
 from pallas_kernels.choose.kth_select import kth_select, kth_select_mask
-from pallas_kernels.host import take_rows
 from pallas_kernels.numerics import finite_or_zero, merge_pair, merge_partials
 from pallas_kernels.store.store_token import store_token
 
@@ -43,15 +42,15 @@ class PartCache(LayerCache):
     cursor: Array  # int32 [B], the slot for the row's next token, among the slots of all devices
     parts: int = static("devices over which the slots of a row are divided")
 
+    def holding(self, key: Any, value: Any, position: Array, cursor: Array) -> PartCache:
+        return PartCache(key=key, value=value, position=position, cursor=cursor, parts=self.parts)
+
     def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> PartCache:
         """Store tokens as `LayerStorage.append` does. A chunk may begin on another device, so no padding is written."""
         slot, mine, cursor = next_here(self, position)
         if key.shape[2] > 1:
             slot = jnp.where(mine, slot, self.num_slots)  # is dropped
-            positions = jnp.broadcast_to(position[:, None], key.shape[:3])
-            stores = (self.key, key), (self.value, value), (self.position, positions)
-            key, value, position = (put_tokens(store, new, slot, None) for store, new in stores)
-            return PartCache(key=key, value=value, position=position, cursor=cursor, parts=self.parts)
+            return self._with_tokens(key, value, position, cursor, slot)
         stored = store_token(
             key[:, :, 0],
             value[:, :, 0],
@@ -61,8 +60,7 @@ class PartCache(LayerCache):
             cache_position=self.position,
             cursor=jnp.clip(slot, 0, self.num_slots - 1)[:, 0],
         )
-        key, value = cast("tuple[Array, Array]", (stored.key, stored.value))  # as they were given
-        return PartCache(key=key, value=value, position=stored.position, cursor=cursor, parts=self.parts)
+        return self.holding(stored.key, stored.value, stored.position, cursor)
 
     def append_rotated(
         self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
@@ -71,14 +69,14 @@ class PartCache(LayerCache):
         query, key = rotate(query, position[:, None, None], inv_freq), rotate(key, position[:, None], inv_freq)
         return query, self.append(key, value, position)
 
-    def rows_at(self, slots: Array) -> tuple[Array, Array]:
-        return take_rows(self.key, slots[:, None]), take_rows(self.value, slots[:, None])
-
     def compact(self, slots: Array, keep: Array, room: int) -> LayerCache:
         """Run `LayerCache.compact` for ``slots`` int32 [B, H, K] of all devices: each device gets all kept tokens."""
         position, cursor = kept_positions(whole(self.position, self), slots, keep, room)
         key, value = (kept_of_all(x, slots, room, self) for x in (self.key, self.value))
         return PlainCache(key=key, value=value, position=position, cursor=cursor)
+
+    def evict(self, score: Array | None, **options: Any) -> tuple[LayerCache, Array | None]:
+        raise NotImplementedError("slots that are divided over devices evict no single token")
 
 
 def next_here(cache: LayerStorage, position: Array) -> tuple[Array, Array, Array]:

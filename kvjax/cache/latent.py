@@ -9,18 +9,14 @@ the device, store the keys a second time, as values.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.cache.storage import LayerCache, next_slots, put_tokens, stored_token
+from kvjax.cache.storage import LayerCache
 from kvjax.protocol.typing import EMPTY, pytree
-from kvjax.selection import kept_positions, kept_rows
-from pallas_kernels.formats.quantised import Quantised, numbers_at, stored_like, whole
-from pallas_kernels.store.evict_token import evict_token
-from pallas_kernels.store.store_token import Stored
+from pallas_kernels.formats.quantised import Quantised, numbers_at, whole
 
 
 @pytree
@@ -52,43 +48,21 @@ class LatentCache(LayerCache):
     def slot_bytes(self) -> int:
         return super().slot_bytes // 2  # a kernel that reads a key as a value finds it where it has just read it
 
+    def holding(self, key: Any, value: Any, position: Array, cursor: Array) -> LatentCache:
+        """Make a cache of ``key``. What was stored as the value is not read, so no program stores it."""
+        return LatentCache(held=key, position=position, cursor=cursor)
+
     def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> LatentCache:
-        if start is None and key.shape[2] == 1:
-            return _after(stored_token(self, key, key, position))
-        slot, cursor = next_slots(self, position)
-
-        def put(store: Array, new: Array) -> Array:
-            return put_tokens(store, new, slot, start)
-
-        return LatentCache(
-            held=jax.tree.map(put, self.held, stored_like(key, self.held)),
-            position=put(self.position, jnp.broadcast_to(position[:, None], key.shape[:3])),
-            cursor=cursor,
-        )
+        return super().append(key, key, position, start)
 
     def append_rotated(
         self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
     ) -> tuple[Array, LatentCache]:
-        stored = stored_token(self, key, key, position, query[..., 0, :], inv_freq)
-        return cast("Array", stored.query)[..., None, :], _after(stored)
+        return super().append_rotated(query, key, key, position, inv_freq)
 
     def rows_at(self, slots: Array) -> tuple[Array, Array]:
         key = numbers_at(self.held, slots[:, None])
         return key, key
-
-    def compact(self, slots: Array, keep: Array, room: int) -> LatentCache:
-        position, cursor = kept_positions(self.position, slots, keep, room)
-        held = jax.tree.map(lambda x: kept_rows(x, slots, room), self.held)
-        return LatentCache(held=held, position=position, cursor=cursor)
-
-    def evict(self, score: Array | None, **options: Any) -> tuple[LatentCache, Array | None]:
-        kept = evict_token(self.held, self.held, self.position, self.cursor, score, **options)
-        return LatentCache(held=cast("Any", kept.key), position=kept.position, cursor=kept.cursor), kept.score
-
-
-def _after(stored: Stored) -> LatentCache:
-    """Make the cache of arrays with one more token. What was stored as its value is not read, so no program stores it."""
-    return LatentCache(held=stored.key, position=stored.position, cursor=stored.cursor)
 
 
 def empty_latent(held: Array | Quantised) -> LatentCache:

@@ -12,24 +12,19 @@ Layers with a sliding window are small and keep the dtype of the model.
 
 from __future__ import annotations
 
-import functools
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from kvjax.cache.divided import kept_of_all, next_here, whole
-from kvjax.cache.latent import LatentCache, empty_latent
+from kvjax.cache.latent import empty_latent
 from kvjax.cache.storage import (
     LayerCache,
     LayerSpec,
-    LayerStorage,
     PlainCache,
     empty_cache,
-    next_slots,
-    put_tokens,
-    stored_token,
 )
 from kvjax.protocol.fields import shown
 from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
@@ -39,13 +34,9 @@ from pallas_kernels.formats.quantised import (
     Quantised,
     code_bytes,
     dequantise,
-    numbers_at,
     scale_bytes,
-    stored_like,
     zeros,
 )
-from pallas_kernels.store.evict_token import evict_token
-from pallas_kernels.store.store_token import Stored
 
 # What ``kv_dtype`` may be: the kinds of codes of keys and of values, and whether their channels are mixed before they are
 # rounded (`pallas_kernels.formats.mixing`). Values in 4 bits have a scale for each group of channels (`has_groups`).
@@ -79,35 +70,23 @@ class QuantisedCache(LayerCache):
         """All values, dequantised: [B, H, S, D] in the dtype of the model."""
         return dequantise(self.codes[1])
 
+    def holding(self, key: Quantised, value: Quantised, position: Array, cursor: Array) -> QuantisedCache:
+        return QuantisedCache(codes=(key, value), position=position, cursor=cursor, parts=self.parts)
+
     def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> QuantisedCache:
-        if self.parts > 1:
-            slot, mine, cursor = next_here(self, position)
-            slot, start = jnp.where(mine, slot, self.num_slots), None  # a chunk may begin on another device
-        elif start is None and key.shape[2] == 1:
-            return _after(stored_token(self, key, value, position))
-        else:
-            slot, cursor = next_slots(self, position)
-        put = functools.partial(put_tokens, slot=slot, start=start)
-        new = tuple(stored_like(x, store) for x, store in zip((key, value), self.codes, strict=True))
-        return QuantisedCache(
-            codes=jax.tree.map(put, self.codes, new),
-            position=put(self.position, jnp.broadcast_to(position[:, None], key.shape[:3])),
-            cursor=cursor,
-            parts=self.parts,
-        )
+        if self.parts == 1:
+            return super().append(key, value, position, start)
+        slot, mine, cursor = next_here(self, position)  # a chunk may begin on another device
+        return self._with_tokens(key, value, position, cursor, jnp.where(mine, slot, self.num_slots))
 
     def append_rotated(
         self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
     ) -> tuple[Array, QuantisedCache]:
-        if self.parts > 1:  # the kernel would rotate the query only where the token is stored
-            query, key = rotate(query, position[:, None, None], inv_freq), rotate(key, position[:, None], inv_freq)
-            return query, self.append(key, value, position)
-        stored = stored_token(self, key, value, position, query[..., 0, :], inv_freq)
-        return not_none("query", stored.query)[..., None, :], _after(stored)
-
-    def rows_at(self, slots: Array) -> tuple[Array, Array]:
-        key, value = (numbers_at(x, slots[:, None]) for x in self.codes)
-        return key, value
+        if self.parts == 1:
+            return super().append_rotated(query, key, value, position, inv_freq)
+        # The kernel that stores a token would rotate the query only where the token is stored.
+        query, key = rotate(query, position[:, None, None], inv_freq), rotate(key, position[:, None], inv_freq)
+        return query, self.append(key, value, position)
 
     def compact(self, slots: Array, keep: Array, room: int) -> QuantisedCache:
         """Keep slots as `LayerCache.compact` and `kvjax.cache.divided.PartCache.compact` do; codes move unchanged."""
@@ -115,21 +94,9 @@ class QuantisedCache(LayerCache):
         codes = jax.tree.map(lambda x: kept_of_all(x, slots, room, self), self.codes)
         return QuantisedCache(codes=codes, position=position, cursor=cursor)
 
-    def evict(self, score: Array | None, **options: Any) -> tuple[QuantisedCache, Array | None]:
-        kept = evict_token(*self.codes, self.position, self.cursor, score, **options)
-        return QuantisedCache(codes=(kept.key, kept.value), position=kept.position, cursor=kept.cursor), kept.score  # pyright: ignore[reportArgumentType]
 
-
-def _after(stored: Stored) -> QuantisedCache:
-    return QuantisedCache(codes=(stored.key, stored.value), position=stored.position, cursor=stored.cursor)  # pyright: ignore[reportArgumentType]
-
-
-def resident_of(
-    key: Array | Quantised, value: Array | Quantised, position: Array, cursor: Array, like: LayerStorage | None = None
-) -> LayerCache:
-    """Make a resident cache of these arrays: of codes a `QuantisedCache`, else a `PlainCache`; of a `LatentCache` another."""
-    if isinstance(like, LatentCache):
-        return LatentCache(held=key, position=position, cursor=cursor)
+def resident_of(key: Array | Quantised, value: Array | Quantised, position: Array, cursor: Array) -> LayerCache:
+    """Make a resident cache of these arrays: of codes a `QuantisedCache`, else a `PlainCache`."""
     if isinstance(key, Quantised) and isinstance(value, Quantised):
         return QuantisedCache(codes=(key, value), position=position, cursor=cursor)
     return PlainCache(key=cast("Array", key), value=cast("Array", value), position=position, cursor=cursor)

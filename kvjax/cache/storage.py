@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.protocol.typing import EMPTY, not_none, pytree
 from kvjax.selection import kept_positions, kept_rows
 from pallas_kernels import axes
-from pallas_kernels.formats.quantised import Quantised, stored_like, vector_bytes, whole
-from pallas_kernels.host import Rows, take_between, take_rows
+from pallas_kernels.formats.quantised import Quantised, numbers_at, stored_like, vector_bytes, whole
+from pallas_kernels.host import Rows, take_between
 from pallas_kernels.store.evict_token import evict_token
 from pallas_kernels.store.store_token import Stored, store_token
 
@@ -199,18 +200,53 @@ class LayerCache(LayerStorage):
     def resident(self) -> LayerCache:
         return self
 
+    @abc.abstractmethod
+    def holding(self, key: Any, value: Any, position: Array, cursor: Array) -> Self:
+        """Make a cache of this kind of other arrays; ``key`` and ``value`` have the form of `stored`."""
+
+    def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> Self:
+        if start is None and key.shape[2] == 1:
+            stored = stored_token(self, key, value, position)
+            return self.holding(stored.key, stored.value, stored.position, stored.cursor)
+        slot, cursor = next_slots(self, position)
+        return self._with_tokens(key, value, position, cursor, slot, start)
+
+    def _with_tokens(
+        self, key: Array, value: Array, position: Array, cursor: Array, slot: Array, start: Array | int | None = None
+    ) -> Self:
+        """Write several tokens (`put_tokens`), behind which the ``cursor`` is."""
+        position = put_tokens(self.position, jnp.broadcast_to(position[:, None], key.shape[:3]), slot, start)
+
+        def put(store: Any, new: Array) -> Any:
+            return jax.tree.map(lambda old, x: put_tokens(old, x, slot, start), store, stored_like(new, store))
+
+        return self.holding(put(self.stored[0], key), put(self.stored[1], value), position, cursor)
+
+    def append_rotated(
+        self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
+    ) -> tuple[Array, Self]:
+        stored = stored_token(self, key, value, position, query[..., 0, :], inv_freq)
+        cache = self.holding(stored.key, stored.value, stored.position, stored.cursor)
+        return not_none("query", stored.query)[..., None, :], cache
+
+    def rows_at(self, slots: Array) -> tuple[Array, Array]:
+        key, value = (numbers_at(x, slots[:, None]) for x in self.stored)
+        return key, value
+
     def keys_between(self, slots: Array) -> Array:
         return self.keys_at(slots)
 
     def copied(self) -> Array:
         return self.cursor
 
-    @abc.abstractmethod
     def compact(self, slots: Array, keep: Array, room: int) -> LayerCache:
         """Keep ``slots`` int32 [B, H, K] where ``keep`` bool [B, H, K] is True, and append ``room`` free slots.
 
         In every head the kept entries must come first. The cursor moves to the end of the longest head of the row.
         """
+        position, cursor = kept_positions(self.position, slots, keep, room)
+        key, value = (jax.tree.map(lambda x: kept_rows(x, slots, room), store) for store in self.stored)
+        return self.holding(key, value, position, cursor)
 
     def evict(self, score: Array | None, **options: Any) -> tuple[LayerCache, Array | None]:
         """Evict one token per head in rows with more than ``budget`` tokens; scores and options are as in `evict_token`.
@@ -218,7 +254,8 @@ class LayerCache(LayerStorage):
         Returns:
             The cache, and the scores of the tokens that are left, or None if no head has scores of its own.
         """
-        raise NotImplementedError("slots that are divided over devices evict no single token")
+        kept = evict_token(*self.stored, self.position, self.cursor, score, **options)
+        return self.holding(kept.key, kept.value, kept.position, kept.cursor), kept.score
 
 
 @pytree
@@ -230,52 +267,11 @@ class PlainCache(LayerCache):
     position: Array  # int32 [B, H, S], absolute token position; EMPTY if the slot holds no token
     cursor: Array  # int32 [B], the slot for the row's next token
 
-    def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> PlainCache:
-        if start is None and key.shape[2] == 1:
-            return store_step(self, key, value, position)[1]
-        slot, cursor = next_slots(self, position)
-
-        def put(store: Array, new: Array) -> Array:
-            return put_tokens(store, new, slot, start)
-
-        return PlainCache(
-            key=put(self.key, key),
-            value=put(self.value, value),
-            position=put(self.position, jnp.broadcast_to(position[:, None], key.shape[:3])),
-            cursor=cursor,
-        )
-
-    def append_rotated(
-        self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
-    ) -> tuple[Array, PlainCache]:
-        rotated, cache = store_step(self, key, value, position, query[..., 0, :], inv_freq)
-        return not_none("query", rotated)[..., None, :], cache
-
-    def rows_at(self, slots: Array) -> tuple[Array, Array]:
-        return take_rows(self.key, slots[:, None]), take_rows(self.value, slots[:, None])
+    def holding(self, key: Array, value: Array, position: Array, cursor: Array) -> PlainCache:
+        return PlainCache(key=key, value=value, position=position, cursor=cursor)
 
     def keys_between(self, slots: Array) -> Array:
         return take_between(self.key, slots)
-
-    def compact(self, slots: Array, keep: Array, room: int) -> PlainCache:
-        position, cursor = kept_positions(self.position, slots, keep, room)
-        return PlainCache(
-            key=kept_rows(self.key, slots, room), value=kept_rows(self.value, slots, room), position=position, cursor=cursor
-        )
-
-    def evict(self, score: Array | None, **options: Any) -> tuple[PlainCache, Array | None]:
-        kept = evict_token(self.key, self.value, self.position, self.cursor, score, **options)
-        key, value = cast("tuple[Array, Array]", kept[:2])  # as they were given
-        return PlainCache(key=key, value=value, position=kept.position, cursor=kept.cursor), kept.score
-
-
-def store_step[Storage: LayerStorage](
-    cache: Storage, key: Array, value: Array, position: Array, query: Array | None = None, inv_freq: Array | None = None
-) -> tuple[Array | None, Storage]:
-    """Store one token per row (`stored_token`) in a cache with fields ``key`` and ``value``."""
-    stored = stored_token(cache, key, value, position, query, inv_freq)
-    changed = {"key": stored.key, "value": stored.value, "position": stored.position, "cursor": stored.cursor}
-    return stored.query, dataclasses.replace(cache, **changed)
 
 
 def stored_token(

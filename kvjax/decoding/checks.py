@@ -131,32 +131,32 @@ def int32_rows(name: str, value: Any, rows: int, most: int | None = None, bound:
     Raises:
         ValueError: another shape or dtype, or integers outside of their range.
     """
-    given = read_array(value)
-    if given.shape != (rows,) or not jnp.issubdtype(given.dtype, jnp.integer):
+    array = read_array(value)
+    if array.shape != (rows,) or not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers of shape [{rows}], one per row, got {shown(value)}")
-    check_int32(name, given)
-    if most is not None and is_known(given):
+    check_int32(name, array)
+    if most is not None and is_known(array):
         with jax.ensure_compile_time_eval():
-            outside = int(given.min()) < 0 or int(given.max()) > most
+            outside = int(array.min()) < 0 or int(array.max()) > most
         if outside:
-            raise ValueError(f"{name} must lie between 0 and {bound}={most}, got {np.asarray(given).tolist()}")
-    return as_jax(given, jnp.int32)
+            raise ValueError(f"{name} must lie between 0 and {bound}={most}, got {np.asarray(array).tolist()}")
+    return as_jax(array, jnp.int32)
 
 
 def bool_rows(name: str, value: Any, rows: int) -> Array:
     """Convert truth values, one per row, to bool [B]; refuse another shape or dtype."""
-    given = read_array(value)
-    if given.shape != (rows,) or given.dtype != bool:
+    array = read_array(value)
+    if array.shape != (rows,) or array.dtype != bool:
         raise ValueError(f"{name} must be bool of shape [{rows}], one per row, got {shown(value)}")
-    return as_jax(given)
+    return as_jax(array)
 
 
-def as_jax(given: Array | np.ndarray, dtype: Any = None) -> Array:
+def as_jax(array: Array | np.ndarray, dtype: Any = None) -> Array:
     """Convert to a JAX array, whose values stay known inside a trace if the values of ``given`` are."""
-    if not is_known(given):
-        return jnp.asarray(given, dtype)
+    if not is_known(array):
+        return jnp.asarray(array, dtype)
     with jax.ensure_compile_time_eval():
-        return jnp.asarray(given, dtype)
+        return jnp.asarray(array, dtype)
 
 
 def read_array(value: Any) -> Array | np.ndarray:
@@ -227,8 +227,8 @@ def check_params(params: Any, cache: Cache) -> None:
 
 def check_cache(cache: Cache, method: Method) -> None:
     """Refuse a method of another structure than the method that made the cache."""
-    made, given = (jax.tree.structure(m) for m in (cache.method, method))
-    if made != given:
+    expected, got = (jax.tree.structure(m) for m in (cache.method, method))
+    if expected != got:
         raise ValueError(
             f"this cache was made by {describe(cache.method)}, got the method {describe(method)}: "
             "prefill with the method you generate with (only traced hyper-parameters may differ)"

@@ -47,11 +47,11 @@ def run_step(
     count = jnp.sum(active, axis=1, dtype=jnp.int32)
     length = cache.length + count if length is None else length
 
-    def attend(layer: int, state: Any, *given: Any, sinks: Array | None = None) -> tuple[Array, Any]:
+    def attend(layer: int, state: Any, *projections: Any, sinks: Array | None = None) -> tuple[Array, Any]:
         method, shared = methods[layer], cache.shared
         if is_recurrent(cache.model, layer):
-            return run_recurrent(state, given, position)
-        (q, k, v), guess = given[:3], given[3] if given[3:] else None
+            return run_recurrent(state, projections, position)
+        (q, k, v), guess = projections[:3], projections[3] if projections[3:] else None
         inputs = layer_inputs(cache.model, layer, method, q, k, v, position, tokens, shared, None, length, guess, sinks)
         return run_shared(type(method).attend, method, state, inputs)
 
@@ -59,8 +59,8 @@ def run_step(
     options = {"guess": asked} if asked else {}  # a model need not know of guesses
     last = jnp.maximum(count - 1, 0)
     with soft_cap(attention_soft_cap(cache.model)):
-        made = cache.model.apply(params, tokens, attend, cache.layers, last=last, **options)
-        logits, states = checked(cache.model, len(tokens), len(cache.layers), made)
+        results = cache.model.apply(params, tokens, attend, cache.layers, last=last, **options)
+        logits, states = checked(cache.model, len(tokens), len(cache.layers), results)
         states = settle_due(methods, states)
     if sync_host and tokens.shape[1] == 1:
         states = sync(states, 1)

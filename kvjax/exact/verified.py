@@ -112,14 +112,14 @@ class Verified(Method):
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         inner, name = self.draft.for_layer(layer, num_layers), type(self.draft).__name__
-        made = VerifiedLayer(draft=inner, in_host=float(self.offload))
-        _check_prompt(made.draft, name)
-        most = made.max_tokens(in_prompt=False)
+        verified = VerifiedLayer(draft=inner, in_host=float(self.offload))
+        _check_prompt(verified.draft, name)
+        most = verified.max_tokens(in_prompt=False)
         if most is not None and most <= self.depth:
             raise ValueError(
                 f"Verified: depth must be below {most}, the tokens that {name} stores at once, got {self.depth}"
             )
-        return made
+        return verified
 
     def reread(self, states: tuple, reading: Reading) -> tuple:
         return self.draft.reread(states, reading)

@@ -176,11 +176,11 @@ class VerifiedLayer(LayerMethod):
         draft = cast("SlotMethod", self.draft)
         if draft.moves_slots:
             return before
-        own = dataclasses.replace(draft_of(before), cache=rewound(after.cache, count, most))
+        state = dataclasses.replace(draft_of(before), cache=rewound(after.cache, count, most))
         # A pass over rows in host memory tells the draft of its tokens one by one, and makes no metadata anew.
         if self.shares and after.cache.rows is None:
-            own = dataclasses.replace(own, aux=draft.drafted(own.aux, after.aux))
-        return with_draft(before, own)
+            state = dataclasses.replace(state, aux=draft.drafted(state.aux, after.aux))
+        return with_draft(before, state)
 
     def _told(self, state: Any, inputs: Inputs) -> Any:
         """Store tokens in the draft's own storage, as many at once as it takes; nothing reads its output."""
@@ -195,7 +195,7 @@ class VerifiedLayer(LayerMethod):
             due = self.draft.due(state)
             if due is None:
                 return state
-            return run_if(lambda now, own: own.settle(now, own.rework(own.excerpt(now))), due.any(), state, self.draft)
+            return run_if(lambda now, one: one.settle(now, one.rework(one.excerpt(now))), due.any(), state, self.draft)
 
         return lax.fori_loop(0, count, body, state)
 

@@ -129,7 +129,7 @@ def _round(call: Call, now: Decoded) -> Decoded:
         tokens, cache = _drafted(call, cache, first, wanted, place)
     order = jnp.arange(most + 1, dtype=jnp.int32)[None]
     with jax.named_scope("judge"):
-        logits, cache, made = _judged(call.params, cache, tokens, active[:, None] & (order <= wanted[:, None]))
+        logits, cache, inputs = _judged(call.params, cache, tokens, active[:, None] & (order <= wanted[:, None]))
     right = draw(call.sampler, logits[:, :-1], call.draws, place[:, 1:]) == tokens[:, 1:]
     right = right & (order[:, :-1] < wanted[:, None]) & ~ends(tokens[:, :-1], eos)
     accepted = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
@@ -137,7 +137,7 @@ def _round(call: Call, now: Decoded) -> Decoded:
     worse = (bad < 0) & broken.any(axis=1)
     bad = jnp.where(worse, now.num_tokens + 1 + jnp.argmax(broken, axis=1).astype(jnp.int32), bad)
     with jax.named_scope("commit"):
-        cache = _committed(cache, made, logits, wanted, accepted, active)
+        cache = _committed(cache, inputs, logits, wanted, accepted, active)
     passes = noted(cache.shared, wanted, accepted, active)
     now = dataclasses.replace(now, cache=dataclasses.replace(cache, shared=passes), bad_step=bad)
     return written(now, tokens, active, accepted, eos, limits)
@@ -201,9 +201,9 @@ def _judged(params: Any, cache: Cache, tokens: Array, active: Array) -> tuple[Ar
         return out, (state, inputs, mass)
 
     with soft_cap(attention_soft_cap(cache.model)):
-        logits, made = cache.model.apply(params, tokens, attend, cache.layers)
-    layers = tuple(state for state, _, _ in made)
-    return logits, dataclasses.replace(cache, layers=layers), [each[1:] for each in made]
+        logits, results = cache.model.apply(params, tokens, attend, cache.layers)
+    layers = tuple(state for state, _, _ in results)
+    return logits, dataclasses.replace(cache, layers=layers), [each[1:] for each in results]
 
 
 def _committed(cache: Cache, made: list[tuple], logits: Array, wanted: Array, accepted: Array, active: Array) -> Cache:

@@ -200,19 +200,19 @@ def check_plan(params: Any, plan: Plan | None) -> None:
     if not is_known(params):
         return
     if (got := plan_of(params)) != plan:
-        made, given = ("one device" if x is None else f"the mesh {x}" for x in (plan, got))
-        if plan is not None and got is not None and made == given:
+        expected, place = ("one device" if x is None else f"the mesh {x}" for x in (plan, got))
+        if plan is not None and got is not None and expected == place:
             if plan.mesh == got.mesh:
                 apart = [pair for pair in itertools.zip_longest(plan.params, got.params) if pair[0] != pair[1]]
                 raise ValueError(
-                    f"the parameters on {given} are split in another way than when they made this cache: {len(apart)} of "
+                    f"the parameters on {place} are split in another way than when they made this cache: {len(apart)} of "
                     f"them, the first one by {apart[0][1]}, expected {apart[0][0]}"
                 )
             types_differ = plan.mesh.axis_types != got.mesh.axis_types
             differ = "meshes of different axis types" if types_differ else "different devices, or in a different device order"
-            made, given = (f"{x} with axes {y.mesh.axis_types}" for x, y in ((made, plan), (given, got)))
-            raise ValueError(f"cache and parameters are on {differ}: {made} and {given}")
-        raise ValueError(f"this cache is on {made}, and the parameters are on {given}: both must be on the same devices")
+            expected, place = (f"{x} with axes {y.mesh.axis_types}" for x, y in ((expected, plan), (place, got)))
+            raise ValueError(f"cache and parameters are on {differ}: {expected} and {place}")
+        raise ValueError(f"this cache is on {expected}, and the parameters are on {place}: both must be on the same devices")
 
 
 def _shape(mesh: Mesh) -> str:

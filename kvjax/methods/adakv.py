@@ -66,8 +66,8 @@ class AdaKV(AppendOnly):
         value = jnp.maximum(jnp.take_along_axis(score, slots, axis=2), jnp.finfo(jnp.float32).min)
         value = jnp.where(held, value, -jnp.inf)
         value = jnp.where(among_best(value, floor_share(self.safeguard, budget), most), jnp.inf, value)
-        own = best_of_heads(value[:, None], budget, capacity)[:, 0]
-        listed, keep = compact(own, most)
+        chosen = best_of_heads(value[:, None], budget, capacity)[:, 0]
+        listed, keep = compact(chosen, most)
         return cache.compact(jnp.take_along_axis(slots, listed, axis=2), keep, room), None
 
     def slots_again(self) -> int:

@@ -62,8 +62,8 @@ class DuoAttention(AppendOnly):
         scores = score_table(self, num_layers)
         streams = np.zeros(scores.size, bool)
         streams[np.argsort(scores, axis=None, stable=True)[: round(scores.size * self.sparsity)]] = True
-        own = tuple(streams.reshape(scores.shape)[layer].tolist())
-        return StreamingHeads(streams=own, num_sink=self.num_sink, num_recent=self.num_recent)
+        of_layer = tuple(streams.reshape(scores.shape)[layer].tolist())
+        return StreamingHeads(streams=of_layer, num_sink=self.num_sink, num_recent=self.num_recent)
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Array | None]:
         return inner_of_layer(self, 0, 1).compress(cache, prompt, room)

@@ -87,8 +87,8 @@ class KVzip(AppendOnly):
 
     @classmethod
     def tokenizer_knobs(cls, tokenizer: Any, vocab_size: int | None) -> dict[str, Any]:
-        made = {knob: tokenizer.encode(text, add_special_tokens=False) for knob, text in _TEXTS.items()}
-        return {knob: tuple(x if isinstance(x, list) else x.ids) for knob, x in made.items()}
+        ids = {knob: tokenizer.encode(text, add_special_tokens=False) for knob, text in _TEXTS.items()}
+        return {knob: tuple(x if isinstance(x, list) else x.ids) for knob, x in ids.items()}
 
     def reread_tokens(self, length: int) -> int:
         asked = max(len(self.ask), len(self.ask_later) + self.overlap) + len(self.answer)

@@ -26,9 +26,9 @@ def hidden(name: str) -> str | None:
         known = vars(sys.modules[name])
         places, file = known.get("__path__", ()), known.get("__file__")
     else:
-        found = importlib.util.find_spec(name)
-        places = () if found is None else found.submodule_search_locations or ()
-        file = None if found is None else found.origin
+        spec = importlib.util.find_spec(name)
+        places = () if spec is None else spec.submodule_search_locations or ()
+        file = None if spec is None else spec.origin
     folders = [pathlib.Path(place).resolve() for place in places]
     if _HOME / name in folders:
         return None
@@ -44,8 +44,8 @@ def _ours() -> types.ModuleType:
     Raises:
         ImportError: another module has its name, or it is missing.
     """
-    if told := hidden("models"):
-        raise ImportError(told)
+    if reason := hidden("models"):
+        raise ImportError(reason)
     import models
 
     return models

@@ -153,14 +153,14 @@ def positive_int(name: str, value: Any) -> int:
     return check_value(name, value, (int,), Limits(least=1), static=True)
 
 
-def check_names(owner: type, given: Iterable[str]) -> None:
+def check_names(owner: type, names: Iterable[str]) -> None:
     """Refuse names that are no fields of the dataclass ``owner``.
 
     Raises:
         ValueError: a name is no field; the message has the nearest field.
     """
     fields = [field.name for field in dataclasses.fields(owner)]
-    for name in given:
+    for name in names:
         if name not in fields:
             raise ValueError(
                 f"{owner.__name__} has no knob {name!r}{nearest(name, fields)}; it has: {', '.join(fields) or 'none'}"

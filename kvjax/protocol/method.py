@@ -341,11 +341,11 @@ def _reworked(methods: Sequence[LayerMethod], states: Sequence[Any]) -> list[Cal
 
 def _in_turn(rework: Callable[[Any], Any], excerpts: Sequence[Callable[[], Any]]) -> Iterator[Any]:
     """Yield ``rework`` of each of the ``excerpts``."""
-    made = lax.map(lambda number: rework(lax.switch(number, excerpts)), jnp.arange(len(excerpts), dtype=jnp.int32))
+    results = lax.map(lambda number: rework(lax.switch(number, excerpts)), jnp.arange(len(excerpts), dtype=jnp.int32))
     number = jnp.int32(0)
     for _ in excerpts:
         number = lax.optimization_barrier(number)
-        yield jax.tree.map(lambda x, number=number: lax.dynamic_index_in_dim(x, number, keepdims=False), made)
+        yield jax.tree.map(lambda x, number=number: lax.dynamic_index_in_dim(x, number, keepdims=False), results)
         number = number + 1
 
 

@@ -350,10 +350,10 @@ def check_budget(method: Any, least: int, needs: str) -> None:
         ValueError: the budget is too small, or the ``capacity`` of a traced budget is.
     """
     name = "capacity" if is_traced(method.budget) else "budget"
-    given = known(vars(method)[name])
-    if given is not None and given.min() < least:
+    value = known(vars(method)[name])
+    if value is not None and value.min() < least:
         who = type(method).__name__
-        raise ValueError(f"{who}: {name} must be a whole number of at least {least} tokens ({needs}), got {given}")
+        raise ValueError(f"{who}: {name} must be a whole number of at least {least} tokens ({needs}), got {value}")
     object.__setattr__(method, "budget", clamped(method.budget, least, None))
 
 

@@ -122,8 +122,8 @@ def check_method(
     if broken:
         count = sum(len(mine) for _, mine in broken.values())
         parts = [f"{_named(error, mine)}\n{says}" for says, (error, mine) in broken.items()]
-        told = "\n\n".join([f"{count} of {len(chosen)} laws are broken", *parts])
-        raise AssertionError(told) from next(iter(broken.values()))[0]
+        lines = "\n\n".join([f"{count} of {len(chosen)} laws are broken", *parts])
+        raise AssertionError(lines) from next(iter(broken.values()))[0]
     return tuple(law.__name__ for law in chosen)
 
 

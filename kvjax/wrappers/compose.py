@@ -40,8 +40,8 @@ def answers[T: type[Method]](*fields: str, names: Sequence[str] = ()) -> Callabl
     """
 
     def decorate(kind: T) -> T:
-        own = {*vars(kind), *(field.name for field in dataclasses.fields(kind))}
-        for name in names or [name for name in declarations(kind) if name not in own]:
+        stated = {*vars(kind), *(field.name for field in dataclasses.fields(kind))}
+        for name in names or [name for name in declarations(kind) if name not in stated]:
             setattr(kind, name, _answer(kind, name, fields))
         return kind
 
@@ -351,8 +351,8 @@ def slot_method(role: str, value: Any, weighs: bool = False) -> SlotMethod:
     Raises:
         ValueError: ``value`` is another method, or none.
     """
-    given = check_method(role, value)
-    if not (given.slotted if weighs else given.composable):
+    method = check_method(role, value)
+    if not (method.slotted if weighs else method.composable):
         plain = "" if weighs else " and attends to these alone, with plain logits"
         raise ValueError(f"{role} must be a method that chooses cache slots (a SlotMethod){plain}, got {value!r}")
     if value.sparse_prompt is not None:

@@ -120,11 +120,11 @@ class Twilight(Around):
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Pruned]:
         cache, inner = self.method.compress(cache, prompt, room)
-        made, valid = by_blocks(four_bit_keys, cache.resident().key), cache.valid  # `method` may have packed them
+        four_bits, valid = by_blocks(four_bit_keys, cache.resident().key), cache.valid  # `method` may have packed them
         keys = FourBitKeys(
-            codes=jnp.where(valid[..., None], made.codes, 0),
-            low=jnp.where(valid, made.low, 0),
-            step=jnp.where(valid, made.step, 0),
+            codes=jnp.where(valid[..., None], four_bits.codes, 0),
+            low=jnp.where(valid, four_bits.low, 0),
+            step=jnp.where(valid, four_bits.step, 0),
         )
         return cache, Pruned(keys=keys, query=prompt.query[..., -1, :], inner=inner)
 

@@ -40,9 +40,9 @@ LINE = re.compile(r"(?:^|\n\n)(Differentiable: through (?:``\w+``(?: and )?)+|No
 
 def statement(name):
     """Return the one line that says whether an operation is differentiable."""
-    found = LINE.findall(inspect.getdoc(public(name)))
-    assert len(found) == 1, f"{name}: got {found}, expected one line 'Differentiable: ...' or 'Not differentiable: ...'"
-    return found[0]
+    lines = LINE.findall(inspect.getdoc(public(name)))
+    assert len(lines) == 1, f"{name}: got {lines}, expected one line 'Differentiable: ...' or 'Not differentiable: ...'"
+    return lines[0]
 
 
 LONG = ("bucket_score", "collision", "pack_token", "packed_attention")  # whose gradients compile for seconds
@@ -87,8 +87,8 @@ def test_the_operations_without_timed_shapes_exist():
 def test_no_kernel_imports_timed_shapes():
     for path in (ROOT / "pallas_kernels").rglob("*.py"):
         if path.name not in ("timed.py", "shapes.py"):
-            found = re.search(r"import.*\b(timed|shapes)\b|\.(timed|shapes) import", path.read_text())
-            assert not found, f"{path}: {found[0]}"
+            match = re.search(r"import.*\b(timed|shapes)\b|\.(timed|shapes) import", path.read_text())
+            assert not match, f"{path}: {match[0]}"
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in LONG else x for x in differentiable()])
@@ -106,8 +106,8 @@ def test_an_operation_that_says_so_is_differentiable(name):
         return sum(jnp.sum(jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32)) for x in floats)
 
     with dispatch.default_implementation(XLA):  # a reference calls other operations, which on a GPU would take kernels
-        found = jax.jit(jax.grad(total, allow_int=True))(moved, rest)
-    floats = [np.asarray(x, np.float32) for x in jax.tree.leaves(found) if jnp.issubdtype(x.dtype, jnp.floating)]
+        gradient = jax.jit(jax.grad(total, allow_int=True))(moved, rest)
+    floats = [np.asarray(x, np.float32) for x in jax.tree.leaves(gradient) if jnp.issubdtype(x.dtype, jnp.floating)]
     assert all(np.isfinite(x).all() for x in floats) and any(x.any() for x in floats)
 
 
@@ -143,7 +143,7 @@ UNREAD = {
     ("coded_product", "jax_triton"): {"_"},  # refused by its check
     ("gather_attention", "jax_triton"): {"_"},  # refused by its check
     ("gather_attention", "pallas_tpu"): {"_"},  # refused by its check, or by the public function for such pages
-    ("page_score", "pallas_tpu"): {"position", "first"},  # refused by its check
+    ("vector_score", "pallas_tpu"): {"position", "first"},  # refused by its check
 }
 
 

@@ -86,8 +86,8 @@ def test_parts_partials_and_a_gap_with_several_queries(name):
         query, key, value, **rest, gap=jnp.asarray(gap), partials=partials
     )
     assert parts[0].shape == (2, 2, parts[1].shape[2], 3, 5, 32) and parts[0].dtype == jnp.float32
-    for found in (got, merge_partials(*(jnp.moveaxis(x, 2, 0) for x in parts))):
-        close(found, want, "float32")
+    for result in (got, merge_partials(*(jnp.moveaxis(x, 2, 0) for x in parts))):
+        close(result, want, "float32")
 
 
 @every_body

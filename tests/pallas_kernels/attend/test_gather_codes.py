@@ -37,10 +37,10 @@ def drawn(kinds, group=3, dim=64, listed=37, slots=96, seed=0):
     stored, exact = [], []
     for kind in kinds:
         numbers = rng.normal(size=(2, 2, slots, dim)) * np.exp(rng.normal(size=(2, 2, slots, 1)) / 2)
-        made = quantise(jnp.asarray(numbers, jnp.float32), *([kind] if isinstance(kind, str) else kind))
-        exact.append(np.asarray(whole(made), np.float64))
-        scale = jnp.where(jnp.asarray(seen), made.scale, jnp.nan)
-        stored.append(dataclasses.replace(made, scale=scale, of="bfloat16"))
+        coded = quantise(jnp.asarray(numbers, jnp.float32), *([kind] if isinstance(kind, str) else kind))
+        exact.append(np.asarray(whole(coded), np.float64))
+        scale = jnp.where(jnp.asarray(seen), coded.scale, jnp.nan)
+        stored.append(dataclasses.replace(coded, scale=scale, of="bfloat16"))
     return query, stored, jnp.asarray(items), jnp.asarray(mask), exact
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attend.low_rank_attention import pallas_triton
+from pallas_kernels.attend.shadowkv.low_rank_attention import pallas_triton
 from pallas_kernels.host import to_host
 from tests.pallas_kernels.cases import (
     SCALE,
@@ -28,7 +28,7 @@ CONFIG = pallas_triton.Config(block=16, splits=2)
 RUN = implementations("low_rank_attention", config=CONFIG)
 
 
-def given(seed, group=3, dim=32, rank=48, page=4, listed=7, slots=50, dtype="float32", rows=2, heads=3):
+def problem(seed, group=3, dim=32, rank=48, page=4, listed=7, slots=50, dtype="float32", rows=2, heads=3):
     """Random factors and lists of different pages, the last of which the end of the slots may cut.
 
     What no list has is NaN. One list is empty, and so are the three parts beside it for two of its query heads.
@@ -62,11 +62,11 @@ def oracle(args, rest, seen):
     query, left, right, value = (np.asarray(x, np.float64) for x in args[:4])
     key = np.nan_to_num(left)[:, None] @ right
     key = rotated(key, np.arange(key.shape[2]), rest["inv_freq"])
-    found = softmax_attention(query, key, value, seen[:, :, None])[:2]
+    result = softmax_attention(query, key, value, seen[:, :, None])[:2]
     if rest["partials"] is not None:
         for part in range(3):
-            found = joined([x[:, :, part] for x in rest["partials"]], *found)
-    return found
+            result = joined([x[:, :, part] for x in rest["partials"]], *result)
+    return result
 
 
 SHAPES = one_shape((3, 32, 48, 4, 7, 50), (1, 64, 160, 8, 12, 200), (8, 128, 16, 3, 5, 20), (4, 128, 160, 1, 40, 64))
@@ -76,7 +76,7 @@ SHAPES = one_shape((3, 32, 48, 4, 7, 50), (1, 64, 160, 8, 12, 200), (8, 128, 16,
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("group", "dim", "rank", "page", "listed", "slots"), SHAPES)
 def test_attention_equals_float64(name, dtype, group, dim, rank, page, listed, slots):
-    args, rest, seen = given(slots, group, dim, rank, page, listed, slots, dtype)
+    args, rest, seen = problem(slots, group, dim, rank, page, listed, slots, dtype)
     run = compiled(RUN[name], scale=SCALE, page_size=page)
     out, lse = run(*args, **rest)
     assert out.dtype == dtype and lse.dtype == jnp.float32
@@ -90,7 +90,7 @@ def test_attention_equals_float64(name, dtype, group, dim, rank, page, listed, s
 @pytest.mark.parametrize(("block", "splits"), [(16, 1), (64, 1), (32, 3)])
 def test_nothing_beside_blocks_and_splits(name, block, splits):
     """At positions around 100,000: an angle is a product of float32 everywhere."""
-    args, rest, seen = given(1, page=16, rank=16, listed=9, slots=100_000)
+    args, rest, seen = problem(1, page=16, rank=16, listed=9, slots=100_000)
     rest["partials"] = None
     config = pallas_triton.Config(block=block, splits=splits)
     run = implementations("low_rank_attention", config=config)[name]
@@ -102,11 +102,11 @@ def test_nothing_beside_blocks_and_splits(name, block, splits):
 @on_gpu
 def test_a_mapped_call_equals_calls_one_by_one(name):
     run = compiled(RUN[name], scale=SCALE, page_size=4)
-    one_by_one(lambda args, rest: run(*args, **rest), given(1)[:2], given(2)[:2])
+    one_by_one(lambda args, rest: run(*args, **rest), problem(1)[:2], problem(2)[:2])
 
 
 @pytest.mark.parametrize("name", ["xla", pytest.param("pallas_triton", marks=on_gpu.args[1][2].marks)])
 def test_values_in_host_memory(name):
-    args, rest, _ = given(3)
+    args, rest, _ = problem(3)
     run = compiled(RUN[name], scale=SCALE, page_size=4)
     alike(run(*args, **rest), run(*args[:3], to_host(args[3]), *args[4:], **rest))

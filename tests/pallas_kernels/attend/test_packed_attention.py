@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attend.packed_attention import pallas_triton as attend
+from pallas_kernels.attend.mosaickv.packed_attention import pallas_triton as attend
 from pallas_kernels.formats.packed_vectors import words_of
-from pallas_kernels.score.packed_score import pallas_triton as score
+from pallas_kernels.score.mosaickv.packed_score import pallas_triton as score
 from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body, implementations, on_gpu, one_by_one, thorough
 
 SCALE = 0.2
@@ -63,7 +63,7 @@ def problem(seed, *, rows=2, heads=2, group=4, dim=64, rank=16, blocks=30, granu
     key, key_full = vectors(rng, (rows, heads, blocks * granule), dim, rank, dtype, hidden)
     value, value_full = vectors(rng, (rows, heads, blocks * granule), dim, rank, dtype, hidden)
     recent = [jnp.asarray(x, dtype) for x in recent]
-    given = {
+    inputs = {
         "query": query, "basis_key": jnp.asarray(basis_key), "basis_value": jnp.asarray(basis_value), "block": block,
         "key": key, "value": value, "recent": (*recent, jnp.asarray(position, jnp.int32)),
         "blocks": jnp.asarray(chosen, jnp.int32), "number": jnp.asarray(number, jnp.int32),
@@ -76,7 +76,7 @@ def problem(seed, *, rows=2, heads=2, group=4, dim=64, rank=16, blocks=30, granu
         "recent": [np.asarray(x.astype(jnp.float32), np.float64) for x in recent], "position": position,
         "chosen": chosen, "number": number, "count": count, "granule": granule,
     }  # fmt: skip
-    return given, exact
+    return inputs, exact
 
 
 def want_scores(x):
@@ -119,11 +119,11 @@ SHAPES = [
 ]
 
 
-def run_attention(run, given, parts, span=None, granule=None):
+def run_attention(run, inputs, parts, span=None, granule=None):
     return run(
-        parts, given["query"], given["key"], given["value"], given["basis_value"], given["blocks"], given["number"],
-        given["last"], given["recent"],
-        scale=SCALE, granule=granule or given["granule"], span=span or given["span"], owner=given["owner"],
+        parts, inputs["query"], inputs["key"], inputs["value"], inputs["basis_value"], inputs["blocks"], inputs["number"],
+        inputs["last"], inputs["recent"],
+        scale=SCALE, granule=granule or inputs["granule"], span=span or inputs["span"], owner=inputs["owner"],
     )  # fmt: skip
 
 
@@ -132,35 +132,35 @@ def run_attention(run, given, parts, span=None, granule=None):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_projection_scores_and_attention_equal_float64(name, dtype, shape):
     """A float32 query meets bfloat16 vectors without rounding, so scores are as good as in float32."""
-    given, exact = problem(len(str(shape)), dtype=dtype, **shape)
-    parts = compiled(PROJECT[name], dtype=dtype)(given["query"], given["basis_key"])
+    inputs, exact = problem(len(str(shape)), dtype=dtype, **shape)
+    parts = compiled(PROJECT[name], dtype=dtype)(inputs["query"], inputs["basis_key"])
     projected = np.einsum("bhgd,bhmed->bhmge", exact["query"], exact["basis_key"])
     np.testing.assert_allclose(np.asarray(parts, np.float64).sum(axis=4), projected, atol=1e-5, rtol=0)
-    every, tokens = want_scores(exact), given["count"] * given["granule"] + 1
-    common = {"span": given["span"], "unit": given["granule"]}
+    every, tokens = want_scores(exact), inputs["count"] * inputs["granule"] + 1
+    common = {"span": inputs["span"], "unit": inputs["granule"]}
     for reduce, want in ((None, every), ("max", every.max(axis=2)), ("mean", every.mean(axis=2))):
         score_now = compiled(SCORE[name], reduce=reduce, **common)
-        got = score_now(parts, *given["block"], tokens, given["last"], owner=given["owner"])
+        got = score_now(parts, *inputs["block"], tokens, inputs["last"], owner=inputs["owner"])
         assert got.dtype == jnp.float32
         np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
         np.testing.assert_allclose(got, want, atol=3e-5, rtol=0)
     run = jax.jit(functools.partial(run_attention, ATTEND[name]), static_argnums=(2, 3))
-    arrays = {k: v for k, v in given.items() if k not in ("span", "granule")}
-    out = run(arrays, parts, given["span"], given["granule"])
+    arrays = {k: v for k, v in inputs.items() if k not in ("span", "granule")}
+    out = run(arrays, parts, inputs["span"], inputs["granule"])
     assert out.dtype == dtype
     np.testing.assert_allclose(np.asarray(out, np.float64), want_attention(exact), atol=TOLERANCE[dtype], rtol=0)
-    np.testing.assert_array_equal(out, run(arrays, parts, given["span"], given["granule"]))
+    np.testing.assert_array_equal(out, run(arrays, parts, inputs["span"], inputs["granule"]))
 
 
 @on_gpu
 def test_nothing_to_attend_to_is_zero(name):
-    given, _ = problem(1, rows=1, heads=1, dim=32, rank=8, blocks=16, listed=4)
-    given["number"] = jnp.zeros_like(given["number"])
-    key, value, position = given["recent"]
-    given["recent"] = key, value, jnp.full_like(position, -1)
-    parts = compiled(PROJECT[name], dtype="float32")(given["query"], given["basis_key"])
-    run = jax.jit(lambda arrays, parts: run_attention(ATTEND[name], {**given, **arrays}, parts))
-    arrays = {k: v for k, v in given.items() if k not in ("span", "granule", "owner")}
+    inputs, _ = problem(1, rows=1, heads=1, dim=32, rank=8, blocks=16, listed=4)
+    inputs["number"] = jnp.zeros_like(inputs["number"])
+    key, value, position = inputs["recent"]
+    inputs["recent"] = key, value, jnp.full_like(position, -1)
+    parts = compiled(PROJECT[name], dtype="float32")(inputs["query"], inputs["basis_key"])
+    run = jax.jit(lambda arrays, parts: run_attention(ATTEND[name], {**inputs, **arrays}, parts))
+    arrays = {k: v for k, v in inputs.items() if k not in ("span", "granule", "owner")}
     assert not np.any(run(arrays, parts))
 
 

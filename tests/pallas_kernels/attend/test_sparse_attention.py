@@ -25,7 +25,7 @@ from tests.pallas_kernels.cases import (
 RUN = implementations("sparse_attention", config=pallas_triton.Config(tile=16))
 
 
-def given(seed, dtype="float32", rows=3, heads=2, group=2, dim=16, start=64, tokens=72, block=32, extra=9):
+def problem(seed, dtype="float32", rows=3, heads=2, group=2, dim=16, start=64, tokens=72, block=32, extra=9):
     """Arguments, and bool [B, H, G, T, S] of what each query sees; NaN in every token that is not real and behind it.
 
     The first query head of a group has a list for each block of queries, the others have one list and columns.
@@ -90,7 +90,7 @@ def expected(query, key, value, seen):
 )
 def test_what_is_listed_is_attended(name, dtype, start, tokens, block):
     """Also where start is a Python number, and where a row has one real token."""
-    args, more, seen = given(tokens, dtype, start=start, tokens=tokens, block=block)
+    args, more, seen = problem(tokens, dtype, start=start, tokens=tokens, block=block)
     run = compiled(RUN[name], block=block, scale=SCALE)
     out, lse = run(*args, **more)
     assert out.dtype == dtype and out.shape == args[0].shape and lse.dtype == jnp.float32

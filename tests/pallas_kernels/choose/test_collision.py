@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose.collision import Part, pallas_triton
-from pallas_kernels.choose.collision.votes import portion
+from pallas_kernels.choose.pariskv.collision import Part, pallas_triton
+from pallas_kernels.choose.pariskv.collision.votes import portion
 from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, implementations, on_gpu, one_by_one, thorough
 
 PIECES = ((60, 0.5, 0.5), (100, 0.3, 0.25), (150, 0.25, 0.2), (None, 0.2, 0.1))  # zone below, tiers of, candidates
@@ -149,12 +149,12 @@ def test_candidates_of_parts_equal_the_whole(name, sizes):
     own = []  # a first round tells what each part sends
     for i in range(number_of_parts):
         of_part(i, lambda x: own.append(x) or jnp.stack([x] * number_of_parts))
-    found = [of_part(i, lambda x: jnp.stack(own)) for i in range(number_of_parts)]
-    for rotated_query, slots, _ in found:
+    results = [of_part(i, lambda x: jnp.stack(own)) for i in range(number_of_parts)]
+    for rotated_query, slots, _ in results:
         np.testing.assert_array_equal(rotated_query, want_query)
         assert slots.shape[2] == 40
     for b, h in np.ndindex(zone.shape[:2]):
-        listed = [np.asarray(slots[b, h, : int(n[b, h])]) + i * each for i, (_, slots, n) in enumerate(found)]
+        listed = [np.asarray(slots[b, h, : int(n[b, h])]) + i * each for i, (_, slots, n) in enumerate(results)]
         np.testing.assert_array_equal(np.concatenate(listed), want[b, h, : int(number[b, h])])
 
 

@@ -25,9 +25,9 @@ def test_lists_are_the_true_entries(name, slots, capacity):
     for apply in (run, jax.vmap(run, in_axes=(0, None))):
         listed, keep = jax.jit(apply, static_argnums=1)(jnp.asarray(mask), capacity)
         for r, h in np.ndindex(2, 2):
-            found = np.flatnonzero(mask[r, h])[:capacity]
-            np.testing.assert_array_equal(listed[r, h, : len(found)], found)
-            assert keep[r, h].sum() == len(found) == np.argmin(np.append(keep[r, h], False))
-            assert not np.any(listed[r, h, len(found) :])
+            want = np.flatnonzero(mask[r, h])[:capacity]
+            np.testing.assert_array_equal(listed[r, h, : len(want)], want)
+            assert keep[r, h].sum() == len(want) == np.argmin(np.append(keep[r, h], False))
+            assert not np.any(listed[r, h, len(want) :])
     flat, _ = jax.jit(run, static_argnums=1)(jnp.asarray(mask[1, 0]), capacity)
     np.testing.assert_array_equal(flat, listed[1, 0])

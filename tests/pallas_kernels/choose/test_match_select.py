@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose import match_select as select
-from pallas_kernels.choose.match_select import pallas_triton as lists
+from pallas_kernels.choose.magicpig import match_select as select
+from pallas_kernels.choose.magicpig.match_select import pallas_triton as lists
 from pallas_kernels.formats.quantised import quantise
-from pallas_kernels.score import sampled_bias as biases
-from pallas_kernels.score.bucket_matches import pallas_triton as scan
+from pallas_kernels.score.magicpig import sampled_bias as biases
+from pallas_kernels.score.magicpig.bucket_matches import pallas_triton as scan
 from tests.pallas_kernels.cases import alike, compiled, every_body, every_kernel, implementations, on_gpu, one_shape
 from tests.pallas_kernels.ptx import Threads
 
@@ -83,12 +83,12 @@ def test_lists_equal_loops(name, tables, bits, slots, group, first, capacity, ro
     near, length = ragged(slots, first, room)
     sizes = {"first": first, "capacity": capacity, "room": room}
     got = compiled(SELECT[name], **sizes, num_bits=bits)(query, ids, jnp.asarray(near), jnp.asarray(length))
-    found = compiled(MATCHES[name], first=first, num_bits=bits)(query, ids, jnp.asarray(near))
+    matched = compiled(MATCHES[name], first=first, num_bits=bits)(query, ids, jnp.asarray(near))
     for r, h in np.ndindex(4, 2):
         want = expected(query[r, h], ids[r, h], near[r], length[r], **sizes)
         for one, other in zip(got, want, strict=True):
             np.testing.assert_array_equal(one[r, h], other)
-        np.testing.assert_array_equal(found[r, h], counted(query[r, h], ids[r, h], first, near[r]) > 0)
+        np.testing.assert_array_equal(matched[r, h], counted(query[r, h], ids[r, h], first, near[r]) > 0)
 
 
 @pytest.mark.parametrize("bits", [3, 10, 14])

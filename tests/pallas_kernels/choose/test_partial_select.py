@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.choose.kth_select import pallas_triton as kth
-from pallas_kernels.score.partial_score import pallas_triton as scores
+from pallas_kernels.score.infinigen.partial_score import pallas_triton as scores
 from tests.pallas_kernels.cases import NAMES, compiled, every_kernel, implementations, one_by_one, one_shape, thorough
 
 SCALE = 0.25
@@ -30,7 +30,7 @@ def run(name, **static):
     return compiled((table | {"interpreted, short": short})[name], **static)
 
 
-def given(seed, group=3, channels=5, slots=150, dtype="float32"):
+def problem(seed, group=3, channels=5, slots=150, dtype="float32"):
     """Rows that are full, half full, with few tokens, and empty; numbers are whole, and many scores equal."""
     rng = np.random.default_rng(seed)
     query, key = rng.integers(-2, 3, (4, 2, group, channels)), rng.integers(-3, 4, (4, 2, channels, slots + -slots % 16))
@@ -76,7 +76,7 @@ def same(got, lists):
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
 @pytest.mark.parametrize(("group", "channels", "slots"), one_shape((3, 5, 150), (1, 16, 97), (4, 25, 130), (12, 51, 160)))
 def test_lists_equal_plain_loops(name, dtype, group, channels, slots):
-    args, call = given(slots, group, channels, slots, dtype), run(name, capacity=21, query_heads=4 * group)
+    args, call = problem(slots, group, channels, slots, dtype), run(name, capacity=21, query_heads=4 * group)
     for alpha, budget in ((1.0, 20), (100.0, 20), (3.0, 5), (0.0, 20), (100.0, 0)):
         got = call(*args, jnp.float32(alpha), jnp.int32(budget))
         assert [x.dtype for x in got] == ["int32", bool]
@@ -86,7 +86,7 @@ def test_lists_equal_plain_loops(name, dtype, group, channels, slots):
 @thorough
 @pytest.mark.parametrize("name", BODIES)
 def test_a_short_list_is_cut_and_a_long_one_holds_all(name):
-    args = given(3)
+    args = problem(3)
     for capacity in (4, 160):
         got = run(name, capacity=capacity, query_heads=12)(*args, jnp.float32(100), jnp.int32(200))
         same(got, oracle(*args, 100.0, 200, capacity))
@@ -96,5 +96,5 @@ def test_a_short_list_is_cut_and_a_long_one_holds_all(name):
 @every_kernel
 def test_a_mapped_call_equals_calls_one_by_one(name):
     numbers = [(jnp.float32(alpha), jnp.int32(budget)) for alpha, budget in ((0.5, 20), (2.0, 7))]
-    calls = [(*given(seed), *number) for seed, number in zip((1, 2), numbers, strict=True)]
+    calls = [(*problem(seed), *number) for seed, number in zip((1, 2), numbers, strict=True)]
     one_by_one(run(name, capacity=21, query_heads=12), *calls, rtol=0, atol=0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels._triton.kth_best import held
-from pallas_kernels.choose.rerank import Regions, estimates, pallas_triton
+from pallas_kernels.choose.pariskv.rerank import Regions, estimates, pallas_triton
 from pallas_kernels.formats.key_codes import LEVEL, LEVELS, parts_of_rows
 from pallas_kernels.formats.key_codes import rows as rows_of
 from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, every_kernel, implementations, one_shape
@@ -158,8 +158,8 @@ def test_searching_chunks_first_finds_the_same_candidates(kind, name, config):
     count = np.asarray([[12, 14] if kind == "few" else [900, 500]], np.int32)
     listed = np.full((1, heads, room), -7, np.int32)
     for head in range(heads):
-        found = rng.permutation(np.arange(3, 1100))[: count[0, head]]
-        listed[0, head, : len(found)] = np.sort(found)
+        candidates = rng.permutation(np.arange(3, 1100))[: count[0, head]]
+        listed[0, head, : len(candidates)] = np.sort(candidates)
     position = np.broadcast_to(np.arange(stored, dtype=np.int32), (1, heads, stored))
     rows = rows_of(jnp.asarray(magnitudes), jnp.asarray(weight, jnp.bfloat16))
     whole = query, listed, count, rows, position

@@ -81,11 +81,11 @@ def passed(x, *, numbers, scale=None, gated=False, residual=None):
     """In float64: a norm, the product with ``numbers``, gates, and a sum."""
     x, scale, residual = (None if a is None else np.asarray(a, np.float64) for a in (x, scale, residual))
     x = x if scale is None else x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6) * scale
-    made = x @ numbers.T
+    out = x @ numbers.T
     if gated:
-        gates, others = np.split(made, 2, axis=-1)
-        made = gates / (1 + np.exp(-np.maximum(gates, -700))) * others
-    return made if residual is None else residual + made
+        gates, others = np.split(out, 2, axis=-1)
+        out = gates / (1 + np.exp(-np.maximum(gates, -700))) * others
+    return out if residual is None else residual + out
 
 
 @every_body

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.newest_repeat import pallas_triton, reference
+from pallas_kernels.score.rkv.newest_repeat import pallas_triton, reference
 from tests.pallas_kernels.cases import NAMES, compiled, implementations, one_shape
 
 RUN = implementations("newest_repeat", config=pallas_triton.Config(block=16, tile=16, strip=32))
@@ -18,7 +18,7 @@ with_tiles = pytest.mark.parametrize("name", [*NAMES, "tiles"])
 KINDS = ("random", "repeats", "same", "signs")
 
 
-def given(seed, kind, slots, dtype="float32", rows=2, heads=3, dim=16):
+def problem(seed, kind, slots, dtype="float32", rows=2, heads=3, dim=16):
     """Keys of norm 1 and which slots are full; the others hold NaN. Head 1 of row 0 is empty, head 2 has one token."""
     rng = np.random.default_rng(seed)
     key = rng.normal(size=(rows, heads, slots, dim))
@@ -51,7 +51,7 @@ def oracle(key, valid, threshold):
 def test_slots_equal_float64(name, dtype, slots):
     run = compiled(RUN[name])
     for kind in KINDS:
-        key, valid = given(slots, kind, slots, dtype)
+        key, valid = problem(slots, kind, slots, dtype)
         # Products of equal keys are 1 but for rounding, except those of signs.
         for threshold in (0, 0.5, 0.93, *([1] if kind in ("random", "signs") else [])):
             if threshold == 1 and kind == "random":
@@ -64,7 +64,7 @@ def test_slots_equal_float64(name, dtype, slots):
 @with_tiles
 def test_mapped_thresholds_and_keys_equal_calls_one_by_one(name):
     """A sweep maps the threshold alone."""
-    key, valid = given(3, "random", 40)
+    key, valid = problem(3, "random", 40)
     thresholds = jnp.asarray([0, 0.4, 0.7], jnp.float32)
 
     def run(key, valid, threshold):
@@ -73,7 +73,7 @@ def test_mapped_thresholds_and_keys_equal_calls_one_by_one(name):
     want = [oracle(key, valid, x) for x in np.asarray(thresholds)]
     assert len({x.tobytes() for x in want}) == 3
     np.testing.assert_array_equal(jax.jit(jax.vmap(run, (None, None, 0)))(key, valid, thresholds), want)
-    both = [given(seed, "repeats", 40) for seed in (1, 2, 3)]
+    both = [problem(seed, "repeats", 40) for seed in (1, 2, 3)]
     got = jax.jit(jax.vmap(run))(*(jnp.stack(x) for x in zip(*both, strict=True)), thresholds)
     for at, arrays in enumerate(both):
         np.testing.assert_array_equal(got[at], oracle(*arrays, float(thresholds[at])))

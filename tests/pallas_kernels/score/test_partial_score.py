@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.partial_score import pallas_triton
+from pallas_kernels.score.infinigen.partial_score import pallas_triton
 from tests.pallas_kernels.cases import (
     SCALE,
     alike,
@@ -26,7 +26,7 @@ RUN = implementations("partial_score", config=pallas_triton.Config(block=32, pro
 RUN = {name: functools.partial(run, scale=SCALE) for name, run in RUN.items()}
 
 
-def given(seed, group=3, channels=5, slots=75, dtype="float32"):
+def problem(seed, group=3, channels=5, slots=75, dtype="float32"):
     """Rows that are full, half full and empty; NaN are empty slots, the newest token of a row, and what is behind all."""
     rng = np.random.default_rng(seed)
     query, key = 3 * rng.normal(size=(3, 2, group, channels)), rng.normal(size=(3, 2, channels, slots + -slots % 16))
@@ -58,7 +58,7 @@ def oracle(query, key, position, cursor):
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
 @pytest.mark.parametrize(("group", "channels", "slots"), one_shape((3, 5, 75), (1, 16, 16), (4, 25, 130), (12, 51, 33)))
 def test_scores_and_counts_equal_float64(name, dtype, group, channels, slots):
-    args = given(slots, group, channels, slots, dtype)
+    args = problem(slots, group, channels, slots, dtype)
     run = compiled(RUN[name])
     got = run(*args, jnp.asarray(ALPHA))
     score, (least, most), stored = oracle(*args)
@@ -72,4 +72,4 @@ def test_scores_and_counts_equal_float64(name, dtype, group, channels, slots):
 @thorough
 @every_kernel
 def test_a_mapped_call_equals_calls_one_by_one(name):
-    one_by_one(compiled(RUN[name]), *((*given(seed), jnp.float32(alpha)) for seed, alpha in ((1, 0.5), (2, 2.0))))
+    one_by_one(compiled(RUN[name]), *((*problem(seed), jnp.float32(alpha)) for seed, alpha in ((1, 0.5), (2, 2.0))))

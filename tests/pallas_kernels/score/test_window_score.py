@@ -16,7 +16,7 @@ RUN = RUN | {"blocked": functools.partial(reference.window_score, block=16)}
 with_blocks = pytest.mark.parametrize("name", [*NAMES, "blocked"])
 
 
-def given(seed, rows=2, heads=2, group=2, window=5, dim=32, slots=75, dtype="float32"):
+def problem(seed, rows=2, heads=2, group=2, window=5, dim=32, slots=75, dtype="float32"):
     """A window that ends row 0, one with padding in row 1; slots in no order, some empty, which hold NaN."""
     rng = np.random.default_rng(seed)
     query, key = rng.normal(size=(rows, heads, group, window, dim)), rng.normal(size=(rows, heads, slots, dim))
@@ -47,7 +47,7 @@ def oracle(query, key, query_position, key_position):
     one_shape((3, 5, 16, 75), (4, 5, 64, 75), (3, 8, 16, 32), (1, 1, 128, 7)),
 )
 def test_probabilities_equal_float64(name, dtype, group, window, dim, slots):
-    arrays, positions = given(window, group=group, window=window, dim=dim, slots=slots, dtype=dtype)
+    arrays, positions = problem(window, group=group, window=window, dim=dim, slots=slots, dtype=dtype)
     got = compiled(RUN[name], scale=SCALE)(*arrays, **positions)
     assert got.dtype == jnp.float32
     want = oracle(*arrays, **positions)
@@ -58,4 +58,4 @@ def test_probabilities_equal_float64(name, dtype, group, window, dim, slots):
 @with_blocks
 def test_a_mapped_call_equals_calls_one_by_one(name):
     run = compiled(RUN[name], scale=SCALE)
-    one_by_one(lambda arrays, where: run(*arrays, **where), given(1), given(2), atol=1e-7)
+    one_by_one(lambda arrays, where: run(*arrays, **where), problem(1), problem(2), atol=1e-7)

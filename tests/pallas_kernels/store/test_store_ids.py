@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats import bit_codes
-from pallas_kernels.store.store_ids import STORE_IDS, store_ids
+from pallas_kernels.store.pqcache.store_ids import STORE_IDS, store_ids
 from tests.pallas_kernels.cases import compiled, every_body, implementations, near, offloaded, one_shape
 
 STORE = implementations("store_ids")
@@ -58,10 +58,10 @@ def test_several_tokens_at_once_are_plain_jax():
     centroids = jnp.asarray(rng.normal(size=(2, 1, 2, 4, 4)), jnp.float32)
     ids = bit_codes.pack(jnp.zeros((2, 1, 12), jnp.int32), 4)
     cursor, active = jnp.array([7, 4]), jnp.array([[4, 5, 6], [3, -1, -1]])
-    made = bit_codes.unpack(store_ids(key, active, cursor, centroids, ids), 12, 4)
+    codes = bit_codes.unpack(store_ids(key, active, cursor, centroids, ids), 12, 4)
     wanted = np.zeros((2, 1, 12), int)
     for r, slot in ((0, 4), (0, 5), (0, 6), (1, 3)):
         wanted[r, 0, slot] = (numbers_of(key[r, 0, slot], centroids[r, 0]) << np.arange(2) * 2).sum()
-    np.testing.assert_array_equal(made, wanted)
+    np.testing.assert_array_equal(codes, wanted)
     chosen = [STORE_IDS.resolve(key, active[:, :n], cursor, centroids, ids, platform="gpu") for n in (1, 3)]
     assert chosen == ["pallas_triton", "xla"]

@@ -24,7 +24,7 @@ STORE = implementations("store_partial")
 CURSOR = (5, 22, 0, 23, 9)  # a full row whose token was stored, an empty one, one that could not store its token
 
 
-def given(seed, dim=16, channels=5, slots=22, dtype="float32"):
+def problem(seed, dim=16, channels=5, slots=22, dtype="float32"):
     """Keys that are NaN but for the newest ones; partial keys hold anything; two rows have no token."""
     rng = np.random.default_rng(seed)
     cursor = np.asarray(CURSOR, np.int32)
@@ -54,7 +54,7 @@ def oracle(key, position, cursor, matrix, query, place, partial, last):
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
 @pytest.mark.parametrize(("dim", "channels"), [(16, 5), pytest.param(128, 25, marks=thorough)])
 def test_the_newest_key_is_stored_and_no_other(name, dtype, dim, channels):
-    args = given(1, dim, channels, dtype=dtype)
+    args = problem(1, dim, channels, dtype=dtype)
     run, (want, last) = compiled(STORE[name]), oracle(*args)
     got = run(*args)
     changed = want != np.asarray(args[6], np.float64)
@@ -67,7 +67,7 @@ def test_the_newest_key_is_stored_and_no_other(name, dtype, dim, channels):
 
 @every_body
 def test_copies_of_an_offloaded_cache(name):
-    key, *rest = given(2)
+    key, *rest = problem(2)
     got = compiled(STORE[name])(near(key, rest[1], SINKS + 4), *rest, rows=offloaded(rest[1]))
     alike(got, oracle(key, *rest), rtol=2e-5, atol=2e-5)
 
@@ -75,4 +75,4 @@ def test_copies_of_an_offloaded_cache(name):
 @thorough
 @every_kernel
 def test_a_mapped_call_equals_calls_one_by_one(name):
-    one_by_one(compiled(STORE[name]), given(1), given(2))
+    one_by_one(compiled(STORE[name]), problem(1), problem(2))
