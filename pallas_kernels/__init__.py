@@ -1,8 +1,10 @@
 """Kernels that depend on JAX alone, in rooms by what they do: attend, score, choose, store, query, layer.
 
-A folder of a room holds one operation, which has one public function of the folder's name:
+A folder of a room holds one operation, which has one public function of the folder's name; operations that serve one method
+are in a folder of that method (``choose/pariskv/collision``). An operation has these files:
 
-* ``__init__.py``: the public function, its checks, and the table of its implementations (`dispatch.Operation`);
+* ``__init__.py``: the public function, whose annotations say what it takes (`signature`), and the table of its
+  implementations (`dispatch.Operation`);
 * ``timed.py``: the shapes at which the operation is timed, which no kernel imports;
 * ``reference.py``: plain JAX, the implementation "xla", which runs everywhere;
 * ``pallas_triton.py``, ``jax_triton.py``, ``cudnn.py``, ``pallas_tpu.py``: implementations for a GPU or a TPU.
@@ -15,8 +17,7 @@ operations read.
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import pkgutil
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,11 +25,11 @@ ROOMS = ("attend", "score", "choose", "store", "query", "layer")
 
 
 def operations() -> Iterator[tuple[str, str]]:
-    """Yield the room and the name of every operation; nothing of them is imported."""
+    """Yield the room of every operation, such as "choose" or "choose.pariskv", and its name; nothing of them is imported."""
+    here = pathlib.Path(__file__).parent
     for room in ROOMS:
-        spec = importlib.util.find_spec(f"{__name__}.{room}")
-        places = None if spec is None else spec.submodule_search_locations
-        yield from ((room, found.name) for found in pkgutil.iter_modules(places))
+        for path in sorted((here / room).rglob("reference.py")):
+            yield ".".join(path.parent.parent.relative_to(here).parts), path.parent.name
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

@@ -57,6 +57,9 @@ _ARGUMENTS = {
     "rows": "the rows of an offloaded cache, if ``key`` is its copies; None if ``key`` has all slots.",
     "scale": "factor of the logits, a Python number.",
 }
+# Why an operation has no derivative.
+INTEGERS = "none: its results are integers and truth values"
+LOOP = "none: ``xla`` loops over blocks of keys up to a traced bound"
 _RAISES = """
 Raises:
     ValueError: shapes, dtypes or options are not as above, or the implementation is unknown.
@@ -80,11 +83,16 @@ def forward(finish: Callable[[Any], Any] | None = None, /, **changes: Any) -> An
     return _Forward(finish, changes)
 
 
-def declared[F: Callable[..., Any]](operation: Operation) -> Callable[[F], F]:
+def declared[F: Callable[..., Any]](operation: Operation, *, derivative: str = "through ``xla``") -> Callable[[F], F]:
     """Make a function with a declared signature the front door of ``operation``, see this module.
 
     The operation gets positional arguments by position, and all others by name. A result that is not from `forward` is the
     result of the call.
+
+    Args:
+        operation: the table of implementations.
+        derivative: through which implementations the function is differentiable, and with respect to what; or "none: " and
+            the reason.
     """
 
     def decorate(function: F) -> F:
@@ -110,7 +118,7 @@ def declared[F: Callable[..., Any]](operation: Operation) -> Callable[[F], F]:
             out = operation.run(*positional, **arguments)
             return out if result.finish is None else result.finish(out)
 
-        call.__doc__ = _document(function.__doc__ or "", signature, parts, operation)
+        call.__doc__ = _document(function.__doc__ or "", signature, parts, operation, derivative)
         return typing.cast(F, call)
 
     return decorate
@@ -121,7 +129,7 @@ class _Axis(NamedTuple):
 
     text: str
     letter: str | None = None
-    follows: types.CodeType | None = None  # its size, or the least size where it has a letter
+    rule: types.CodeType | None = None  # its size, or the least size where it has a letter
 
 
 class _Form(NamedTuple):
@@ -207,8 +215,8 @@ def _axis(text: str) -> _Axis:
         return _Axis(text)
     letter, least = (text.removesuffix("|1"), "") if ">=" not in text else text.split(">=")
     letter = letter if letter.isidentifier() else None
-    follows = least if letter else text
-    return _Axis(text, letter, compile(follows, text, "eval") if follows else None)
+    rule = least if letter else text
+    return _Axis(text, letter, compile(rule, text, "eval") if rule else None)
 
 
 def _check(operation: str, parts: list[_Part], arguments: dict[str, Any]) -> None:
@@ -230,10 +238,10 @@ def _check(operation: str, parts: list[_Part], arguments: dict[str, Any]) -> Non
         axes = _fit(form, value, arguments, sizes)
         if axes is None:
             raise _error(operation, part.label, value, form, sizes)
-        later += [(axis, size, part, value, form) for axis, size in axes if axis.follows is not None]
+        later += [(axis, size, part, value, form) for axis, size in axes if axis.rule is not None]
     for axis, size, part, value, form in later:
         try:
-            right = eval(axis.follows, {"ceil": math.ceil}, sizes)
+            right = eval(axis.rule, {"ceil": math.ceil}, sizes)
         except NameError:  # it follows from an argument that is not given
             continue
         if size != right if axis.letter is None else size < right:
@@ -273,15 +281,18 @@ def _error(operation: str, label: str, value: Any, form: _Form, sizes: dict[str,
     return ValueError(f"{operation}: got {label} {got}, expected {', '.join([str(form), *dict.fromkeys(known)])}")
 
 
-def _document(text: str, signature: inspect.Signature, parts: list[_Part], operation: Operation) -> str:
-    """Complete a docstring by what is declared of each argument, and by what holds for all operations."""
-    head, _, tail = inspect.cleandoc(text).partition("\nArgs:\n")
-    body, _, rest = tail.partition("\n\n")
-    written = dict(re.findall(r"^    (\w+): (.*(?:\n     .*)*)", body, re.MULTILINE))
+def _document(
+    text: str, signature: inspect.Signature, parts: list[_Part], operation: Operation, derivative: str
+) -> str:
+    """Complete a docstring by what is declared of the function and each argument, and by what holds for all operations."""
+    head, body, rest = re.findall(r"\A(.*?)(?:\s+Args:\n(.*?))?(?:\s+(Returns:.*))?\Z", inspect.cleandoc(text), re.DOTALL)[0]
+    texts = dict(re.findall(r"^    (\w+): (.*(?:\n     .*)*)", body, re.MULTILINE))
     names = f"one of {', '.join(operation.implementations)}; None takes the first that runs. "
-    written["implementation"] = names + written.get("implementation", "")
+    texts["implementation"] = names + texts.get("implementation", "")
     lines = []
     for name in signature.parameters:
-        declared = " and ".join(str(x) for x in parts if x.name == name)
-        lines += [f"    {name}: {'; '.join(filter(None, [declared, {**_ARGUMENTS, **written}.get(name, '')]))}".rstrip()]
-    return "\n".join([head, "Args:", *lines, *(["", rest] if rest else []), _RAISES])
+        axes = " and ".join(str(x) for x in parts if x.name == name)
+        lines += [f"    {name}: {'; '.join(filter(None, [axes, {**_ARGUMENTS, **texts}.get(name, '')]))}".rstrip()]
+    none = derivative.startswith("none: ")
+    slope = f"Not differentiable: {derivative.removeprefix('none: ')}" if none else f"Differentiable: {derivative}"
+    return "\n".join([head, f"\n{slope}.\n", "Args:", *lines, *(["", rest] if rest else []), _RAISES])

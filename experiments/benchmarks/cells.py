@@ -130,12 +130,12 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
     def ids(text: str, special: bool = False) -> list[int]:
         return encode_prompt(tokenizer, text) if special else tokenizer.encode(text, add_special_tokens=False).ids
 
-    made = cell.given
-    if not made:
+    every = cell.given
+    if not every:
         # The suites' lengths include the chat template.
         around = len(ids("".join(reading.around))) if reading.around else 0
         with length_within(cell.length, around) as length:
-            made = tuple(
+            every = tuple(
                 examples(
                     cell.task,
                     length=length,
@@ -148,8 +148,8 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
                 )
             )
     heads, tails, wholes, cut, keys = [], [], [], [], Keys()
-    groups = [example.group for example in made]
-    for example, previous in zip(made, ["", *groups], strict=False):
+    groups = [example.group for example in every]
+    for example, previous in zip(every, ["", *groups], strict=False):
         head, tail, before = reading.parts(example, bool(previous) and example.group == previous)
         special = not before  # a template brings its own special tokens
         head_ids, tail_ids = ids(head, special), ids(tail)
@@ -176,7 +176,7 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
         wholes.append(tuple(whole_ids))
         cut.append(max(excess, 0))
         keys.add(example, head, tail, (head_ids, tail_ids, whole_ids), new_tokens)
-    return Encoded(cell, made, *(tuple(part) for part in (heads, tails, wholes, cut, numbered(keys.made))))
+    return Encoded(cell, every, *(tuple(part) for part in (heads, tails, wholes, cut, numbered(keys.texts))))
 
 
 @functools.lru_cache(1)  # a large vocabulary takes a third of a second to read
@@ -228,5 +228,5 @@ class CellStore:
         count = min(workers, len(cells))
         with concurrent.futures.ProcessPoolExecutor(count, mp_context=spawn, initializer=end_with_parent) as pool:
             with held_interrupts():
-                made = pool.map(encode_cell, [reading] * len(cells), cells)
-            yield from made
+                encoded = pool.map(encode_cell, [reading] * len(cells), cells)
+            yield from encoded

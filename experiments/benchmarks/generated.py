@@ -43,10 +43,10 @@ def examples(
         depth=depth,
         num_questions=questions,
     )
-    made = []
+    every = []
     for index, document in enumerate(documents):
         samples = document.samples()[:questions]
-        made += [
+        every += [
             Example(
                 task=name,
                 context=sample.context,
@@ -62,7 +62,7 @@ def examples(
             )
             for turn, sample in enumerate(samples)
         ]
-    return made
+    return every
 
 
 def score(example: Example, prediction: str) -> float:

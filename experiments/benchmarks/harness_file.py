@@ -51,7 +51,7 @@ def read_harness(path: Path, limit: int | None = None) -> list[Example]:
         try:
             text = task.fewshot_context(doc, task.config.num_fewshot or 0)
             context, gap, question = text.rpartition("\n")
-            made = Example(
+            example = Example(
                 task=name,
                 context=context or text,
                 question=gap + question if context else "",
@@ -61,8 +61,8 @@ def read_harness(path: Path, limit: int | None = None) -> list[Example]:
                 scorer="lm-eval",
                 stop=(stop,) if isinstance(stop, str) else tuple(stop),
             )
-            results(_RESPONSE, made)
+            results(_RESPONSE, example)
         except Exception as error:
             raise ValueError(f"{path}, record {number}: expected a record of {name}, got {error!r}") from error
-        examples.append(made)
+        examples.append(example)
     return examples

@@ -71,21 +71,21 @@ def results(prediction: str, example: Example) -> Mapping[str, float]:
     doc = json.loads(reference)
     instance = importlib.import_module("lm_eval.api.instance").Instance("generate_until", doc, ("", {}), 0)
     instance.resps = [prediction]
-    made = {}
+    scores = {}
     for ensemble in task._filters:
         ensemble.apply([instance])
-        found = instance.filtered_resps[ensemble.name]
-        values = task.process_results(doc, found if isinstance(found, list) else [found])
+        texts = instance.filtered_resps[ensemble.name]
+        values = task.process_results(doc, texts if isinstance(texts, list) else [texts])
         suffix = f",{ensemble.name}" if len(task._filters) > 1 else ""
-        made |= {f"{metric}{suffix}": float(np.mean(value)) for metric, value in values.items()}
-    return made
+        scores |= {f"{metric}{suffix}": float(np.mean(value)) for metric, value in values.items()}
+    return scores
 
 
 def score(prediction: str, example: Example) -> float:
     """Score an answer by the metric that the module's docstring names."""
-    made = results(prediction, example)
-    last = [name for name in made if name.partition(",")[2] == next(reversed(made)).partition(",")[2]]
-    return made[next((name for name in last if name.partition(",")[0] in _SCORES), last[0])]
+    scores = results(prediction, example)
+    last = [name for name in scores if name.partition(",")[2] == next(reversed(scores)).partition(",")[2]]
+    return scores[next((name for name in last if name.partition(",")[0] in _SCORES), last[0])]
 
 
 def _only_equations(prediction: str) -> str:

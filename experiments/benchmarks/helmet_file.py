@@ -41,12 +41,12 @@ _DEMONSTRATIONS = {"nq": "nq-train*_k3_*", "triviaqa": "triviaqa-train*_k3_*", "
 
 
 def _passages(record: Record) -> list[dict[str, Any]]:
-    found = record.get("ctxs", list, "a list of passages")
-    wrong = [passage for passage in found if not isinstance(passage, dict) or not isinstance(passage.get("text"), str)]
-    if not found or wrong:
+    passages = record.get("ctxs", list, "a list of passages")
+    wrong = [passage for passage in passages if not isinstance(passage, dict) or not isinstance(passage.get("text"), str)]
+    if not passages or wrong:
         got = shown(wrong[0]) if wrong else "none"
         raise record.error(f"expected at least one passage with a 'text' in the field 'ctxs', got {got}")
-    return found
+    return passages
 
 
 def _titled(record: Record) -> str:
@@ -68,13 +68,13 @@ def _ranking(record: Record) -> str:
 
 def _relevance(record: Record) -> dict[str, int]:
     """Return the label of each passage, by the passage's id."""
-    made = {}
+    labels = {}
     for passage in _passages(record):
         known, label = passage.get("id"), str(passage.get("label"))
         if not isinstance(known, str | int) or isinstance(known, bool) or not re.fullmatch(r"-?\d{1,9}(\.0)?", label):
             raise record.error(f"expected passages with an 'id' and a whole number as 'label', got {shown(passage)}")
-        made[str(known)] = int(float(label))
-    return made
+        labels[str(known)] = int(float(label))
+    return labels
 
 
 def _demonstrations(record: Record, pool: Sequence[Record], key: str, show: Callable[[Record], str]) -> str:
@@ -91,8 +91,8 @@ def _demonstrations(record: Record, pool: Sequence[Record], key: str, show: Call
 def _pool(path: Path) -> list[Record]:
     """Read the folder's file of demonstrations; [] if there is none."""
     pattern = next((pattern for name, pattern in _DEMONSTRATIONS.items() if path.name.startswith(name)), None)
-    found = sorted(path.parent.glob(pattern)) if pattern else []
-    return [record for file in found[:1] for record in read_jsonl(file) if not _is_popular(record)]
+    files = sorted(path.parent.glob(pattern)) if pattern else []
+    return [record for file in files[:1] for record in read_jsonl(file) if not _is_popular(record)]
 
 
 def _is_popular(record: Record) -> bool:

@@ -19,7 +19,7 @@ def contains_answer(prediction: str, answers: Sequence[str]) -> float:
 def ranked_ids(prediction: str) -> list[str]:
     """Return the numbers of the longest chain ``3 > 1 > 2`` of a text, each once; brackets, colons and ``ID`` are ignored."""
     text = re.sub(r"[\[\]:]", "", prediction).lower().replace("id", "")
-    chains = (found.group(0) for found in re.finditer(r"(\d+)(?:\s*>\s*(\d+))*", text))
+    chains = (match.group(0) for match in re.finditer(r"(\d+)(?:\s*>\s*(\d+))*", text))
     longest = max(chains, key=len, default="")
     return list(dict.fromkeys(part.strip() for part in longest.split(">") if part.strip().isdigit()))
 

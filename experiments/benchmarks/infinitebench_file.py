@@ -39,10 +39,10 @@ def choice_answers(record: Record) -> tuple[str, str]:
 
 
 def _phrase(record: Record, pattern: str, what: str) -> str:
-    found = re.search(pattern, record.text("input"))
-    if found is None:
+    match = re.search(pattern, record.text("input"))
+    if match is None:
         raise record.error(f"expected {what} in the field 'input', got {record.text('input')[:80]!r}")
-    return found.group()
+    return match.group()
 
 
 def _values(task: str, record: Record) -> dict[str, str]:

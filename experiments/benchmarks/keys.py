@@ -17,7 +17,7 @@ class Keys:
     """The keys of a cell's examples, made in the order of the examples."""
 
     def __init__(self) -> None:
-        self.made: list[str] = []
+        self.texts: list[str] = []
         self._before: dict[str, str] = {}  # by group, the key of its last example: a conversation's answers depend on it
 
     def add(self, example: Example, head: str, tail: str, ids: Sequence[Sequence[int]], new_tokens: int) -> None:
@@ -40,9 +40,9 @@ class Keys:
             "labels": dict(example.labels),
             "before": self._before.get(example.group) if example.group else None,
         }
-        self.made.append(f"{prompt}-{_digest(json.dumps(rest, sort_keys=True))}")
+        self.texts.append(f"{prompt}-{_digest(json.dumps(rest, sort_keys=True))}")
         if example.group:
-            self._before[example.group] = self.made[-1]
+            self._before[example.group] = self.texts[-1]
 
 
 def _digest(text: str) -> str:
@@ -53,11 +53,11 @@ def _digest(text: str) -> str:
 def numbered(keys: Iterable[str]) -> list[str]:
     """Append ``#2`` to the second occurrence of a key, ``#3`` to the third, and so on; the first stays as it is."""
     seen: collections.Counter[str] = collections.Counter()
-    made = []
+    texts = []
     for key in keys:
         seen[key] += 1
-        made.append(key if seen[key] == 1 else f"{key}#{seen[key]}")
-    return made
+        texts.append(key if seen[key] == 1 else f"{key}#{seen[key]}")
+    return texts
 
 
 def digest(keys: Sequence[str]) -> str:

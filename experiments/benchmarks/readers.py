@@ -67,10 +67,10 @@ def files_of(name: str, path: Path) -> list[Path]:
         check_file(path)
         return [path]
     suffixes = _SUFFIXES.get(name, (".jsonl",))
-    found = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
-    if not found:
+    files = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
+    if not files:
         raise ValueError(f"{path}: expected files that end in {' or '.join(suffixes)} in this folder, got none")
-    return found
+    return files
 
 
 def read(spec: str, limit: int | None = None) -> list[Example]:

@@ -119,11 +119,11 @@ def parse_json(data: bytes) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         twice = [name for name, times in collections.Counter(name for name, _ in pairs).items() if times > 1]
         raise ValueError(f"expected keys once, got {twice[0]!r:.60} twice")
-    return made
+    return mapping
 
 
 def read_jsonl(path: Path, limit: int | None = None) -> list[Record]:

@@ -98,14 +98,14 @@ def _split(record: Record, family: Family) -> tuple[str, str, str]:
     prefix = record.text("answer_prefix") if record.has("answer_prefix") else ""
     if prefix:
         text = text.removesuffix(prefix)
-    elif found := re.search(rf" ?{family.prefix}\s*\Z", text):
-        text, prefix = text[: found.start()], found.group()
+    elif match := re.search(rf" ?{family.prefix}\s*\Z", text):
+        text, prefix = text[: match.start()], match.group()
     elif "answer_prefix" not in record.values:
         raise record.error(
             "expected the suite's answer prefix in a field 'answer_prefix' or at the end of 'input', "
             f"got neither; 'input' ends in {text[-80:]!r}"
         )
-    starts = [found.start() for found in re.finditer(rf"\n*{family.question}", text)]
+    starts = [match.start() for match in re.finditer(rf"\n*{family.question}", text)]
     if not starts or not text[: starts[-1]].strip():
         raise record.error(
             f"expected a context and then the question {family.question!r} in 'input', got {text[-80:]!r} at its end"

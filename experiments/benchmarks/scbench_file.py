@@ -38,10 +38,10 @@ def _turns(record: Record) -> list[Record]:
 
 def _named_number(turn: Record) -> str:
     """Form the question that `scbench_mf` asks first: "What is the ...?", from "The ... is" in the turn's input."""
-    found = re.search(r"The .+ is", turn.text("input"))
-    if found is None:
+    match = re.search(r"The .+ is", turn.text("input"))
+    if match is None:
         raise turn.error(f"expected 'The ... is' in the field 'input', got {turn.text('input')[:80]!r}")
-    return f"What is {found.group().lower().removesuffix(' is')}?"
+    return f"What is {match.group().lower().removesuffix(' is')}?"
 
 
 def _texts(file_task: str, turns: Sequence[Record], context: str) -> tuple[str, list[str]]:

@@ -66,17 +66,17 @@ def _share_of_paragraphs(prediction: str, answer: str) -> float:
 
 def _paragraph(answer: str) -> str:
     """Return the number in a reference of passage retrieval."""
-    found = re.search(r"(?:Paragraph |段落)(\d+)", answer)
-    if found is None:
+    match = re.search(r"(?:Paragraph |段落)(\d+)", answer)
+    if match is None:
         raise ValueError(f"references like 'Paragraph 3' or '段落3', got {answer!r}")
-    return found.group(1)
+    return match.group(1)
 
 
 def _stated_choice(prediction: str, example: Example) -> float:
     """Score LongBench v2: the letter after "The correct answer is"; a letter in brackets comes first."""
     text = prediction.strip().replace("*", "")
-    found = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(r"The correct answer is ([A-D])", text)
-    return float(found is not None and found.group(1) in example.answers)
+    match = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(r"The correct answer is ([A-D])", text)
+    return float(match is not None and match.group(1) in example.answers)
 
 
 def _blanked(text: str, marks: Sequence[str]) -> str:
@@ -137,10 +137,10 @@ def _last_word_integer(prediction: str, example: Example) -> float:
 
 def _first_number(prediction: str, example: Example) -> float:
     """Score Math.Find of InfiniteBench and SCBench: the first number; its integer part if the reference is an integer."""
-    found = re.search(r"\d+\.\d+|\d+", prediction)
-    if found is None:
+    match = re.search(r"\d+\.\d+|\d+", prediction)
+    if match is None:
         return 0.0
-    number, answer = decimal.Decimal(found.group()), decimal.Decimal(example.answers[0])
+    number, answer = decimal.Decimal(match.group()), decimal.Decimal(example.answers[0])
     if "." in example.answers[0] or answer != answer.to_integral_value():
         return float(float(number) == float(answer))  # as the suite reads them
     return float(number.to_integral_value(decimal.ROUND_FLOOR) == answer)  # exact, also above 2**53
@@ -182,9 +182,9 @@ def _runs_in(part: Sequence[str], whole: Sequence[str]) -> bool:
 
 def _passkey(prediction: str, example: Example) -> float:
     """Score Quest's passkey: the first integer, compared as a number."""
-    found = re.search(r"\d+", prediction)
+    match = re.search(r"\d+", prediction)
     try:
-        return float(found is not None and int(found.group()) == int(example.answers[0]))
+        return float(match is not None and int(match.group()) == int(example.answers[0]))
     except ValueError:  # Python refuses integers of more than 4,300 digits
         return 0.0
 

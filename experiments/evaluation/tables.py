@@ -41,7 +41,7 @@ def report(folders: Sequence[pathlib.Path]) -> str:
 
 
 def csv_report(folders: Sequence[pathlib.Path]) -> str:
-    """Format every cell of some folders as comma-separated values, a line for each; see `experiments.evaluation.flat`."""
+    """Format every cell of some folders as comma-separated values, a line for each; see `flat`."""
     return csv_table([flat(item) for item in beside_full(load(folders))])
 
 

@@ -1,4 +1,4 @@
-"""Times decoding and prefill of every method: `python -m experiments.speed --methods full,snapkv --lengths 131072`.
+"""Times decoding and prefill of any method: `python -m experiments.speed --methods full,snapkv --lengths 131072`.
 
 The model has random weights in the shape of a real model, and its cache is filled with random keys and values as a prefill
 would leave it (`filled_cache.py`), so that only decoding costs time. Every row has a floor of its own: the bytes that a step
@@ -6,7 +6,8 @@ must read (all weights, and the bytes that the method's `cost` counts in the rea
 streaming reduction measures the bandwidth in the same run. There is a row for each (model, method, length, batch). A row is
 written as soon as it is finished, and is not measured again. A row that does not fit into memory is recorded as such.
 
-Without ``--model`` and ``--lengths`` the shape is Llama-3.1-8B's with 128K tokens; on a CPU it is a small one with 4K.
+Without flags it times Full, SnapKV and Quest in the shape of Llama-3.1-8B with 128K tokens, and on a CPU in a small shape
+with 4K tokens, which takes half a minute.
 
 By default, rows are decode steps (TPOT, time per output token), whose time is split into its parts on one device; at lengths
 at which no whole model fits, time ``--model llama-3.1-8b-4-layers``. ``--prefill`` times prefill (TTFT, time to the first
@@ -48,6 +49,7 @@ def _speed(settings: SpeedSettings, command: SpeedCommand, against: Against) -> 
     command, settings = with_figures(command), settings.on_device()
     results = open_results(command.out, MODELS[settings.model]().dtype)
     bench = Bench(settings, results)
+    print(f"{settings.shown_model} on {jax.devices()[0].device_kind}")
     print(report.head())
     failed = _beside(bench) if settings.beside_one else 0
     failed += _beside(bench, mesh_axes(settings.mesh)[MODEL]) if settings.beside_part else 0

@@ -76,7 +76,7 @@ class RowSettings(Settings):
     """
 
     model: str = ""
-    methods: tuple[str, ...] = ("full",)
+    methods: tuple[str, ...] = ("full", "snapkv", "quest")
     lengths: tuple[PositiveInt, ...] = ()
     batches: tuple[PositiveInt, ...] = (1,)
     tokens: PositiveInt = 32

@@ -57,8 +57,8 @@ def check_sums(name: str) -> None:
         raise ValueError(f"unknown sum {name!r}, expected one of {', '.join(SUM_VARIANTS)}")
     missing = {key: value for key, value in SUM_VARIANTS[name].environment.items() if os.environ.get(key) != value}
     if missing:
-        told = " ".join(f"{key}={value}" for key, value in missing.items())
-        raise ValueError(f"the sum {name!r} needs a process with {told}: set it before the command")
+        variables = " ".join(f"{key}={value}" for key, value in missing.items())
+        raise ValueError(f"the sum {name!r} needs a process with {variables}: set it before the command")
 
 
 def compiled(run: Callable[..., Any], *args: Any, sums: str | None = None, **jit: Any) -> tuple[Compiled, float]:

@@ -48,9 +48,9 @@ from kvjax.protocol.scan import by_blocks
 from kvjax.protocol.slots import SlotMethod, count_all, new_slots, newest_query
 from kvjax.protocol.typing import pytree, static, traced
 from pallas_kernels import axes
-from pallas_kernels.choose.partial_select import partial_select, wanted
-from pallas_kernels.score.partial_score import partial_score
-from pallas_kernels.store.store_partial import store_partial
+from pallas_kernels.choose.infinigen.partial_select import partial_select, wanted
+from pallas_kernels.score.infinigen.partial_score import partial_score
+from pallas_kernels.store.infinigen.store_partial import store_partial
 
 _EXACT = lax.Precision.HIGHEST
 _ALIGNED = 16  # slots; a kernel reads 16 bytes at once

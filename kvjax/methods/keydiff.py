@@ -12,7 +12,7 @@ Score of token i, where k are the rotated keys in the cache::
 Resource-Constrained Environments" (arXiv:2504.15364).
 
 A decode step needs the sum of all directions k_j / |k_j|, in which it changes two terms: so each layer keeps the sum, in
-integers, so that no rounding error accumulates (`pallas_kernels.store.evict_alike`). It is computed at the prompt's end.
+integers, so that no rounding error accumulates (`store.keydiff.evict_alike`). It is computed at the prompt's end.
 
 **Departures**: none known in the block variant. No recent window is protected, so the newest token can be evicted at once,
 as published. NVIDIA/kvpress has other variants: its KeyDiffPress prefills densely and scores all keys once, as a ``block``
@@ -30,8 +30,8 @@ from kvjax.cache import LayerCache, LayerSpec, LayerStorage
 from kvjax.protocol.method import Step
 from kvjax.protocol.slots import BoundedSlots, SlotState, count_all
 from kvjax.protocol.typing import pytree
-from pallas_kernels.score.dissimilarity import dissimilarity
-from pallas_kernels.store.evict_alike import direction_sum, evict_alike
+from pallas_kernels.score.keydiff.dissimilarity import dissimilarity
+from pallas_kernels.store.keydiff.evict_alike import direction_sum, evict_alike
 
 
 @pytree

@@ -51,10 +51,10 @@ from kvjax.protocol.scan import by_blocks
 from kvjax.protocol.slots import SlotMethod, count_all
 from kvjax.protocol.typing import pytree, static
 from kvjax.selection import mask_of
-from pallas_kernels.choose.match_select import match_select
+from pallas_kernels.choose.magicpig.match_select import match_select
 from pallas_kernels.formats.sign_codes import buckets, random_planes
-from pallas_kernels.score.bucket_matches import bucket_matches
-from pallas_kernels.score.sampled_bias import sampled_bias
+from pallas_kernels.score.magicpig.bucket_matches import bucket_matches
+from pallas_kernels.score.magicpig.sampled_bias import sampled_bias
 
 _ALIGNED = 16  # slots that a kernel reads at once
 

@@ -30,7 +30,7 @@ from kvjax.protocol.families import Retrieval
 from kvjax.protocol.method import LayerMethod
 from kvjax.protocol.typing import pytree, static
 from pallas_kernels.score.page_score import page_score
-from pallas_kernels.store.widen_page import widen_page
+from pallas_kernels.store.quest.widen_page import widen_page
 
 
 @pytree

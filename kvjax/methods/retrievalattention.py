@@ -37,7 +37,7 @@ from kvjax.cache import LayerCache, LayerStorage
 from kvjax.methods.budgets import searched
 from kvjax.protocol.scan import Regions, ScoredScan
 from kvjax.protocol.typing import EMPTY, pytree, static, traced
-from pallas_kernels.score.page_score import page_score
+from pallas_kernels.score.vector_score import vector_score
 
 
 @pytree
@@ -94,7 +94,7 @@ class RetrievalAttention(ScoredScan):
         # The order is the same without 1/sqrt(D). XLA dequantises codes inside its product, where nothing is stored.
         way = None if cache.codes is None else "xla"
         where = {"position": cache.position, "first": self.num_sink, "reduce": "each"}
-        return page_score(query, cache.key, None, self.regions(cache, aux).near, **where, implementation=way)
+        return vector_score(query, cache.key, self.regions(cache, aux).near, **where, implementation=way)
 
     def scan_bytes(self, cache: LayerStorage, aux: Ends, searched: Array) -> Array:
         return searched * (cache.key.shape[-1] * cache.key.dtype.itemsize)

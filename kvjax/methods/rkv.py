@@ -23,7 +23,7 @@ Zefan-Cai/R-KV 31cf555, whose scripts give the defaults of ``mix``, ``threshold`
 one, and so does this method. The released code holds the cosines of all pairs. Here the sum over i of all cosines is the
 product of a key with the sum of all keys, and only the exempt tokens remain to be found: for each i, cosines are computed
 from the newest tokens back, until one is above ``threshold``
-(`pallas_kernels.score.newest_repeat`). So a KV head needs at most 2 n^2 D floating-point operations, once for the prompt,
+(`pallas_kernels.score.rkv.newest_repeat`). So a KV head needs at most 2 n^2 D floating-point operations, once for the prompt,
 and no memory for pairs. As in the released code, keys have norm 1 in the dtype of the cache before they are multiplied;
 sums are in float32 here, in the released code in the dtype of the cache. The cosines with exempt tokens are rounded to
 multiples of 2^-21 before they are summed.
@@ -45,7 +45,7 @@ from kvjax.protocol.typing import pytree
 from kvjax.selection import pick, smooth
 from kvjax.wrappers.periodic import PeriodicEviction
 from pallas_kernels.numerics import product_precision
-from pallas_kernels.score.newest_repeat import newest_repeat
+from pallas_kernels.score.rkv.newest_repeat import newest_repeat
 
 _ONE = 1 << 21  # a cosine of 1 as an integer
 _PART = 1 << 11

@@ -33,8 +33,8 @@ from kvjax.methods.budgets import searched
 from kvjax.protocol.scan import Regions, ScoredScan, by_blocks
 from kvjax.protocol.typing import pytree, static, traced
 from pallas_kernels.formats.sign_codes import buckets, in_blocks, norms, random_planes
-from pallas_kernels.score.bucket_score import bucket_score
-from pallas_kernels.store.store_buckets import store_buckets
+from pallas_kernels.score.socket.bucket_score import bucket_score
+from pallas_kernels.store.socket.store_buckets import store_buckets
 
 
 @pytree

@@ -51,13 +51,13 @@ from pallas_kernels import axes
 from pallas_kernels.attend.dense_attention import dense_attention
 from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention
-from pallas_kernels.choose.token_list import token_list
+from pallas_kernels.choose.tokenselect.token_list import token_list
 from pallas_kernels.formats.quantised import vector_bytes, with_vectors
 from pallas_kernels.numerics import finite_or_zero
-from pallas_kernels.query.chunk_query import chunk_query
-from pallas_kernels.query.rotated_rows import rotated_rows
-from pallas_kernels.query.step_query import step_query
-from pallas_kernels.score.token_vote import token_vote
+from pallas_kernels.query.tokenselect.chunk_query import chunk_query
+from pallas_kernels.query.tokenselect.rotated_rows import rotated_rows
+from pallas_kernels.query.tokenselect.step_query import step_query
+from pallas_kernels.score.tokenselect.token_vote import token_vote
 
 
 @pytree

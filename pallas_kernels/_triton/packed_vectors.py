@@ -132,7 +132,7 @@ def _bits_before(words: jax.Array) -> jax.Array:
 
 
 def owner_of(blocks, owner_ref, last_ref, span):
-    """Look up the segments of ``blocks``, int32 [N] or a scalar; see ``pallas_kernels.score.packed_score.packed_score``."""
+    """Look up the segments of ``blocks``, int32 [N] or a scalar; see `packed_score`."""
     if owner_ref is None:
         return jnp.minimum(blocks // span, last_ref[0])
     return owner_ref[jnp.clip(blocks, 0, owner_ref.shape[0] - 1)]

@@ -38,7 +38,7 @@ def rotation(x: Array, signs: Array) -> Array:
 
 
 def codes(rotated: Array, scale: float) -> tuple[Array, Array, Array]:
-    """Encode rotated vectors float32 [..., D], see ``pallas_kernels.store.encode.encode``.
+    """Encode rotated vectors float32 [..., D], see ``pallas_kernels.store.pariskv.encode.encode``.
 
     Returns:
         ids uint8 [..., N], magnitudes uint8 [..., D/2] and weight bfloat16 [..., N], with N = D / 8.
@@ -109,7 +109,7 @@ def estimate(query: Array, magnitudes: Array, weight: Array, scale: float) -> Ar
         query: float32 [B, H, D], rotated.
         magnitudes: uint8 [B, H, K, D/2], the levels and signs of K keys.
         weight: bfloat16 [B, H, K, N].
-        scale: as in `pallas_kernels.store.encode.encode`.
+        scale: as in `pallas_kernels.store.pariskv.encode.encode`.
 
     Returns:
         float32 [B, H, K].

@@ -12,7 +12,7 @@ import pytest
 
 from kvjax.cache.quantised import KV_DTYPES, has_groups
 from pallas_kernels.formats.quantised import zeros
-from pallas_kernels.formats.shapes import counted, full, normal
+from pallas_kernels.formats.shapes import full, normal
 from pallas_kernels.machine import assume_machine
 from tests.compile_only import compiling
 from tests.compile_only.test_methods import NAMES, PROMPT, STORE, decode_step, needs, prefill
@@ -67,7 +67,6 @@ DENSE, LISTED = {"S": 4096}, {"S": 4096, "L": 512}
 CODES = {"S": 65568, "K": 6557, "first": 32, "room": 6558}
 LISTS = {"S": 131136, "K": 400}
 SPARSE = {"S": 4096, "T": 1024, "K": 64}
-TOKENS = {"N": 4096, "high": None, "reduce": "each", "first": 128, "position": counted("B H N")}  # scores of each query head
 KERNELS = {  # an operation, and what differs from its declared shapes
     "dense_decode": ("dense_decode", DENSE),
     "dense_decode of 80": ("dense_decode", DENSE | wide(80)),
@@ -110,7 +109,7 @@ KERNELS = {  # an operation, and what differs from its declared shapes
     "partial_select, short rows": ("partial_select", LISTS | {"S": 4096}),
     "store_partial": ("store_partial", {"S": 4096, "C": lambda n: n.D // 5}),
     "page_score": ("page_score", {"N": 4096, "page_size": 16, "newest": True}),
-    "page_score of tokens": ("page_score", TOKENS),
+    "vector_score of tokens": ("vector_score", {"S": 4096, "first": 128}),
     "sparse_attention": ("sparse_attention", SPARSE),
     "sparse_attention of 128": ("sparse_attention", SPARSE | {"Q": 8, "block": 128}),
 }

@@ -59,7 +59,7 @@ KERNELS = {  # an operation, what differs from its declared shapes, and the axis
     "pages of 32": ("gather_attention", LISTED | {"P": 32}, "S"),
     "pages of 128": ("gather_attention", LISTED | {"P": 128}, "S"),
     "bounds": ("page_score", {"page_size": 16, "newest": True}, "N"),
-    "summed bounds": ("page_score", {"page_size": 16, "newest": True, "reduce": "sum"}, "N"),
+    "sums over query heads": ("vector_score", {"reduce": "sum", "first": 0, "position": lambda d: None}, "S"),
 }
 SHAPES = [  # group, head_dim, dtype, KV heads, slots or pages
     (4, 128, "bfloat16", 8, 4096),

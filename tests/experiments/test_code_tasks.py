@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio.events
 import io
 import pathlib
 import random
@@ -28,20 +29,15 @@ def samples(name: str, length: int = LENGTH, number: int = 4, **options) -> list
 # The files
 
 
-def test_a_package_is_in_one_split():
-    split = {kind: {file.package for file in code_files.code_files(kind)} for kind in ("train", "eval")}
-    assert not split["train"] & split["eval"] and min(map(len, split.values())) > 50
-    assert sum(len(file.text) for file in code_files.code_files("eval")) > 2_000_000
-
-
-def test_files_are_the_running_pythons_and_sorted():
-    paths = [tuple(file.path.split("/")) for file in code_files.code_files("eval")]
-    assert paths == sorted(paths)
-    file = next(file for file in code_files.code_files("eval") if file.path == "asyncio/events.py")
-    import asyncio.events
-
-    assert file.text.split() == pathlib.Path(asyncio.events.__file__).read_text().split()
-    assert not {"test", "encodings"} & {part for path in paths for part in path}
+def test_files_are_the_running_pythons_sorted_and_a_package_is_in_one_split():
+    files = {kind: code_files.code_files(kind) for kind in ("train", "eval")}
+    packages = {kind: {file.package for file in mine} for kind, mine in files.items()}
+    assert not packages["train"] & packages["eval"] and min(map(len, packages.values())) > 50
+    assert sum(len(file.text) for file in files["eval"]) > 2_000_000
+    paths = [tuple(file.path.split("/")) for file in files["eval"]]
+    assert paths == sorted(paths) and not {"test", "encodings"} & {part for path in paths for part in path}
+    (text,) = (file.text for file in files["eval"] if file.path == "asyncio/events.py")
+    assert text.split() == pathlib.Path(asyncio.events.__file__).read_text().split()
 
 
 def test_origin_names_the_version_and_changes_with_the_files(monkeypatch):

@@ -50,6 +50,15 @@ def requests(kind, *arguments):
     return [Instance(request_type=kind, doc={}, arguments=args, idx=0) for args in arguments]
 
 
+def texts_of(lm, *prompts, **wanted):
+    """What the harness gets for prompts that want the same."""
+    return lm.generate_until(requests("generate_until", *((prompt, wanted) for prompt in prompts)), disable_tqdm=True)
+
+
+def scores_of(lm, pairs):
+    return lm._loglikelihood_tokens([(None, *pair) for pair in pairs], disable_tqdm=True)
+
+
 def ids(text):
     return TOKENIZER.encode(text, add_special_tokens=False).ids
 
@@ -96,7 +105,7 @@ def greedy_text(model, context, count):
 def test_scores_under_full_equal_one_dense_pass(tiny):
     pairs = [*PAIRS, (PAIRS[1][0], greedy_text(tiny, PAIRS[1][0], 3))]
     lm = make(tiny, "full")
-    got = lm._loglikelihood_tokens([(None, *pair) for pair in pairs], disable_tqdm=True)
+    got = scores_of(lm, pairs)
     expected = [dense_score(tiny, *pair) for pair in pairs]
     np.testing.assert_allclose([value for value, _ in got], [value for value, _ in expected], rtol=1e-4)
     assert [greedy for _, greedy in got] == [greedy for _, greedy in expected]
@@ -118,7 +127,7 @@ def test_scores_under_full_equal_one_dense_pass(tiny):
 def test_scores_go_through_the_decode_steps_of_a_method(tiny, method, knobs):
     pairs = [pair for pair in PAIRS if len(pair[0]) > 1]
     lm = make(tiny, method, **knobs)
-    got = lm._loglikelihood_tokens([(None, *pair) for pair in pairs], disable_tqdm=True)
+    got = scores_of(lm, pairs)
     expected = [stepped_score(tiny, *pair, kvjax.make(method, **knobs)) for pair in pairs]
     np.testing.assert_allclose([value for value, _ in got], [value for value, _ in expected], rtol=1e-4)
     assert [greedy for _, greedy in got] == [greedy for _, greedy in expected]
@@ -151,13 +160,10 @@ def test_rolling_predicts_every_token_once(tiny):
 @pytest.mark.slow
 def test_long_contexts_lose_their_beginning(tiny, caplog):
     context, text = ids(TEXT)[:30], ids(TEXT)[30:34]
-    got = make(tiny, max_length=16)._loglikelihood_tokens([(None, context, text)], disable_tqdm=True)
+    got = scores_of(make(tiny, max_length=16), [(context, text)])
     assert got[0][0] == pytest.approx(dense_score(tiny, context[-13:], text)[0], rel=1e-4)
     lm = make(tiny, max_length=16)
-    wanted = {"until": [], "max_gen_toks": 4}
-    long, short = lm.generate_until(
-        requests("generate_until", (TEXT, wanted), (TOKENIZER.decode(ids(TEXT)[-12:]), wanted)), disable_tqdm=True
-    )
+    long, short = texts_of(lm, TEXT, TOKENIZER.decode(ids(TEXT)[-12:]), until=[], max_gen_toks=4)
     assert long == short and lm.last_stats["truncated"] == 1
     assert "1 of 2 requests lost their beginning to make room for the answer in max_length=16" in caplog.text
 
@@ -177,8 +183,7 @@ def test_generates_what_each_prompt_alone_generates(tiny):
     prompts = [TEXT[:150], TEXT[20:60], TEXT[40:130]]
     lm = make(tiny, method)
     # A stopping text that never comes has generation proceed in blocks.
-    wanted = {"until": ["\x00"], "max_gen_toks": NEW, "do_sample": False}
-    got = lm.generate_until(requests("generate_until", *((prompt, wanted) for prompt in prompts)), disable_tqdm=True)
+    got = texts_of(lm, *prompts, until=["\x00"], max_gen_toks=NEW, do_sample=False)
     alone = [generated(tiny, ids(prompt), method) for prompt in prompts]
     assert got == [TOKENIZER.decode([token for token in tokens if token]) for tokens, _ in alone]
     assert lm.last_stats["tokens"] == sum(len(tokens) for tokens, _ in alone)
@@ -193,8 +198,7 @@ def test_accounting_of_a_row_ends_with_it(tiny):
     texts = [TOKENIZER.decode(generated(tiny, ids(prompt))[0]) for prompt in prompts]
     stop = next(texts[0][at : at + 4] for at in range(20, 60) if texts[0][at : at + 4] not in texts[1])
     lm = make(tiny)
-    wanted = {"until": [stop], "max_gen_toks": NEW}
-    got = lm.generate_until(requests("generate_until", *((prompt, wanted) for prompt in prompts)), disable_tqdm=True)
+    got = texts_of(lm, *prompts, until=[stop], max_gen_toks=NEW)
     assert got == [texts[0].partition(stop)[0], texts[1]]
     assert lm.last_stats["length_tokens"] == (len(ids(prompts[0])) + 32 + len(ids(prompts[1])) + 40) / 2
 
@@ -206,14 +210,10 @@ def test_stopping_texts_and_special_tokens(tiny):
     whole = TOKENIZER.decode(tokens)
     middle = TOKENIZER.decode(tokens[5:6])
     lm = make(tiny)
-
-    def says(**wanted):
-        return lm.generate_until(requests("generate_until", (prompt, wanted)), disable_tqdm=True)[0]
-
-    assert says(until=[], max_gen_toks=NEW) == whole
-    assert says(until=middle, max_gen_toks=NEW) == whole[: whole.index(middle)]
-    assert lm.generate_until(requests("generate_until", ("", {"until": None, "max_gen_toks": 5})), disable_tqdm=True)
-    assert says(max_gen_toks=5) == TOKENIZER.decode(tokens[:5])
+    assert texts_of(lm, prompt, until=[], max_gen_toks=NEW) == [whole]
+    assert texts_of(lm, prompt, until=middle, max_gen_toks=NEW) == [whole[: whole.index(middle)]]
+    assert texts_of(lm, "", until=None, max_gen_toks=5)
+    assert texts_of(lm, prompt, max_gen_toks=5) == [TOKENIZER.decode(tokens[:5])]
     # "<|pad|>" is a special token that decoded text does not show: it ends a row as an end-of-text token does.
     assert lm._special(["\n", "<|pad|>"]) == [1]
 
@@ -224,17 +224,16 @@ def test_stopping_texts_wait_for_the_end_of_thinking(tiny):
     tokens, _ = generated(tiny, ids(prompt))
     whole, stop, end = (TOKENIZER.decode(part) for part in (tokens, tokens[4:6], tokens[34:36]))
     assert stop in whole.partition(end)[0] and stop not in whole.partition(end)[2]
-    request = requests("generate_until", (prompt, {"until": [stop], "max_gen_toks": NEW}))
-    assert make(tiny, think_end_token=end).generate_until(request, disable_tqdm=True) == [whole.split(end)[-1].lstrip()]
-    assert make(tiny).generate_until(request, disable_tqdm=True) == [whole.partition(stop)[0]]
+    wanted = {"until": [stop], "max_gen_toks": NEW}
+    assert texts_of(make(tiny, think_end_token=end), prompt, **wanted) == [whole.split(end)[-1].lstrip()]
+    assert texts_of(make(tiny), prompt, **wanted) == [whole.partition(stop)[0]]
 
 
 @pytest.mark.slow
 def test_sampling_repeats_with_its_seed(tiny):
     wanted = {"until": [], "max_gen_toks": NEW, "do_sample": True, "temperature": 1.0, "top_k": 50}
-    request = requests("generate_until", (TEXT[:80], wanted))
     lms = [make(tiny, sampling_seed=seed) for seed in (0, 0, 1)]
-    first, again, other = [[lm.generate_until(request, disable_tqdm=True)[0] for _ in range(2)] for lm in lms]
+    first, again, other = [[texts_of(lm, TEXT[:80], **wanted)[0] for _ in range(2)] for lm in lms]
     assert first == again and first != other
     assert first[0] != first[1]  # repeats of a task are draws of their own
 
@@ -244,8 +243,7 @@ def test_a_question_may_follow_compression(tiny):
     method = kvjax.make("snapkv", budget=16, capacity=16, obs_window=4)
     prompt = ids(TEXT)[:40]
     lm = make(tiny, method, question="extend", question_tokens=6)
-    wanted = {"until": [], "max_gen_toks": 8}
-    got = lm.generate_until(requests("generate_until", (TOKENIZER.decode(prompt), wanted)), disable_tqdm=True)
+    got = texts_of(lm, TOKENIZER.decode(prompt), until=[], max_gen_toks=8)
     cache = kvjax.prefill(tiny.params, [prompt[:-6]], config=tiny.config, method=method, max_new_tokens=14)
     cache = kvjax.extend(tiny.params, cache, [prompt[-6:]])
     out = kvjax.generate(tiny.params, cache, max_new_tokens=8)
@@ -298,7 +296,7 @@ def test_wrong_settings_are_refused(tiny, settings, problem):
 )
 def test_wrong_requests_are_refused(tiny, wanted, problem):
     with pytest.raises(ValueError, match=problem):
-        make(tiny).generate_until(requests("generate_until", ("Hi", wanted)), disable_tqdm=True)
+        texts_of(make(tiny), "Hi", **wanted)
 
 
 def test_a_request_that_cannot_be_scored_is_named_and_the_others_are_scored(tiny, caplog):

@@ -53,7 +53,7 @@ def command(monkeypatch, capsys, tmp_path):
 
     def run(*arguments):
         out = tmp_path / "speed.json"
-        fixed = ["--model", "tiny", "--lengths", N, "--tokens", 3, "--repeats", 2, "--out", out]
+        fixed = ["--model", "tiny", "--methods", "full", "--lengths", N, "--tokens", 3, "--repeats", 2, "--out", out]
         code = speed.main(list(map(str, [*fixed, *arguments])))
         if code:
             raise SystemExit(code)
@@ -135,9 +135,9 @@ def check_filled(name, config):
         assert not np.array_equal(leaf[0], leaf[1])  # rows differ
 
 
-@pytest.mark.parametrize("config", [shapes.llama31_70b(), shapes.qwen3_0_6b()], ids=["70b", "tied"])
+@pytest.mark.parametrize("config", [shapes.llama31_70b(), shapes.qwen3_0_6b()], ids=["untied", "tied"])
 def test_a_part_of_a_model_has_the_parameters_of_a_device_on_a_mesh(config):
-    mesh = jax.sharding.AbstractMesh((4,), ("model",))
+    mesh, config = jax.sharding.AbstractMesh((4,), ("model",)), dataclasses.replace(config, num_layers=1)
     whole, part = param_shapes(config), param_shapes(speed_bench.part_of(config, 4))
     assert speed_bench.part_of(config, 1) == config
     for (path, leaf), mine in zip(jax.tree_util.tree_leaves_with_path(whole), jax.tree.leaves(part), strict=True):
@@ -177,11 +177,11 @@ def test_a_filled_cache_has_the_states_of_linear_layers():
 
 @pytest.mark.thorough
 def test_every_method_has_a_row_with_its_bytes(command, tmp_path):
-    said, found = command("--methods", "all", "--no-split")
-    assert [m["method"] for m in found["metrics"]] == list(VARIANTS)
+    said, record = command("--methods", "all", "--no-split")
+    assert [m["method"] for m in record["metrics"]] == list(VARIANTS)
     shapes = jax.tree.leaves(param_shapes(CONFIG))
     everything = sum(x.size * x.dtype.itemsize for x in shapes)
-    for row in found["metrics"]:
+    for row in record["metrics"]:
         assert row["error"] is None, row["error"]
         weights = everything - CONFIG.vocab_size * CONFIG.hidden_size * 4 + CONFIG.hidden_size * 4
         assert row["weight_bytes_read"] == weights and row["weight_bytes"] == everything
@@ -190,7 +190,7 @@ def test_every_method_has_a_row_with_its_bytes(command, tmp_path):
         np.testing.assert_allclose(row["ratio"], row["value"] / row["floor"])
         np.testing.assert_allclose(row["achieved_bandwidth"] * row["value"], weights + row["cache_bytes_read"])
         assert row["program_bytes"] >= row["cache_bytes"] + everything
-    rows = {row["method"]: row for row in found["metrics"]}
+    rows = {row["method"]: row for row in record["metrics"]}
     full = rows["full"]
     assert full["cache_bytes_read"] == 2 * CONFIG.num_layers * 2 * 8 * 4 * (N + 9)
     most = {name: 4 if name == "shadowkv" else 2 for name in rows}  # it reads 160 numbers for a key of 8 channels
@@ -204,8 +204,8 @@ def test_every_method_has_a_row_with_its_bytes(command, tmp_path):
 
 @pytest.mark.slow
 def test_rows_with_keys_and_values_in_8_bits(command, capsys):
-    said, found = command("--methods", "full,quest", "--kv-dtype", "int8", "--no-plot")
-    rows = {row["method"]: row for row in found["metrics"]}
+    said, record = command("--methods", "full,quest", "--kv-dtype", "int8", "--no-plot")
+    rows = {row["method"]: row for row in record["metrics"]}
     assert list(rows) == ["full", "full@int8", "quest", "quest@int8"] and "full@int8" in said
     assert [row["error"] for row in rows.values()] == [None] * 4
     assert rows["full@int8"]["cache_bytes_read"] == 2 * CONFIG.num_layers * 2 * (8 + 2) * (N + 9)
@@ -256,11 +256,11 @@ def test_a_finished_row_is_not_run_again(command, asked):
 
 def test_running_out_of_memory_is_a_row(command, asked, tmp_path):
     asked.most, search = 2, ["--methods", "snapkv", "--largest-batch", "--most-rows", 4, "--no-plot"]
-    said, found = command(*search)
+    said, record = command(*search)
     assert asked == [(name, batch) for name in ("Full", "SnapKV") for batch in (4, 3, 2)]
-    assert [m["out_of_memory"] for m in found["metrics"]] == [True, True, False] * 2
-    assert found["metrics"][0]["value"] is None and "RESOURCE_EXHAUSTED" in found["metrics"][0]["error"]
-    assert [(x["method"], x["batch"]) for x in found["notes"]["largest_batch"]] == [("full", 2), ("snapkv", 2)]
+    assert [m["out_of_memory"] for m in record["metrics"]] == [True, True, False] * 2
+    assert record["metrics"][0]["value"] is None and "RESOURCE_EXHAUSTED" in record["metrics"][0]["error"]
+    assert [(x["method"], x["batch"]) for x in record["notes"]["largest_batch"]] == [("full", 2), ("snapkv", 2)]
     assert "out of memory" in said and "| tiny | SnapKV | 256 | 2 |" in (tmp_path / "speed.md").read_text()
     asked.clear()
     command(*search)
@@ -270,9 +270,9 @@ def test_running_out_of_memory_is_a_row(command, asked, tmp_path):
 def test_a_row_without_memory_is_tried_again_with_more(command, asked, monkeypatch):
     monkeypatch.setattr(speed_bench, "bytes_limit", lambda: asked.most << 40)
     for asked.most, capped in ((1, False), (2, True)):
-        _, found = command("--largest-batch", "--most-rows", 2, "--no-plot")
-        assert [(x["batch"], x["capped"]) for x in found["notes"]["largest_batch"]] == [(asked.most, capped)]
-    assert [m["out_of_memory"] for m in found["metrics"]] == [False, False]
+        _, record = command("--largest-batch", "--most-rows", 2, "--no-plot")
+        assert [(x["batch"], x["capped"]) for x in record["notes"]["largest_batch"]] == [(asked.most, capped)]
+    assert [m["out_of_memory"] for m in record["metrics"]] == [False, False]
 
 
 def test_another_error_is_a_row_that_is_run_again(command, asked, tmp_path):
@@ -281,8 +281,8 @@ def test_another_error_is_a_row_that_is_run_again(command, asked, tmp_path):
         command("--no-split", "--no-plot")
     assert "ZeroDivisionError: a / b" in (tmp_path / "speed.md").read_text()
     asked.most = 1
-    _, found = command("--no-split", "--no-plot")
-    assert [m["error"] for m in found["metrics"]] == [None]
+    _, record = command("--no-split", "--no-plot")
+    assert [m["error"] for m in record["metrics"]] == [None]
 
 
 def test_a_split_joins_a_row_and_may_lack_memory(command, asked, monkeypatch):
@@ -290,13 +290,13 @@ def test_a_split_joins_a_row_and_may_lack_memory(command, asked, monkeypatch):
         raise LACKS
 
     monkeypatch.setattr(speed_bench, "attend_seconds", lambda cache: 0.25)
-    _, found = command("--no-split", "--no-plot")
-    assert "split" not in found["metrics"][0]
-    _, found = command("--no-plot")
-    assert found["metrics"][0]["split"] == {"rest": 1.0, "attend": 0.25, "select": -0.25, "select_and_attend": 0.0}
+    _, record = command("--no-split", "--no-plot")
+    assert "split" not in record["metrics"][0]
+    _, record = command("--no-plot")
+    assert record["metrics"][0]["split"] == {"rest": 1.0, "attend": 0.25, "select": -0.25, "select_and_attend": 0.0}
     monkeypatch.setattr(speed_bench, "attend_seconds", exhausted)
-    _, found = command("--batches", 2, "--no-plot")
-    assert [(m["error"], m["split"] is None) for m in found["metrics"]] == [(None, False), (None, True)]
+    _, record = command("--batches", 2, "--no-plot")
+    assert [(m["error"], m["split"] is None) for m in record["metrics"]] == [(None, False), (None, True)]
     said, _ = command("--no-plot")
     assert said.count("from the record") == 1
 
@@ -305,10 +305,10 @@ def test_a_cache_that_cannot_fit_is_not_tried(command, monkeypatch):
     tried, true = [], token_loop.filled_cache
     monkeypatch.setattr(token_loop, "filled_cache", lambda *args, **rest: tried.append(rest["batch"]) or true(*args, **rest))
     monkeypatch.setattr(speed_bench, "bytes_limit", lambda: 1_500_000)
-    _, found = command("--batches", "1,64", "--no-split", "--no-plot")
+    _, record = command("--batches", "1,64", "--no-split", "--no-plot")
     assert tried == [1]
-    assert [m["out_of_memory"] for m in found["metrics"]] == [False, True]
-    assert "the cache of Full needs" in found["metrics"][1]["error"]
+    assert [m["out_of_memory"] for m in record["metrics"]] == [False, True]
+    assert "the cache of Full needs" in record["metrics"][1]["error"]
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_a_cache_that_cannot_fit_is_not_tried(command, monkeypatch):
         (["--lengths", "1k"], "--lengths"),
         (["--methods", "snapkv", "--set", "snapkv.nope=3"], "nope"),
         (["--methods", "snapkv", "--set", "quest.budget=16"], "'quest'"),
-        (["--methods", "tokenselect", "--set", "tokenselect.theta=nan"], "tokenselect.theta"),
+        (["--methods", "tokenselect", "--set", "tokenselect.theta=nan"], "theta"),
         (["--methods", "snapkv", "--lengths", "16"], "SnapKV: budget"),
         (["--prefill", "--largest-batch"], "--largest-batch has no meaning with --prefill"),
         (["--largest-batch", "--batches", "4"], "--largest-batch has no meaning with --batches"),
@@ -334,8 +334,8 @@ def test_requests_are_refused_before_anything_is_measured(command, capsys, argum
 
 
 def test_a_step_on_a_mesh_stays_whole(command):
-    _, found = command("--mesh", "data=1", "--no-plot")
-    assert "split" not in found["metrics"][0] and found["metrics"][0]["mesh"] == "data=1,model=1"
+    _, record = command("--mesh", "data=1", "--no-plot")
+    assert "split" not in record["metrics"][0] and record["metrics"][0]["mesh"] == "data=1,model=1"
     assert SpeedSettings(mesh="model=2", beside_one=True, split=True)  # the rows on one device are split
 
 
@@ -349,13 +349,13 @@ def test_without_a_model_the_device_says_which_shape_and_length(monkeypatch):
 
 @pytest.mark.slow
 def test_a_step_is_split_into_its_parts(command, tmp_path):
-    _, found = command("--methods", "quest,mosaickv", "--no-plot")
-    rows = {row["method"]: row for row in found["metrics"]}
+    _, record = command("--methods", "quest,mosaickv", "--no-plot")
+    rows = {row["method"]: row for row in record["metrics"]}
     for name in ("full", "quest"):
         split = rows[name]["split"]
         np.testing.assert_allclose(split["rest"] + split["attend"] + split["select"], rows[name]["value"])
     assert rows["mosaickv"]["split"]["attend"] is None and "s+a" in (tmp_path / "speed.md").read_text()
-    assert len(found["notes"]["rest"]) == 1
+    assert len(record["notes"]["rest"]) == 1
 
 
 def test_the_figure_of_prompts_alone_has_no_panels():
@@ -363,11 +363,11 @@ def test_the_figure_of_prompts_alone_has_no_panels():
 
 
 def test_prefill_has_rows_with_chunks(command):
-    _, found = command("--methods", "snapkv", "--prefill", "--chunk-size", 128, "--no-plot")
-    assert [(m["name"], m["method"], m["error"]) for m in found["metrics"]] == [
+    _, record = command("--methods", "snapkv", "--prefill", "--chunk-size", 128, "--no-plot")
+    assert [(m["name"], m["method"], m["error"]) for m in record["metrics"]] == [
         ("prefill", "full", None), ("prefill", "snapkv", None)
     ]  # fmt: skip
-    assert all(m["value"] > 0 and m["chunk_size"] == 128 for m in found["metrics"])
+    assert all(m["value"] > 0 and m["chunk_size"] == 128 for m in record["metrics"])
 
 
 def test_a_prompt_that_cannot_fit_is_not_tried(command, monkeypatch):
@@ -382,8 +382,8 @@ def test_a_prompt_that_cannot_fit_is_not_tried(command, monkeypatch):
 
     monkeypatch.setattr(memory.jax, "local_devices", lambda: [Device])
     knobs = ["--set", "streamingllm.budget=16", "--set", "streamingllm.num_sink=2"]
-    said, found = command("--methods", "streamingllm", *knobs, "--prefill", "--no-plot")
-    full, small = found["metrics"]
+    said, record = command("--methods", "streamingllm", *knobs, "--prefill", "--no-plot")
+    full, small = record["metrics"]
     assert full["out_of_memory"] and "Full needs" in full["error"] and "of free device memory" in full["error"]
     assert small["error"] is None and small["value"] > 0 and "out of memory" in said
 
@@ -408,8 +408,8 @@ def test_layers_that_differ_are_timed_apart():
 
 
 def test_bandwidth_is_measured():
-    found = measure_bandwidth(2**20)
-    assert found.bytes_per_second == max(found.variants.values()) > 0 and found.size == 2**20
+    measured = measure_bandwidth(2**20)
+    assert measured.bytes_per_second == max(measured.variants.values()) > 0 and measured.size == 2**20
     roof = roofline(3e9, 6.0, FAST)
     assert (roof.floor, roof.ratio, roof.achieved) == (3.0, 2.0, 5e8)
 
@@ -437,8 +437,8 @@ def test_clock_grows_with_the_work():
 
 
 def test_clock_does_not_subtract_a_slow_host():
-    found = device_time.over([0.5, 0.625, 0.75], [0.375, 0.25, 7.0], 2, 0.0)
-    assert (found.least, found.median, found.most) == (0.125, 0.1875, 0.25)
+    measured = device_time.over([0.5, 0.625, 0.75], [0.375, 0.25, 7.0], 2, 0.0)
+    assert (measured.least, measured.median, measured.most) == (0.125, 0.1875, 0.25)
 
 
 def test_clock_leaves_nothing_out():
@@ -449,8 +449,8 @@ def test_clock_leaves_nothing_out():
         return x[:1], jnp.sin(w) @ jnp.cos(w).T
 
     loop = jax.jit(device_time._loop, static_argnums=(0, 1, 2))
-    found = loop.lower(run, 3, 2, jnp.ones((4,)), wide).compile().cost_analysis()
+    measured = loop.lower(run, 3, 2, jnp.ones((4,)), wide).compile().cost_analysis()
     once = jax.jit(run).lower(jnp.ones((4,)), wide).compile().cost_analysis()
     # A loop's cost counts its body once.
-    np.testing.assert_allclose(found["flops"], 3 * once["flops"], rtol=0.01)
-    np.testing.assert_allclose(found["transcendentals"], 3 * once["transcendentals"], rtol=0.01)
+    np.testing.assert_allclose(measured["flops"], 3 * once["flops"], rtol=0.01)
+    np.testing.assert_allclose(measured["transcendentals"], 3 * once["transcendentals"], rtol=0.01)

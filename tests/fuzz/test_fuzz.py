@@ -76,7 +76,7 @@ def test_a_planted_fault_is_found_and_its_case_can_be_repeated(kind, tmp_path, m
 
 
 FEW = {
-    "arguments": 300, "files": 120, "tables": 150, "suites": 200, "names": 300, "paths": 40, "texts": 100, "tokenizers": 60,
+    "arguments": 200, "files": 100, "tables": 80, "suites": 100, "names": 150, "paths": 40, "texts": 100, "tokenizers": 40,
 }  # fmt: skip
 MANY = {"laws": 2}
 EACH = [*FEW.items(), *(pytest.param(*item, marks=pytest.mark.thorough) for item in MANY.items())]

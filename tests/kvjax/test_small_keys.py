@@ -123,6 +123,13 @@ def size(tree):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
+def holding(part, count):
+    """The storage with its first slots in use."""
+    at = np.arange(part.position.shape[2])
+    position = np.broadcast_to(np.where(at < count, at, -1).astype(np.int32), part.position.shape)
+    return dataclasses.replace(part, position=position)
+
+
 def test_shadowkv_takes_72_bytes_per_token_and_kv_head():
     """Of a layer of Llama-3.1-8B: 40 + 32 bytes a token and KV head for keys and landmarks; values on the host."""
     shadow, tokens = state_of(ShadowKV()).shadow, 4096
@@ -181,11 +188,6 @@ def test_think_counts_the_channels_that_a_step_reads():
     state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state_of(method, spec))
     cache = state.cache
 
-    def holding(part, count):
-        at = np.arange(part.position.shape[2])
-        position = np.broadcast_to(np.where(at < count, at, -1).astype(np.int32), part.position.shape)
-        return dataclasses.replace(part, position=position)
-
     cache = dataclasses.replace(cache, older=holding(cache.older, 14), newer=holding(cache.newer, 6))
     found = jax.jit(method.cost)(dataclasses.replace(state, cache=cache), None)
     np.testing.assert_array_equal(found.attended, [20] * rows)
@@ -221,21 +223,22 @@ def thin_pages(q, k, v, inv_freq, prompt, method):
         yield attend_to(q, k, v, t, chosen), chosen
 
 
-def test_pages_of_packed_keys_are_chosen_as_the_loops_say():
-    """Quest sees a dropped channel as 0, as attention does; rows shorter than what stays whole, and one without it."""
+@pytest.mark.parametrize("num_recent", [6, pytest.param(0, marks=pytest.mark.thorough)])
+def test_pages_of_packed_keys_are_chosen_as_the_loops_say(num_recent):
+    """Quest sees a dropped channel as 0, as attention does; rows shorter than what stays whole, and with nothing whole."""
     under_test = subject("thin_pages")
-    none_whole = dataclasses.replace(under_test.method.evict, num_recent=0)
-    for method in (under_test.method, dataclasses.replace(under_test.method, evict=none_whole)):
-        got, short = under_test.drive(method=method), 0
-        for row, length in enumerate(under_test.lengths):
-            parts = (x[row][..., : length + len(got.outputs), :] for x in under_test.rows)
-            want = thin_pages(*parts, frequencies(16), length, method)
-            for step, (out, chosen) in enumerate(want):
-                attended = [np.flatnonzero(x).tolist() for x in got.attended[step, row]]
-                assert attended == chosen, f"row {row}, step {step}"
-                np.testing.assert_allclose(got.outputs[step, row], out, atol=1e-4, rtol=0)
-                short += sum(length + step + 1 - len(x) for x in chosen)
-        assert short > 100
+    evict = dataclasses.replace(under_test.method.evict, num_recent=num_recent)
+    method = dataclasses.replace(under_test.method, evict=evict)
+    got, short = under_test.drive(method=method), 0
+    for row, length in enumerate(under_test.lengths):
+        parts = (x[row][..., : length + len(got.outputs), :] for x in under_test.rows)
+        want = thin_pages(*parts, frequencies(16), length, method)
+        for step, (out, chosen) in enumerate(want):
+            attended = [np.flatnonzero(x).tolist() for x in got.attended[step, row]]
+            assert attended == chosen, f"row {row}, step {step}"
+            np.testing.assert_allclose(got.outputs[step, row], out, atol=1e-4, rtol=0)
+            short += sum(length + step + 1 - len(x) for x in chosen)
+    assert short > 100
 
 
 @pytest.mark.parametrize("snap", [SnapKV(budget=20, obs_window=5), pytest.param(None, marks=pytest.mark.thorough)])
@@ -278,11 +281,6 @@ def test_bytes_and_cost_of_pages_of_packed_keys():
     assert state.cache.num_slots == 4096 + 32 + 64
     odd = state_of(method, dataclasses.replace(SPEC, prompt_slots=4090)).cache
     assert odd.older.key.shape[2] == 4096  # the whole keys begin with a page
-
-    def holding(part, count):
-        at = np.arange(part.position.shape[2])
-        position = np.broadcast_to(np.where(at < count, at, -1).astype(np.int32), part.position.shape)
-        return dataclasses.replace(part, position=position)
 
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state)
     newer = dataclasses.replace(holding(zeros.cache.newer, 40), cursor=np.array([40], np.int32))

@@ -44,7 +44,7 @@ from kvjax.wrappers import Pattern
 from models import Experts, LinearLayers, ModelConfig, sharding
 from models.sizes.parts import LayerRope
 from pallas_kernels import axes
-from pallas_kernels.query import step_query as step_query_module
+from pallas_kernels.query.tokenselect import step_query as step_query_module
 from tests.harness import NAMES, WRAPPERS, example, knobs_of
 from tests.mesh.processes import refused, report
 from tests.tiny_models import vivid_params

@@ -110,7 +110,7 @@ def test_layers_of_few_tokens_in_passing_ask_and_guess_as_layers_of_many(directo
         np.testing.assert_allclose(few, many[..., :3, :], atol=1e-6)
 
 
-@every_dtype
+@pytest.mark.parametrize("weight_dtype", ["int4", pytest.param("int8", marks=pytest.mark.thorough)])
 def test_memory_cost_and_floor_count_codes(weight_dtype):
     params = random_params(CONFIG, jax.random.key(0), weight_dtype=weight_dtype)
     held = sum(x.nbytes for x in jax.tree.leaves(params))

@@ -51,6 +51,12 @@ def implementations(name, back_end="pallas_triton", **options):
     }
 
 
+def everywhere(run):
+    """Call a body of a table so: then all tests of the module that take "interpreted" try it too (`conftest`)."""
+    run.everywhere = True
+    return run
+
+
 def one_shape(*shapes):
     """Values for ``pytest.mark.parametrize``: the first shape always, the others with ``--thorough``."""
     first, *others = shapes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.store.encode import pallas_triton
+from pallas_kernels.store.pariskv.encode import pallas_triton
 from tests.oracles import pariskv as plain
 from tests.pallas_kernels.cases import compiled, implementations
 

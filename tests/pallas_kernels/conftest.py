@@ -1,4 +1,4 @@
-"""Settings of all kernel tests: many small programs, so compile them quickly."""
+"""Settings of all kernel tests: many small programs, so compile them quickly; bodies that are tried everywhere."""
 
 from __future__ import annotations
 
@@ -8,3 +8,17 @@ import pytest
 @pytest.fixture(scope="module", autouse=True)
 def compile_quickly(quick_compile):
     """Every kernel test compiles small programs that run once or twice."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc):
+    """Add the bodies that a module's table calls `everywhere` to each test that takes the interpreted kernel."""
+    tables = {at: x for at, x in vars(metafunc.module).items() if isinstance(x, dict) and "xla" in x}
+    used = [tables[at] for at in metafunc.function.__code__.co_names if at in tables] or tables.values()
+    more = dict.fromkeys(name for table in used for name, run in table.items() if getattr(run, "everywhere", False))
+    marks = metafunc.definition.own_markers
+    for index, mark in enumerate(marks):
+        if mark.name == "parametrize" and mark.args[0] == "name" and more:
+            names = [getattr(value, "values", (value,))[0] for value in mark.args[1]]
+            if "interpreted" in names:
+                marks[index] = pytest.mark.parametrize("name", [*mark.args[1], *more]).mark

@@ -11,8 +11,8 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.choose.collision import Part
-from pallas_kernels.choose.rerank import Regions
+from pallas_kernels.choose.pariskv.collision import Part
+from pallas_kernels.choose.pariskv.rerank import Regions
 from pallas_kernels.dispatch import XLA
 from pallas_kernels.formats.coded_matrix import CodedMatrix
 from pallas_kernels.formats.shapes import counted, full, integers, normal, packed
@@ -35,6 +35,7 @@ def rows(*cases):
     return [pytest.param(*case, id=" ".join([case[0], *map(str, case[2:])])[:80]) for case in cases]
 
 
+SUMS = {"reduce": "sum", "first": 0, "position": left_out}  # of vector_score
 PAGES = {"S": 512, "K": 8, "P": 16, "slots": full("B F K", 0)}  # of gather_attention
 PARTS = {"partials": lambda d: (normal("B H G D", jnp.float32)(d), normal("B H G", jnp.float32)(d))}
 PART = Part(begin=jnp.int32(0), number=jnp.int32(0), every=lambda x: x[None])
@@ -159,6 +160,8 @@ CHOICES = [
     ("page_score", "tpu", {"N": 48, "page_size": 16, "newest": True}, TPU),
     ("page_score", "tpu", {"N": 50, "page_size": 16, "newest": True}, XLA),
     ("page_score", "tpu", {"N": 48, "D": 64, "page_size": 16, "newest": True}, XLA),
+    ("vector_score", "tpu", {"S": 48, **SUMS}, TPU),
+    ("vector_score", "tpu", {"S": 50, **SUMS}, XLA),
     ("token_vote", "gpu", {}, TRITON),
     ("token_vote", "tpu", {}, XLA),
     ("pack_token", "gpu", {}, TRITON),
@@ -230,6 +233,8 @@ IMPOSSIBLE = [
     ("dissimilarity", TRITON, {"D": 8}, "head_dim 8"),
     ("newest_repeat", TRITON, {"D": 8}, "head_dim 8"),
     ("page_score", TRITON, {"D": 24}, "head_dim 24"),
+    ("vector_score", TRITON, {"D": 24}, "head_dim 24"),
+    ("vector_score", TPU, {"S": 48}, "each"),
     ("token_vote", TRITON, {"D": 24}, "head_dim 24"),
     ("token_vote", TRITON, {"key": full("B H S D", 0, jnp.int8)}, "key int8"),
     ("window_score", TRITON, {"G": 2, "W": 300}, "2 heads of 300 queries"),
@@ -267,48 +272,28 @@ def test_a_missing_package_is_named(name, monkeypatch):
         choose(name, platform="gpu", implementation=LANGUAGE, **FIRST.get(name, {}))
 
 
-# What arguments must be beyond their own shapes and dtypes.
+# What arguments must be beyond what `test_signature.py` alters.
 REFUSED = [
     ("dense_decode", "query", {"T": 5, "query": normal("B H G D")}),
     ("dense_decode", "query_position", {"T": 5, "query_position": full("B 4", 0)}),
     ("dense_decode", "partials", {"T": 5, **PARTS}),
-    ("dense_attention", "block", {"block": 0}),
-    ("gather_attention", "page_size", {"page_size": 0}),
     ("gather_attention", "page_size", {"page_size": 8, "bias": full("B F K", 0, jnp.float32)}),
     ("gather_attention", "page_size", {"page_size": 8, "logits": True}),
     ("gather_attention", "inv_freq", {"place": counted("B F K")}),
-    ("gather_attention", "inv_freq", {"inv_freq": full("D", 1, jnp.float32)}),
-    ("low_rank_attention", "page_size", {"page_size": 0}),
     ("low_rank_attention", "pages", {"K": 0}),
     ("prefix_attention", "key", {"S": 2, "T": 5}),
-    ("sparse_attention", "block", {"block": 0}),
     ("sparse_attention", "columns", {"C": 0}),
-    ("cluster_rank", "capacity", {"capacity": 0}),
-    ("code_select", "capacity", {"capacity": 0}),
-    ("kth_select", "capacity", {"capacity": 0}),
     ("kth_select", "budget", {"budget": full("3", 1)}),
     ("kth_select", "budget", {"budget": full("", 3, jnp.float32)}),
     ("kth_select_mask", "lse", {"lse": normal("B H G", jnp.float32)}),
-    ("match_select", "capacity", {"capacity": 0}),
     ("sampled_bias", "own", {"slots": None}),
     ("token_list", "miss", {"chosen": counted("B K")}),
     ("project_query", "dtype", {"dtype": "int32"}),
-    ("packed_score", "reduce", {"reduce": "sum"}),
-    ("column_mass", "reduce", {"reduce": "mean"}),
-    ("page_score", "query", {"query": normal("B H G 16")}),
-    ("page_score", "limit", {"limit": full("3", 0)}),
-    ("page_score", "high", {"high": normal("B H N D", jnp.float32)}),
-    ("page_score", "added", {"added": normal("B H G D")}),
-    ("page_score", "position", {"reduce": "each", "high": None, "position": counted("B N")}),
-    ("page_score", "reduce", {"first": 1}),
-    ("page_score", "reduce", {"reduce": "mean"}),
-    ("page_score", "page_size", {"page_size": 0}),
+    ("vector_score", "first", {"reduce": "sum"}),
     ("bucket_score", "ids", {"N": 1}),
     ("coded_product", "matrix", {"x": normal("V 64")}),
-    ("coded_product", "scale", {"scale": full("64", 1, jnp.float32)}),
     ("coded_product", "residual", {"residual": normal("V K")}),
     ("coded_product", "matrix", {"gated": True}),
-    ("add_norm", "update", {"update": normal("T 7")}),
     ("pack_token", "store", {"store": lambda d: packed("B H S", "R")(d) * 2}),
     ("evict_token", "gain", {"score": None, "gain": full("B H S", 0, jnp.float32)}),
     ("store_token", "inv_freq", {"query": left_out}),

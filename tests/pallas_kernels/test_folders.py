@@ -143,7 +143,7 @@ UNREAD = {
     ("coded_product", "jax_triton"): {"_"},  # refused by its check
     ("gather_attention", "jax_triton"): {"_"},  # refused by its check
     ("gather_attention", "pallas_tpu"): {"_"},  # refused by its check, or by the public function for such pages
-    ("page_score", "pallas_tpu"): {"position", "first"},  # refused by its check
+    ("vector_score", "pallas_tpu"): {"position", "first"},  # refused by its check
 }
 
 

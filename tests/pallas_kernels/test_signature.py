@@ -65,7 +65,7 @@ def op(
     return forward(lambda result: result[1], block=block + 1) if reduce == "sum" else forward()
 
 
-def given(**changes):
+def arguments(**changes):
     plain = {"query": jnp.ones((2, 4, 8)), "key": jnp.ones((2, 3, 10, 8)), "mask": None, "rate": jnp.ones(4)}
     return plain | changes
 
@@ -88,11 +88,11 @@ def given(**changes):
     ],
 )
 def test_what_is_declared_reaches_the_operation(changes):
-    arguments = given(**changes)
-    (query, key, mask), rest = op(**arguments)
-    assert query is arguments["query"] and key is arguments["key"] and mask is arguments["mask"]
+    passed = arguments(**changes)
+    (query, key, mask), rest = op(**passed)
+    assert query is passed["query"] and key is passed["key"] and mask is passed["mask"]
     assert rest.keys() == {"rate", "block", "pages", "place", "pair", "turn", "count", "reduce"}
-    assert all(rest[name] is value for name, value in arguments.items() if name in rest)
+    assert all(rest[name] is value for name, value in passed.items() if name in rest)
 
 
 @pytest.mark.parametrize(
@@ -122,17 +122,17 @@ def test_what_is_declared_reaches_the_operation(changes):
 )
 def test_what_is_not_declared_is_refused(changes, told):
     with pytest.raises(ValueError, match=told):
-        op(**given(**changes))
+        op(**arguments(**changes))
 
 
 def test_a_body_may_change_arguments_and_the_result():
-    assert op(**given(reduce="sum", block=5))["block"] == 6
+    assert op(**arguments(reduce="sum", block=5))["block"] == 6
     with pytest.raises(TypeError, match="op: missing a required .*'rate'"):
         op(jnp.ones((2, 4, 8)), jnp.ones((2, 3, 10, 8)), None)
 
 
 def test_traced_and_mapped_arguments_are_checked():
-    query, rest = jnp.ones((5, 2, 4, 8)), given()
+    query, rest = jnp.ones((5, 2, 4, 8)), arguments()
     assert jax.vmap(lambda x: op(**rest | {"query": x})[0][0])(query).shape == query.shape
     with pytest.raises(ValueError, match="query"):
         jax.jit(lambda x: op(**rest | {"query": x})[0][0])(query)
@@ -159,7 +159,7 @@ def functions():
 def size(axis):
     if axis.text == "_":
         return SIZES["Z"]
-    return SIZES[axis.letter] if axis.letter else int(eval(axis.follows, {"ceil": math.ceil}, SIZES))
+    return SIZES[axis.letter] if axis.letter else int(eval(axis.rule, {"ceil": math.ceil}, SIZES))
 
 
 def draw(function):
@@ -188,7 +188,7 @@ def call(function, arguments, shapes):
 
 @pytest.mark.parametrize("function", list(functions()))
 def test_every_declared_argument_is_checked(function):
-    """Of each array, another rank, another dtype, and another size of an axis that another array has too."""
+    """Another word, a lower number; of an array, another rank, dtype, and size of an axis that another array has too."""
     parts, arguments, shapes = draw(function)
     conditions = {form.condition for part in parts for form in part.forms}
     shapes = {at: shape for at, shape in shapes.items() if at[0] not in conditions}
@@ -196,6 +196,11 @@ def test_every_declared_argument_is_checked(function):
     drawn = [forms[at].shapes[0] for at in shapes]
     letters = [x.letter for axes in drawn if not isinstance(axes, str) for x in axes if x.letter]
     seen = 0
+    for part in parts:
+        if not part.forms:
+            with pytest.raises(ValueError, match=part.name):
+                call(function, arguments | {part.name: "other" if part.values else part.least - 1}, shapes)
+            seen += 1
     for at, shape in shapes.items():
         form, other = forms[at], []
         axes = form.shapes[0]
@@ -205,7 +210,7 @@ def test_every_declared_argument_is_checked(function):
             other.append((at[0], jax.ShapeDtypeStruct(shape.shape, "complex64")))
         if len(form.shapes) == 1 and not isinstance(axes, str):
             for index, axis in enumerate(x for x in axes if x.text != "..."):
-                if (letters.count(axis.letter) > 1 and ">=" not in axis.text) or (axis.letter is None and axis.follows):
+                if (letters.count(axis.letter) > 1 and ">=" not in axis.text) or (axis.letter is None and axis.rule):
                     grown = tuple(x + (place == index) for place, x in enumerate(shape.shape))
                     other.append(("got", jax.ShapeDtypeStruct(grown, shape.dtype)))
         for told, changed in other:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from pallas_kernels.choose.code_select import code_bits
-from pallas_kernels.choose.sentence_cut import CLOSES
+from pallas_kernels.choose.pqcache.code_select import code_bits
+from pallas_kernels.choose.sentencekv.sentence_cut import CLOSES
 from pallas_kernels.formats import bit_codes
 from pallas_kernels.formats.shapes import (
     Timed,

@@ -8,7 +8,7 @@ from jax import Array
 
 from kvjax.methods import SentenceKV
 from kvjax.protocol.typing import pytree, static
-from pallas_kernels.choose.sentence_cut import Rules
+from pallas_kernels.choose.sentencekv.sentence_cut import Rules
 
 
 @pytree

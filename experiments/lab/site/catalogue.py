@@ -19,8 +19,8 @@ def operations() -> str:
     lines: list[str] = []
     for room in pallas_kernels.ROOMS:
         body = []
-        for name in sorted(name for at, name in pallas_kernels.operations() if at == room):
-            module = importlib.import_module(f"pallas_kernels.{room}.{name}")
+        for name, at in sorted((name, at) for at, name in pallas_kernels.operations() if at.split(".")[0] == room):
+            module = importlib.import_module(f"pallas_kernels.{at}.{name}")
             text = " ".join((inspect.getdoc(vars(module)[name]) or "").split("\n\n")[0].split())
             body.append((f"`{name}`", text.replace("|", "\\|").replace("``", "`"), _kernels(vars(module)[name.upper()])))
         lines += [f"## {room}", "", *markdown_rows([("operation", "what it computes", "kernels besides `xla`"), *body]), ""]

@@ -12,10 +12,10 @@ from jax import Array
 from kvjax.cache import LayerStorage
 from kvjax.methods.mosaickv.store import Store, owner
 from kvjax.methods.mosaickv.strategy import Layout, Packed, product
-from pallas_kernels.attend.packed_attention import packed_attention
+from pallas_kernels.attend.mosaickv.packed_attention import packed_attention
 from pallas_kernels.formats.packed_vectors import unpack
-from pallas_kernels.query.project_query import project_query
-from pallas_kernels.score.packed_score import packed_score
+from pallas_kernels.query.mosaickv.project_query import project_query
+from pallas_kernels.score.mosaickv.packed_score import packed_score
 from pallas_kernels.soft_cap import capped
 
 

@@ -23,7 +23,7 @@ from kvjax.selection import page_slots
 from pallas_kernels import axes
 from pallas_kernels.formats.packed_vectors import words_of
 from pallas_kernels.host import on_host, put_rows, to_device
-from pallas_kernels.store.pack_token import pack_token
+from pallas_kernels.store.mosaickv.pack_token import pack_token
 
 _FITS = 10  # output segments that there is room to fit; more if many tokens follow, one per 256
 

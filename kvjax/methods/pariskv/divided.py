@@ -14,10 +14,10 @@ from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerStorage
 from kvjax.cache.divided import best_slots, here, total
 from pallas_kernels import axes
-from pallas_kernels.choose.collision import Part, collision
-from pallas_kernels.choose.rerank import Regions, estimates
+from pallas_kernels.choose.pariskv.collision import Part, collision
+from pallas_kernels.choose.pariskv.rerank import Regions, estimates
 from pallas_kernels.formats.key_codes import cluster_counts
-from pallas_kernels.store.encode import encode
+from pallas_kernels.store.pariskv.encode import encode
 
 
 def choose(

@@ -6,7 +6,7 @@ rotated without the factor 1/sqrt(D) and not divided by their norm. So sums of i
 do too.
 
 This module has the parts in plain JAX. A decode step runs operations that combine these parts and have kernels:
-`pallas_kernels.store.encode`, `pallas_kernels.choose.collision` and `pallas_kernels.choose.rerank`.
+`pallas_kernels.store.pariskv.encode`, `pallas_kernels.choose.pariskv.collision` and `pallas_kernels.choose.pariskv.rerank`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from kvjax.protocol.typing import pytree
-from pallas_kernels.choose.collision.votes import (
+from pallas_kernels.choose.pariskv.collision.votes import (
     MILLION,
     candidate_cut,
     cluster_scores,
@@ -55,7 +55,7 @@ TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)  # a cluster gets a vote for each sh
 
 @pytree
 class Codes:
-    """Stored codes of vectors [..., D]: 5 bits per channel and a weight per slice; see `pallas_kernels.store.encode`."""
+    """Stored codes of vectors [..., D]: 5 bits per channel and a weight per slice; see `store.pariskv.encode`."""
 
     ids: Array  # uint8 [..., N]
     magnitudes: Array  # uint8 [..., D/2]

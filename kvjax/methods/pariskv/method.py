@@ -53,11 +53,11 @@ from kvjax.protocol.fields import number
 from kvjax.protocol.method import Prompt, Step
 from kvjax.protocol.slots import SlotMethod, count_all
 from kvjax.protocol.typing import pytree, static, traced
-from pallas_kernels.choose.collision import collision
-from pallas_kernels.choose.collision.votes import sizes
-from pallas_kernels.choose.rerank import Regions, rerank
-from pallas_kernels.store.encode import encode
-from pallas_kernels.store.store_codes import store_codes
+from pallas_kernels.choose.pariskv.collision import collision
+from pallas_kernels.choose.pariskv.collision.votes import sizes
+from pallas_kernels.choose.pariskv.rerank import Regions, rerank
+from pallas_kernels.store.pariskv.encode import encode
+from pallas_kernels.store.pariskv.store_codes import store_codes
 
 SCHEDULE = (
     (5_000, 0.50, 0.50),
@@ -72,8 +72,8 @@ _BLOCK = 4096  # slots encoded at once when an index is built, which bounds the 
 class Index:
     """The codes of the stored keys, which are zero for empty slots, and the counts of clusters."""
 
-    ids: Array  # uint8 [B, H, S, N], see `pallas_kernels.store.encode.encode`
-    rows: Array  # uint8 [B, H, S, D], see `pallas_kernels.store.encode.encode`
+    ids: Array  # uint8 [B, H, S, N], see `pallas_kernels.store.pariskv.encode.encode`
+    rows: Array  # uint8 [B, H, S, D], see `pallas_kernels.store.pariskv.encode.encode`
     stop: Array  # int32 [B], the retrieval zone is the slots from num_sink to here
     counts: Array  # int32 [B, H, N, 256], keys of the zone in each cluster
     next: Array  # int32 [B, H, N, 256], keys of the buffer so far, which the next flush adds to `counts`

@@ -40,9 +40,9 @@ from kvjax.methods.pqcache.product_codes import kmeans
 from kvjax.protocol.method import Step
 from kvjax.protocol.scan import Regions, ScanRetrieval, by_blocks, shortest
 from kvjax.protocol.typing import pytree, static, traced
-from pallas_kernels.choose.code_select import code_bits, code_select
+from pallas_kernels.choose.pqcache.code_select import code_bits, code_select
 from pallas_kernels.formats import bit_codes
-from pallas_kernels.store.store_ids import code_of, nearest, store_ids
+from pallas_kernels.store.pqcache.store_ids import code_of, nearest, store_ids
 
 _SLACK = 1e-6
 

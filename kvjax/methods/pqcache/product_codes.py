@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.store.store_ids import nearest
+from pallas_kernels.store.pqcache.store_ids import nearest
 
 _BLOCK = 4096  # slots compared with the centroids at once, which bounds the memory needed
 _EXACT = lax.Precision.HIGHEST

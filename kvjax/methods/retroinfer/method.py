@@ -52,9 +52,9 @@ from kvjax.protocol.method import Prompt, Step
 from kvjax.protocol.slots import SlotMethod, SlotState, count_all
 from kvjax.protocol.typing import EMPTY, pytree, static, traced
 from kvjax.selection import pick, share
-from pallas_kernels.attend.cluster_estimate import cluster_estimate
-from pallas_kernels.choose.cluster_rank import cluster_rank
-from pallas_kernels.choose.cluster_tokens import cluster_tokens
+from pallas_kernels.attend.retroinfer.cluster_estimate import cluster_estimate
+from pallas_kernels.choose.retroinfer.cluster_rank import cluster_rank
+from pallas_kernels.choose.retroinfer.cluster_tokens import cluster_tokens
 from pallas_kernels.soft_cap import capped
 
 _ROOM = 4  # tokens listed for each token of a cluster of mean size

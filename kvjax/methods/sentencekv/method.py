@@ -56,10 +56,10 @@ from kvjax.protocol.slots import Reads, SlotMethod, check_budget
 from kvjax.protocol.typing import EMPTY, pytree, static, traced
 from kvjax.selection import smooth, top_slots
 from pallas_kernels import axes
-from pallas_kernels.choose.sentence_cut import CLOSES, JOINS, Rules, bounds, sentence_cut
+from pallas_kernels.choose.sentencekv.sentence_cut import CLOSES, JOINS, Rules, bounds, sentence_cut
 from pallas_kernels.host import Rows
-from pallas_kernels.score.page_score import page_score
-from pallas_kernels.store.sentence_add import sentence_add
+from pallas_kernels.score.vector_score import vector_score
+from pallas_kernels.store.sentencekv.sentence_add import sentence_add
 
 # The released code's pool and pooling, as far as they are offered: `SentenceKV(**RELEASED)`.
 RELEASED: Mapping[str, Any] = types.MappingProxyType({"prefilter": "kv_head", "kernel": 7})
@@ -162,9 +162,7 @@ class SentenceKV(SlotMethod):
 
     def select(self, cache: LayerStorage, aux: Sentences, step: Step) -> Selection:
         """Select the best sentences, and the step's own token, in none before `update`, as a recent token or with all."""
-        score = page_score(
-            step.query[..., 0, :], aux.mean, None, aux.count, added=self._asked_before(aux), reduce="sum"
-        )
+        score = vector_score(step.query[..., 0, :], aux.mean, aux.count, added=self._asked_before(aux))
         slots, listed = sentence_cut(
             score,
             aux.sentence,

@@ -48,8 +48,8 @@ from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
 from kvjax.rope import rotate
 from kvjax.selection import page_slots
 from pallas_kernels.attend.dense_attention import dense_attention
-from pallas_kernels.attend.low_rank_attention import low_rank_attention, rebuild
 from pallas_kernels.attend.prefix_attention import prefix_attention
+from pallas_kernels.attend.shadowkv.low_rank_attention import low_rank_attention, rebuild
 from pallas_kernels.choose.kth_select import kth_select_mask
 from pallas_kernels.host import on_host, to_device, to_host
 from pallas_kernels.numerics import merge_pair

@@ -11,7 +11,7 @@ from pallas_kernels.signature import declared, forward
 CAUSAL_ATTENTION = Operation.of("causal_attention", cudnn, reference, logits=True)
 
 
-@declared(CAUSAL_ATTENTION)
+@declared(CAUSAL_ATTENTION, derivative="through ``cudnn`` and ``xla``")
 def causal_attention(
     query: Annotated[Array, "B H G T D"],
     key: Annotated[Array, "like query B H T D"],
@@ -25,8 +25,6 @@ def causal_attention(
     """Attend causally to whole sequences at positions 0..T-1.
 
     Right padding is harmless: a token never sees a later one.
-
-    Differentiable: through ``cudnn`` and ``xla``.
 
     Args:
         query: already rotated; float32, bfloat16 or float16.

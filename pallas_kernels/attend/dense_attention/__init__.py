@@ -9,12 +9,12 @@ from jax import Array
 
 from pallas_kernels.attend.dense_attention import cudnn, reference
 from pallas_kernels.dispatch import Operation
-from pallas_kernels.signature import declared, forward
+from pallas_kernels.signature import LOOP, declared, forward
 
 DENSE_ATTENTION = Operation.of("dense_attention", cudnn, reference, logits=True)
 
 
-@declared(DENSE_ATTENTION)
+@declared(DENSE_ATTENTION, derivative=LOOP)
 def dense_attention(
     query: Annotated[Array, "B H G T D"],
     key: Annotated[Array, "like query B H S D"],
@@ -32,8 +32,6 @@ def dense_attention(
     """Attend with T queries to a cache: a query sees the tokens whose position is not after its own.
 
     The key and value of an empty slot may hold anything, NaN included. Training uses ``causal_attention``.
-
-    Not differentiable: ``xla`` loops over blocks of keys up to a traced bound.
 
     Args:
         query: float32 or bfloat16.

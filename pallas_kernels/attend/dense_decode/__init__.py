@@ -12,7 +12,7 @@ from pallas_kernels.attend.dense_decode.rotation import Rotation, rotated_keys
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.formats.quantised import Quantised, mixed_problem
 from pallas_kernels.numerics import merge_pair
-from pallas_kernels.signature import declared, forward
+from pallas_kernels.signature import LOOP, declared, forward
 
 __all__ = ["DENSE_DECODE", "Rotation", "dense_decode"]
 
@@ -85,7 +85,7 @@ DENSE_DECODE = Operation(
 )
 
 
-@declared(DENSE_DECODE)
+@declared(DENSE_DECODE, derivative=LOOP)
 def dense_decode(
     query: Annotated[Array, "B H G E; B H G T E with query_position"],
     key: Annotated[Array | Quantised, "like query B H S E"],
@@ -111,8 +111,6 @@ def dense_decode(
 
     Other slots may hold anything, NaN included. With ``query_position`` there are T queries per head, and each sees the
     tokens whose position is not after its own; for a few queries the kernel reads the cache once.
-
-    Not differentiable: ``xla`` loops over blocks of keys up to a traced bound.
 
     Args:
         key: keys, or codes, which "pallas_triton" multiplies as they are.

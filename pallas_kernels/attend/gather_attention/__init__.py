@@ -42,8 +42,6 @@ def gather_attention(
     Rows that are not listed, or listed and masked, never enter, and may hold anything, NaN included. A slot that is listed
     twice counts twice.
 
-    Differentiable: through ``xla``.
-
     Args:
         key: keys, or codes, which "pallas_triton" multiplies as they are.
         value: like ``key``.

@@ -24,8 +24,6 @@ def merge_splits(
 ) -> tuple[Array, Array]:
     """Merge attention to N disjoint parts into attention to their union: `numerics.merge_partials` in one kernel.
 
-    Differentiable: through ``xla``.
-
     Args:
         out: softmax over each part's own slots.
         lse: log of each part's softmax denominator. It is -inf for an empty part, whose ``out`` may hold anything.

@@ -6,12 +6,12 @@ from jax import Array
 
 from pallas_kernels.attend.past_attention import cudnn, reference
 from pallas_kernels.dispatch import Operation
-from pallas_kernels.signature import declared, forward
+from pallas_kernels.signature import LOOP, declared, forward
 
 PAST_ATTENTION = Operation.of("past_attention", cudnn, reference, logits=True)
 
 
-@declared(PAST_ATTENTION)
+@declared(PAST_ATTENTION, derivative=LOOP)
 def past_attention(
     query: Annotated[Array, "B H G T D"],
     key: Annotated[Array, "like query B H S D"],
@@ -25,8 +25,6 @@ def past_attention(
     """Attend with T queries to the first slots of a cache, which all hold a token.
 
     It is the part of ``prefix_attention`` before the chunk, for a chunk whose own tokens are not in this cache.
-
-    Not differentiable: ``xla`` loops over blocks of keys up to a traced bound.
 
     Args:
         query: already rotated; float32, bfloat16 or float16.

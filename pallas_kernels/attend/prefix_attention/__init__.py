@@ -6,12 +6,12 @@ from jax import Array
 
 from pallas_kernels.attend.prefix_attention import cudnn, reference
 from pallas_kernels.dispatch import Operation
-from pallas_kernels.signature import declared, forward
+from pallas_kernels.signature import LOOP, declared, forward
 
 PREFIX_ATTENTION = Operation.of("prefix_attention", cudnn, reference, logits=True)
 
 
-@declared(PREFIX_ATTENTION)
+@declared(PREFIX_ATTENTION, derivative=LOOP)
 def prefix_attention(
     query: Annotated[Array, "B H G T D"],
     key: Annotated[Array, "like query B H S>=T D"],
@@ -26,8 +26,6 @@ def prefix_attention(
     """Attend with T tokens in slots start..start+T-1 to a cache in which every slot before them holds a token.
 
     Token t sees slots 0..start+t. Slots behind the chunk may hold any finite value. Training uses ``causal_attention``.
-
-    Not differentiable: ``xla`` loops over blocks of keys up to a traced bound.
 
     Args:
         query: already rotated; float32, bfloat16 or float16.

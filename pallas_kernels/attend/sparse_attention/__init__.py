@@ -6,12 +6,12 @@ from jax import Array
 
 from pallas_kernels.attend.sparse_attention import pallas_triton, reference
 from pallas_kernels.dispatch import Operation
-from pallas_kernels.signature import declared, forward
+from pallas_kernels.signature import LOOP, declared, forward
 
 SPARSE_ATTENTION = Operation.of("sparse_attention", pallas_triton, reference, logits=True)
 
 
-@declared(SPARSE_ATTENTION)
+@declared(SPARSE_ATTENTION, derivative=LOOP)
 def sparse_attention(
     query: Annotated[Array, "B H G T D"],
     key: Annotated[Array, "like query B H S>=T D"],
@@ -35,8 +35,6 @@ def sparse_attention(
     queries. A query sees: its own block, as far as its own token; the blocks that lie as many blocks before its own as the
     list of its block says; and of the head's columns those before its own block. What is in the list twice, as a block and
     as a column, counts once.
-
-    Not differentiable: ``xla`` loops over blocks of keys up to a traced bound.
 
     Args:
         query: already rotated; float32, bfloat16 or float16.

@@ -6,12 +6,12 @@ from jax import Array
 
 from pallas_kernels.choose.compact import pallas_triton, reference
 from pallas_kernels.dispatch import Operation
-from pallas_kernels.signature import declared, forward
+from pallas_kernels.signature import INTEGERS, declared, forward
 
 COMPACT = Operation.of("compact", pallas_triton, reference)
 
 
-@declared(COMPACT)
+@declared(COMPACT, derivative=INTEGERS)
 def compact(
     mask: Annotated[Array, "bool ... S"],
     capacity: int,
@@ -20,8 +20,6 @@ def compact(
     platform: str | None = None,
 ) -> tuple[Array, Array]:
     """List the first ``capacity`` true entries of each row of a mask.
-
-    Not differentiable: its results are integers and truth values.
 
     Args:
         capacity: static length K of the result.

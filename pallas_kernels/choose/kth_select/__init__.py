@@ -9,7 +9,7 @@ from jax import Array
 
 from pallas_kernels.choose.kth_select import jax_triton, pallas_triton, reference
 from pallas_kernels.dispatch import Operation
-from pallas_kernels.signature import declared, forward
+from pallas_kernels.signature import INTEGERS, declared, forward
 
 __all__ = ["KTH_SELECT", "kth_select", "kth_select_mask"]
 
@@ -17,7 +17,7 @@ __all__ = ["KTH_SELECT", "kth_select", "kth_select_mask"]
 KTH_SELECT = Operation.of("kth_select", pallas_triton, jax_triton, reference)
 
 
-@declared(KTH_SELECT)
+@declared(KTH_SELECT, derivative=INTEGERS)
 def kth_select(
     score: Annotated[Array, "float32 B H S"],
     budget: Annotated[Array | int, "int32 [] or H|1 or B|1 H|1"],
@@ -27,8 +27,6 @@ def kth_select(
     platform: str | None = None,
 ) -> tuple[Array, Array]:
     """List the ``budget`` best entries of each row, exactly, in ascending order; of equal entries the lower index is taken.
-
-    Not differentiable: its results are integers and truth values.
 
     Args:
         score: higher is better. -inf and NaN are never chosen; -0 equals 0.
@@ -42,7 +40,7 @@ def kth_select(
     return forward(lambda results: (results[0], results[2]), budget=_budget(budget))
 
 
-@declared(KTH_SELECT)
+@declared(KTH_SELECT, derivative=INTEGERS)
 def kth_select_mask(
     score: Annotated[Array, "float32 B H S; B H G S with lse"],
     budget: Annotated[Array | int, "int32 [] or H|1 or B|1 H|1"],

@@ -17,7 +17,7 @@ ADD_NORM = Operation.of("add_norm", pallas_triton, reference)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
-@declared(ADD_NORM)
+@declared(ADD_NORM, derivative="through ``pallas_triton`` and ``xla``, with the derivative of the reference")
 def add_norm(
     x: Annotated[Array, "floating ... D"],
     update: Annotated[Array, "like x"],
@@ -27,8 +27,6 @@ def add_norm(
     platform: str | None = None,
 ) -> tuple[Array, Array]:
     """Add ``update`` to ``x`` and normalise the sum by its root mean square.
-
-    Differentiable: through ``pallas_triton`` and ``xla``, with the derivative of the reference.
 
     Args:
         eps: added to the mean square.

@@ -18,7 +18,7 @@ __all__ = ["CODED_PRODUCT", "MOST_VECTORS", "coded_product"]
 CODED_PRODUCT = Operation.of("coded_product", pallas_triton, jax_triton, reference)
 
 
-@declared(CODED_PRODUCT)
+@declared(CODED_PRODUCT, derivative="through ``xla``, with respect to ``x``")
 def coded_product(
     x: Annotated[Array, "floating ... K"],
     matrix: CodedMatrix,
@@ -34,8 +34,6 @@ def coded_product(
     """Multiply vectors with a matrix in 8 or 4 bits. Sums are in float32.
 
     A norm of the vectors, gates, and a sum with the result can be computed in passing, without launches of their own.
-
-    Differentiable: through ``xla``, with respect to ``x``.
 
     Args:
         matrix: [N, K], where N may be several axes.

@@ -6,12 +6,12 @@ from jax import Array
 
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.score.column_mass import pallas_triton, reference
-from pallas_kernels.signature import declared, forward
+from pallas_kernels.signature import LOOP, declared, forward
 
 COLUMN_MASS = Operation.of("column_mass", pallas_triton, reference, logits=True)
 
 
-@declared(COLUMN_MASS)
+@declared(COLUMN_MASS, derivative=LOOP)
 def column_mass(
     query: Annotated[Array, "B H G T D"],
     key: Annotated[Array, "like query B H S D"],
@@ -31,8 +31,6 @@ def column_mass(
     The sum is the score of H2O (arXiv 2306.14048), the largest is the score of KVzip (arXiv 2505.23416). It is a
     second pass over the keys: the probabilities need the final ``lse``, which ``dense_attention`` returns for the same
     arguments.
-
-    Not differentiable: ``xla`` loops over blocks of keys up to a traced bound.
 
     Args:
         lse: the log of the softmax denominator, which may count keys that are not among the S.

@@ -26,8 +26,6 @@ def page_logits(
 
     ``logits[g, p] - log(sum over n of exp(lse[n, g]))`` is the log of a softmax over the pages; `kth_select` takes both.
 
-    Differentiable: through ``xla``.
-
     Args:
         vector: pages that are not in use or not held may hold anything.
         limit: the pages in use are those before; clipped to [0, P]. Vectors behind them are not read.

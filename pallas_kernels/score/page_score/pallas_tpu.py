@@ -86,30 +86,24 @@ def _product(query, bound, reduce):
     return products(query, bound)
 
 
-def page_score(
-    query,
-    low,
-    high,
-    limit,
-    *,
-    page_size,
-    added,
-    reduce,
-    newest,
-    position,
-    first,
-    config: Config | None = None,
-    interpret=False,
-):
+def page_score(query, low, high, limit, *, page_size, reduce, newest, config: Config | None = None, interpret=False):
     """Score every page for every KV head; ``interpret`` as in ``pallas_call`` runs anywhere."""
-    del position, first  # only for "each", which `check` refuses
+    options = {"page_size": page_size, "reduce": reduce, "newest": newest, "config": config, "interpret": interpret}
+    return scores(query, low, high, limit, name="page_score", **options)
+
+
+def scores(
+    query, low, high, limit, added=None, *, name, page_size=1, reduce, newest=False, config: Config | None = None,
+    interpret=False,
+):  # fmt: skip
+    """Score by bounds, or by one vector ``low`` if ``high`` is None; arguments as in `page_score` and `vector_score`."""
     config = default_config(low) if config is None else config
-    options = {"page_size": page_size, "reduce": reduce, "newest": newest, "interpret": interpret}
+    options = {"name": name, "page_size": page_size, "reduce": reduce, "newest": newest, "interpret": interpret}
     run = functools.partial(_score, block=min(config.block, low.shape[2]), **options)
     return rows_together(run)(query, low, high, limit, added)
 
 
-def _score(query, low, high, limit, added, *, page_size, reduce, newest, block, interpret):
+def _score(query, low, high, limit, added, *, name, page_size, reduce, newest, block, interpret):
     batch, heads, pages, dim = low.shape
     used = jnp.clip(-(-limit // page_size), 0, pages)
     used = jnp.broadcast_to(used.reshape(batch, -1), (batch, heads))
@@ -144,14 +138,19 @@ def _score(query, low, high, limit, added, *, page_size, reduce, newest, block, 
             bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*queries, *bounds)) + 4 * low.size // dim,
         ),
         interpret=interpret,
-        name="page_score",
+        name=name,
     )(used.reshape(-1), jnp.max(used, axis=1), query, *map(where_it_is, bounds), *queries[1:])
 
 
-def check(query, low, high, limit, *, page_size, added, reduce, newest, position, first):
+def check(query, low, high, limit, *, page_size, reduce, newest):
     """Raise ``NotImplementedError`` for dtypes and shapes that the kernel does not take."""
+    check_scores(query, low, reduce)
+
+
+def check_scores(query, low, reduce):
+    """Raise what `check` raises."""
     if reduce == "each":
-        raise NotImplementedError("got reduce='each', expected 'max' or 'sum'")
+        raise NotImplementedError("got reduce='each', expected query heads that are joined")
     check_dtypes(query, low)
     check_cache(low)
     check_heads(low)

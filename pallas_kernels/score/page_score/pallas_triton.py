@@ -1,4 +1,4 @@
-"""Page scores as one Pallas Triton kernel that reads each bound in use once.
+"""Page scores as one Pallas Triton kernel that reads each bound in use once; `vector_score` is the same kernel.
 
 Grid (B*H, blocks of pages). The maximum over the group, or the score of each query head, needs matrix products of the whole
 group with a block of pages. The sum over the group is linear in the query: the group is added up first, and a block is
@@ -55,13 +55,9 @@ def _bounds(query, low, high):
     return dot(jnp.maximum(query, 0), high) + dot(jnp.minimum(query, 0), low)
 
 
-def _summed(query, low, high):
-    """Bound q.k summed over the group, float32 [N]; arguments as in `_bounds`."""
-    query, low = query.astype(jnp.float32), low.astype(jnp.float32)
-    if high is None:
-        return jnp.sum(low * jnp.sum(query, axis=0)[None, :], axis=1)
-    above, below = (jnp.sum(x, axis=0)[None, :] for x in (jnp.maximum(query, 0), jnp.minimum(query, 0)))
-    return jnp.sum(high.astype(jnp.float32) * above + low * below, axis=1)
+def _summed(query, vector):
+    """Sum q.k over the group, float32 [N]: query [Gp, D], vector [N, D]."""
+    return jnp.sum(vector.astype(jnp.float32) * jnp.sum(query.astype(jnp.float32), axis=0)[None, :], axis=1)
 
 
 def _kernel(
@@ -106,7 +102,7 @@ def _kernel(
         high = others[0][row, :] if bounded else None
         if added:
             query = query.astype(jnp.float32) + others[bounded][...]
-        score = _summed(query, low, high) if reduce == "sum" else _bounds(query, low, high)
+        score = _summed(query, low) if reduce == "sum" else _bounds(query, low, high)
         if reduce == "max":
             score = jnp.max(jnp.where(real, score, -jnp.inf), axis=0)
         # NaN compares false, so a page without a token becomes -inf.
@@ -125,22 +121,17 @@ def _kernel(
         write(jnp.full((*head.shape, block) if reduce == "each" else (block,), -jnp.inf, jnp.float32))
 
 
-def page_score(
-    query,
-    low,
-    high,
-    limit,
-    *,
-    page_size,
-    added,
-    reduce,
-    newest,
-    position,
-    first,
-    config: Config | None = None,
-    interpret=False,
-):
+def page_score(query, low, high, limit, *, page_size, reduce, newest, config: Config | None = None, interpret=False):
     """Score every page for every KV head; ``interpret=True`` runs anywhere, slowly."""
+    options = {"page_size": page_size, "reduce": reduce, "newest": newest, "config": config, "interpret": interpret}
+    return scores(query, low, high, limit, name="page_score", **options)
+
+
+def scores(
+    query, low, high, limit, *, name, page_size=1, added=None, reduce, newest=False, position=None, first=0,
+    config: Config | None = None, interpret=False,
+):  # fmt: skip
+    """Score by bounds, or by one vector ``low`` if ``high`` is None; arguments as in `page_score` and `vector_score`."""
     config = fitted(Config(), query, low, high) if config is None else config
     rows, heads, group, dim = query.shape
     lists, pages, padded = rows * heads, low.shape[2], pl.next_power_of_2(group)
@@ -181,7 +172,7 @@ def page_score(
         num_warps=config.num_warps,
         num_stages=1,
         interpret=interpret,
-        name="page_score",
+        name=name,
     )(limit, *operands)
     return score.reshape(rows, heads, *each, pages)
 
@@ -191,8 +182,13 @@ def _list_of(ndim):
     return lambda i, j: (i, *(0,) * (ndim - 1))
 
 
-def check(query, low, high, limit, *, page_size, added, reduce, newest, position, first):
+def check(query, low, high, limit, *, page_size, reduce, newest):
     """Raise ``NotImplementedError`` for dtypes and head dims that the kernel does not take."""
+    check_scores(query, low, high)
+
+
+def check_scores(query, low, high):
+    """Raise what `check` raises; ``high`` may be None."""
     dtypes = {str(query.dtype), str(low.dtype)}
     if not dtypes <= {"bfloat16", "float16", "float32"}:
         raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected bfloat16, float16 or float32")

@@ -28,8 +28,6 @@ def window_score(
     A query sees the tokens at its position or before; the softmax is over all of them, in float32. There are two passes over
     the keys. Logits are in memory for one block at a time, or never.
 
-    Differentiable: through ``xla``.
-
     Args:
         key: empty slots may hold anything.
         query_position: in tokens; -1 for a padding query, which adds nothing.

@@ -24,7 +24,7 @@ class Kept(NamedTuple):
     score: Array | None  # float32 [B, H, S], moved with the tokens; None if no head has its own
 
 
-@declared(EVICT_TOKEN)
+@declared(EVICT_TOKEN, derivative="through ``xla``, the keys, values and scores only")
 def evict_token(
     key: Annotated[Array | Quantised, "B H S D"],
     value: Annotated[Array | Quantised, "like key"],
@@ -44,8 +44,6 @@ def evict_token(
     The token with the lowest score goes, and of equal scores the newest one. The newest token of all, which is in slot
     ``cursor - 1`` of every head, moves to its slot, so bounded storage stays dense without a shift. If no token may go, the
     token in slot 0 goes.
-
-    Differentiable: through ``xla``, the keys, values and scores only.
 
     Args:
         key: keys or codes.

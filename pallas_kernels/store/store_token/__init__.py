@@ -28,7 +28,7 @@ class Stored:
     query: Array | None  # [B, H, G, D], rotated
 
 
-@declared(STORE_TOKEN)
+@declared(STORE_TOKEN, derivative="through ``xla``, the keys, values and query only")
 def store_token(
     key: Annotated[Array, "B H D"],
     value: Annotated[Array, "like key"],
@@ -48,8 +48,6 @@ def store_token(
 
     A row with a negative ``place`` keeps its cache and its cursor. A full row, whose cursor is S or more, stores nothing, but
     its cursor moves.
-
-    Differentiable: through ``xla``, the keys, values and query only.
 
     Args:
         key: float32 or bfloat16.

@@ -279,19 +279,8 @@ def test_padding_does_not_matter():
 # ---- inside the user's transformations ----------------------------------------------------------------------------
 
 
-def test_mapping_a_hyper_parameter_equals_calls_one_by_one():
-    def run(budget):
-        method = Quest(budget=budget, capacity=12, page_size=4, num_dense_layers=0)
-        return kvjax.generate(tiny_params(), read(method), max_new_tokens=5, eos_token_ids=()).tokens
-
-    budgets = jnp.array([4, 8, 12])
-    together = jax.jit(jax.vmap(run))(budgets)
-    for budget, tokens in zip((4, 8, 12), together, strict=True):
-        np.testing.assert_array_equal(run(budget), tokens)
-
-
 def test_calls_inside_transformations_equal_calls_outside():
-    """A cache, tokens and limits that a function closes over; `vmap`, it under `jit`, `lax.map`, and `jit`."""
+    """A cache, tokens and limits that a function closes over; `vmap` under `jit`, and `jit`."""
     cache = read(Quest(budget=8, capacity=12, page_size=4, num_dense_layers=0))
     asked, sizes, limits = jnp.array([[5, 9], [8, 1], [4, 0]]), jnp.array([2, 2, 1]), jnp.array([4, 5, 3])
     budgets, keys = jnp.array([4, 12]), jax.random.split(jax.random.key(5), 2)
@@ -302,9 +291,7 @@ def test_calls_inside_transformations_equal_calls_outside():
         return kvjax.generate(tiny_params(), kvjax.fork(cache), max_new_tokens=5, **options).tokens
 
     want = [np.asarray(draw(*given)) for given in zip(budgets, keys, strict=True)]
-    np.testing.assert_array_equal(jax.vmap(draw)(budgets, keys), want)
     np.testing.assert_array_equal(jax.jit(jax.vmap(draw))(budgets, keys), want)
-    np.testing.assert_array_equal(jax.lax.map(lambda given: draw(*given), (budgets, keys)), want)
 
     def step(now):
         now = kvjax.extend(tiny_params(), now, asked, lengths=sizes)

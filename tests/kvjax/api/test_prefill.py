@@ -30,7 +30,7 @@ def read_each(methods, **options):
 @pytest.mark.parametrize(
     "names, options",
     [
-        (("quest", "snapkv", "full", "tova"), {}),
+        (("quest", "snapkv", "full"), {}),
         pytest.param(DENSE, {}, marks=pytest.mark.thorough),
         pytest.param(DENSE, {"chunk_size": 16}, marks=pytest.mark.thorough),
     ],
@@ -117,7 +117,7 @@ def test_prompts_under_vmap_refuse_host_memory(name):
         jax.eval_shape(jax.vmap(read), tokens)
 
 
-@pytest.mark.parametrize("chunk_size", [16, 64])
+@pytest.mark.parametrize("chunk_size", [pytest.param(16, marks=pytest.mark.thorough), 64])
 def test_stretched_methods_with_a_factor_of_one_read_as_full_does(chunk_size):
     """They share its storage, first or last in the list, and answer with its tokens; another factor reads alone."""
     stretched, whole = [kvjax.methods.PI(factor=1), kvjax.methods.NTK(factor=1.0)], [kvjax.methods.Full(), example("quest")]
@@ -126,9 +126,10 @@ def test_stretched_methods_with_a_factor_of_one_read_as_full_does(chunk_size):
         for layers in zip(*(cache.layers for cache in caches), strict=True):
             assert len({id(layer.cache.key) for layer in layers}) == 1
         answers = {}
-        for method, cache in zip(methods, caches, strict=True):
-            out = kvjax.generate(tiny_params(), kvjax.fork(cache), max_new_tokens=6, eos_token_ids=())
-            answers[type(method).__name__] = out.tokens
+        for name, cache in ((type(x).__name__, cache) for x, cache in zip(methods, caches, strict=True)):
+            if name != "Quest":
+                out = kvjax.generate(tiny_params(), kvjax.fork(cache), max_new_tokens=6, eos_token_ids=())
+                answers[name] = out.tokens
         for name in ("PI", "NTK"):
             np.testing.assert_array_equal(answers[name], answers["Full"])
     with pytest.raises(ValueError, match=r"got PI\(factor=4.0\): prefill each alone"):

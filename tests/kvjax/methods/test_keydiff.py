@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from pallas_kernels.store.evict_alike import direction_sum
+from pallas_kernels.store.keydiff.evict_alike import direction_sum
 from tests.harness import example, prompts, read, tiny_params
 from tests.kvjax.cases import ONE
 

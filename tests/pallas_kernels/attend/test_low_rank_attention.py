@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attend.low_rank_attention import pallas_triton
+from pallas_kernels.attend.shadowkv.low_rank_attention import pallas_triton
 from pallas_kernels.host import to_host
 from tests.pallas_kernels.cases import (
     SCALE,

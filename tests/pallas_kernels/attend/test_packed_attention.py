@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attend.packed_attention import pallas_triton as attend
+from pallas_kernels.attend.mosaickv.packed_attention import pallas_triton as attend
 from pallas_kernels.formats.packed_vectors import words_of
-from pallas_kernels.score.packed_score import pallas_triton as score
+from pallas_kernels.score.mosaickv.packed_score import pallas_triton as score
 from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body, implementations, on_gpu, one_by_one, thorough
 
 SCALE = 0.2

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose.code_select import pallas_triton as kernel
+from pallas_kernels.choose.pqcache.code_select import pallas_triton as kernel
 from pallas_kernels.formats import bit_codes
 from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations, one_shape
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose.collision import Part, pallas_triton
-from pallas_kernels.choose.collision.votes import portion
+from pallas_kernels.choose.pariskv.collision import Part, pallas_triton
+from pallas_kernels.choose.pariskv.collision.votes import portion
 from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, implementations, on_gpu, one_by_one, thorough
 
 PIECES = ((60, 0.5, 0.5), (100, 0.3, 0.25), (150, 0.25, 0.2), (None, 0.2, 0.1))  # zone below, tiers of, candidates

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose import match_select as select
-from pallas_kernels.choose.match_select import pallas_triton as lists
+from pallas_kernels.choose.magicpig import match_select as select
+from pallas_kernels.choose.magicpig.match_select import pallas_triton as lists
 from pallas_kernels.formats.quantised import quantise
-from pallas_kernels.score import sampled_bias as biases
-from pallas_kernels.score.bucket_matches import pallas_triton as scan
+from pallas_kernels.score.magicpig import sampled_bias as biases
+from pallas_kernels.score.magicpig.bucket_matches import pallas_triton as scan
 from tests.pallas_kernels.cases import alike, compiled, every_body, every_kernel, implementations, on_gpu, one_shape
 from tests.pallas_kernels.ptx import Threads
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.choose.kth_select import pallas_triton as kth
-from pallas_kernels.score.partial_score import pallas_triton as scores
+from pallas_kernels.score.infinigen.partial_score import pallas_triton as scores
 from tests.pallas_kernels.cases import NAMES, compiled, every_kernel, implementations, one_by_one, one_shape, thorough
 
 SCALE = 0.25

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels._triton.kth_best import held
-from pallas_kernels.choose.rerank import Regions, estimates, pallas_triton
+from pallas_kernels.choose.pariskv.rerank import Regions, estimates, pallas_triton
 from pallas_kernels.formats.key_codes import LEVEL, LEVELS, parts_of_rows
 from pallas_kernels.formats.key_codes import rows as rows_of
 from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, every_kernel, implementations, one_shape

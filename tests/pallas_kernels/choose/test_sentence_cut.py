@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose.sentence_cut import CLOSES, JOINS, Rules
+from pallas_kernels.choose.sentencekv.sentence_cut import CLOSES, JOINS, Rules
 from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations, one_by_one
 
 CUT = implementations("sentence_cut")

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose.token_list import TOKEN_LIST
-from pallas_kernels.query.chunk_query import CHUNK_QUERY
-from pallas_kernels.query.rotated_rows import ROTATED_ROWS
-from pallas_kernels.query.step_query import STEP_QUERY
+from pallas_kernels.choose.tokenselect.token_list import TOKEN_LIST
+from pallas_kernels.query.tokenselect.chunk_query import CHUNK_QUERY
+from pallas_kernels.query.tokenselect.rotated_rows import ROTATED_ROWS
+from pallas_kernels.query.tokenselect.step_query import STEP_QUERY
 from tests.pallas_kernels.cases import every_body, one_shape, rotated
 
 INV_FREQ = (1 / 50 ** (np.arange(8) / 8)).astype(np.float32)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats.sign_codes import BLOCK
-from pallas_kernels.score.bucket_score import lookup, pallas_triton
+from pallas_kernels.score.socket.bucket_score import lookup, pallas_triton
 from tests.pallas_kernels.cases import compiled, every_body, implementations, on_gpu, one_by_one, one_shape, thorough
 from tests.pallas_kernels.ptx import Threads, words_of
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.newest_repeat import pallas_triton, reference
+from pallas_kernels.score.rkv.newest_repeat import pallas_triton, reference
 from tests.pallas_kernels.cases import NAMES, compiled, implementations, one_shape
 
 RUN = implementations("newest_repeat", config=pallas_triton.Config(block=16, tile=16, strip=32))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.partial_score import pallas_triton
+from pallas_kernels.score.infinigen.partial_score import pallas_triton
 from tests.pallas_kernels.cases import (
     SCALE,
     alike,

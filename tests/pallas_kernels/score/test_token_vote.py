@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.token_vote import pallas_triton
+from pallas_kernels.score.tokenselect.token_vote import pallas_triton
 from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, implementations, on_gpu, one_by_one, one_shape
 
 CONFIG = pallas_triton.Config(block=16, splits=2, merge_block=32)  # several steps, splits and merges in 101 tokens

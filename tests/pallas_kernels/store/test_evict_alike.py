@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats.quantised import MOST, quantise, whole
-from pallas_kernels.store.evict_alike import direction_sum
+from pallas_kernels.store.keydiff.evict_alike import direction_sum
 from tests.pallas_kernels.cases import alike, compiled, every_body, every_kernel, implementations, one_shape
 
 EVICT = implementations("evict_alike")

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose.sentence_cut import CLOSES, JOINS
+from pallas_kernels.choose.sentencekv.sentence_cut import CLOSES, JOINS
 from tests.pallas_kernels.cases import (
     alike,
     compiled,

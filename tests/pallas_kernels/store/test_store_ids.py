@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats import bit_codes
-from pallas_kernels.store.store_ids import STORE_IDS, store_ids
+from pallas_kernels.store.pqcache.store_ids import STORE_IDS, store_ids
 from tests.pallas_kernels.cases import compiled, every_body, implementations, near, offloaded, one_shape
 
 STORE = implementations("store_ids")

@@ -1,0 +1,1 @@
+"""Operations of this room that only KeyDiff uses."""
