@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 
 from kvjax.mesh.sharding import Plan
 from kvjax.protocol.describe import count_rows, describe_numbers, megabytes, show_value
@@ -60,7 +61,7 @@ def check_alive(cache: Cache) -> None:
     if not isinstance(cache, Cache):
         raise ValueError(f"expected a Cache, as prefill returns it and a Generation has, got {type(cache).__name__}")
     # A NumPy view of an array keeps JAX from deleting it, so any array that is gone tells.
-    arrays = [x for x in jax.tree.leaves(cache) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
+    arrays = [x for x in jax.tree.leaves(cache) if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
     if any(x.is_deleted() for x in arrays):
         raise ValueError(
             "this cache was consumed by an earlier generate, stream, extend or decode_step: use the cache that this call "

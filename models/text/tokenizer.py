@@ -150,14 +150,14 @@ def special_ids(directory: Path) -> dict[str, int]:
     settings, whole = directory / "tokenizer_config.json", directory / "tokenizer.json"
     added = read_json(settings).get("added_tokens_decoder") if settings.is_file() else None
     if isinstance(added, dict):
-        entries = [(value, key) for key, value in added.items()]
+        entries = [(value, str(key)) for key, value in added.items()]
     else:
         added = read_json(whole).get("added_tokens") if whole.is_file() else None
-        entries = [(value, value.get("id")) for value in added or () if isinstance(value, dict)]
+        entries = [(value, str(value.get("id"))) for value in added or () if isinstance(value, dict)]
     return {
         value["content"]: int(number)
         for value, number in entries
-        if isinstance(value, dict) and isinstance(value.get("content"), str) and str(number).isdigit()
+        if isinstance(value, dict) and isinstance(value.get("content"), str) and number.isdigit()
     }
 
 

@@ -96,7 +96,7 @@ class GGUFFile:
             raise ValueError(f"{self.path}: {factor} has {values.size} numbers, expected one for each of {matrices} matrices")
         values = np.broadcast_to(values, matrices)
         values = values if index is None else values[index : index + 1]
-        return np.repeat(values, shape[-2])[:, None]
+        return np.repeat(values, math.prod(shape[:-1]) // matrices)[:, None]
 
 
 def open_file(path: str | os.PathLike) -> GGUFFile:
