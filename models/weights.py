@@ -21,12 +21,14 @@ from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 from pallas_kernels.formats.coded_matrix import CodedMatrix
+from pallas_kernels.machine import say_once
 
 from .config import ModelConfig
 from .files import gguf as gguf_files
-from .files.adapter import apply_adapter
+from .files.adapter import DESCRIPTION, apply_adapter
 from .files.coded.parameters import check_weight_dtype, code_params, coded_kernel, coded_shapes, in_floats, random_codes
 from .files.directories import checkpoint_directory, locate_gguf, read_json
+from .files.end_tokens import end_ids
 from .files.hf.checks import eos_ids
 from .files.replaced_files import replaced_files
 from .files.tables.checkpoint import checkpoint_table
@@ -38,9 +40,24 @@ from .layers.modules import initializer, shape_of
 from .layers.transformer import Transformer
 from .sharding import check_mesh, leaf_shardings, on_host, param_sharding, placed, shard_params, spans_processes
 from .sizes.architecture import HOST_DTYPES, check_dtype
-from .text.tokenizer import tokenizer_files
+from .text.tokenizer import special_ids, tokenizer_files
 
 _CONFIG = "config.json"
+# Settings of generation_config.json that change greedy tokens -> the value that changes nothing.
+_CHANGES_GREEDY = {
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "min_new_tokens": 0,
+    "min_length": 0,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+}
 _LONG = 10**9  # bytes of parameters from which loading shows its progress, and saving says its size
 
 
@@ -262,8 +279,13 @@ def _assemble(
 
 
 def _read_config(directory: Path, dtype: str | None) -> ModelConfig:
-    """Read the config of ``config.json``, with the end-of-text ids of ``generation_config.json`` added."""
+    """Read the config of ``config.json``; ``generation_config.json`` and the tokenizer's files add end-of-text ids."""
     path = directory / _CONFIG
+    if not path.is_file() and (directory / DESCRIPTION).is_file():
+        raise FileNotFoundError(
+            f"{directory} holds an adapter (LoRA) without its model: merge it, with PEFT by merge_and_unload() and "
+            "save_pretrained(), and pass that directory"
+        )
     if not path.is_file():
         raise FileNotFoundError(f"no config.json and no GGUF file in {directory}")
     declared = read_json(path)
@@ -272,15 +294,19 @@ def _read_config(directory: Path, dtype: str | None) -> ModelConfig:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     generation = directory / "generation_config.json"
-    if not generation.is_file():
-        return config
-    more = read_json(generation).get("eos_token_id")
+    stated = read_json(generation) if generation.is_file() else {}
     try:
-        return dataclasses.replace(
-            config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *eos_ids(more))))
-        )
+        named = eos_ids(stated.get("eos_token_id"))
     except ValueError as error:
         raise ValueError(f"{generation}: {error}") from error
+    if changing := [name for name, neutral in _CHANGES_GREEDY.items() if stated.get(name) not in (None, [], neutral)]:
+        settings = ", ".join(f"{name}={stated[name]!r:.40}" for name in changing)
+        say_once(
+            f"{generation} states {settings}, which transformers applies to greedy tokens and kvjax does not: to "
+            "compare, pass neutral values to generate there"
+        )
+    known = (i for i in end_ids(special_ids(directory)) if i < config.vocab_size)
+    return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *named, *known))))
 
 
 def save_pretrained(

@@ -213,9 +213,10 @@ class Operation:
     name: str
     implementations: Mapping[str, Implementation]
     logits: bool = False  # True: it computes logits of attention, which only plain JAX does under a `soft_cap`
+    in_place: bool = False  # True: it writes into its arguments where they are donated
 
     @classmethod
-    def of(cls, name: str, *modules: ModuleType, logits: bool = False) -> Operation:
+    def of(cls, name: str, *modules: ModuleType, logits: bool = False, in_place: bool = False) -> Operation:
         """Make an operation of the files in its folder, fastest first, of which the last is its ``reference``.
 
         A file has a function of the operation's name, and a back end's has a function ``check`` (`Implementation`). The table
@@ -224,7 +225,7 @@ class Operation:
         *kernels, reference = modules
         names = {module.__name__.rpartition(".")[2]: module for module in kernels}
         rows = {end: Implementation(getattr(x, name), BACK_ENDS[end], x.check) for end, x in names.items()}
-        return cls(name, {**rows, XLA: Implementation(getattr(reference, name))}, logits)
+        return cls(name, {**rows, XLA: Implementation(getattr(reference, name))}, logits, in_place)
 
     @property
     def table(self) -> dict[str, Implementation]:
@@ -259,7 +260,9 @@ class Operation:
         def action(entry: Implementation) -> Any:
             # The platforms of plain JAX are not named. It is traced fast, and stays in the text of the program that calls it.
             if not entry.platforms:
-                return entry.run(*args, **kwargs)
+                out = entry.run(*args, **kwargs)
+                # On a CPU, XLA would fuse a write into what reads the array next, and then write a second time, into a copy.
+                return jax.lax.optimization_barrier(out) if self.in_place else out
             kernels = [name for name, other in self.implementations.items() if other is entry and name in _NEEDS]
             return run_shared(_Kernel(self.name, kernels[0], entry.run) if kernels else entry.run, *args, **kwargs)
 

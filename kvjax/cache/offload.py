@@ -227,7 +227,6 @@ class OffloadedLayerCache(LayerStorage):
         host = put_rows(self.host, new, start, jnp.minimum(self.cursor, tokens))
         return dataclasses.replace(self, host=host)
 
-
     def reread(self, count: Array, most: int) -> OffloadedLayerCache:
         """Copy rows from host memory to the ring, where ``count`` int32 [B] tokens behind the cursor have replaced them.
 

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 
 from kvjax.mesh.sharding import Plan
-from kvjax.protocol.describe import count_rows, describe_numbers, is_known, megabytes, show_value
+from kvjax.protocol.describe import count_rows, describe_numbers, megabytes, show_value
 from kvjax.protocol.typing import Model, pytree, static, traced
 from pallas_kernels.host import on_host, to_device, to_host
 
@@ -59,7 +60,9 @@ def check_alive(cache: Cache) -> None:
     """Refuse an object that is no cache, and a cache that was consumed."""
     if not isinstance(cache, Cache):
         raise ValueError(f"expected a Cache, as prefill returns it and a Generation has, got {type(cache).__name__}")
-    if isinstance(cache.length, jax.Array) and is_known(cache.length) and cache.length.is_deleted():
+    # A NumPy view of an array keeps JAX from deleting it, so any array that is gone tells.
+    arrays = [x for x in jax.tree.leaves(cache) if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+    if any(x.is_deleted() for x in arrays):
         raise ValueError(
             "this cache was consumed by an earlier generate, stream, extend or decode_step: use the cache that this call "
             "returned, or kvjax.fork the cache before the call"

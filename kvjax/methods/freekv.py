@@ -80,7 +80,6 @@ class FreeKV(SlotMethod):
     PAPER: ClassVar[str] = "arXiv:2505.13109"
     num_dense_layers = 1  # first layers, which attend to all tokens
 
-
     @classmethod
     def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
         total, sinks, local = ends(length, 512, 512)

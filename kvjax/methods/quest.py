@@ -45,12 +45,10 @@ class Box:
 class Quest(Retrieval):
     """Query-aware page retrieval; see the module docstring."""
 
-
     offload: bool | float = static("keys and values in host memory, or a share of layers", default=False, least=0, most=1)
     num_dense_layers: int = static("first layers, which attend to all tokens", default=2, least=0)
 
     PAPER: ClassVar[str] = "arXiv:2406.10774"
-
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return Full() if layer < self.num_dense_layers else self

@@ -62,7 +62,6 @@ class ScanRetrieval(SlotMethod):
     num_sink: int = static("first tokens, always attended", least=0)
     offload: bool | float = static("keys and values in host memory, or a share of layers", default=False, least=0, most=1)
 
-
     @abc.abstractmethod
     def index(self, cache: LayerCache) -> Any:
         """Compute the codes of the prompt's tokens, and what else `regions` needs.

@@ -95,6 +95,8 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
             raise FileNotFoundError(f"{index} names shards that are not there: {', '.join(absent)}")
     else:
         others = sorted(path.name for path in directory.glob("*.safetensors")) or "no .safetensors file"
+        if pickled := sorted(path.name for path in directory.glob("pytorch_model*.bin")):
+            others = f"{pickled[0]}, a pickle, which is not read: transformers' save_pretrained writes safetensors"
         raise FileNotFoundError(f"no {WEIGHTS} or {_INDEX} in {directory}, found {others}")
     sources = {}
     for file in files:

@@ -145,6 +145,22 @@ def special_tokens(directory: str | os.PathLike) -> dict[str, str]:
     return named
 
 
+def special_ids(directory: Path) -> dict[str, int]:
+    """Read the ids of the tokens that were added to the vocabulary, by their texts; a directory may have no tokenizer."""
+    settings, whole = directory / "tokenizer_config.json", directory / "tokenizer.json"
+    added = read_json(settings).get("added_tokens_decoder") if settings.is_file() else None
+    if isinstance(added, dict):
+        entries = [(value, str(key)) for key, value in added.items()]
+    else:
+        added = read_json(whole).get("added_tokens") if whole.is_file() else None
+        entries = [(value, str(value.get("id"))) for value in added or () if isinstance(value, dict)]
+    return {
+        value["content"]: int(number)
+        for value, number in entries
+        if isinstance(value, dict) and isinstance(value.get("content"), str) and number.isdigit()
+    }
+
+
 def _whole(tokenizer: Tokenizer) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()

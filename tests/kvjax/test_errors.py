@@ -234,7 +234,9 @@ def test_drawing_needs_a_key_and_a_temperature(knob, name):
 
 def test_a_consumed_cache_is_refused():
     cache = read("full")
+    view = np.asarray(cache.length)  # JAX deletes no array that NumPy looks at
     first = kvjax.generate(tiny_params(), cache, max_new_tokens=2)
+    assert view.shape == (3,) and not cache.length.is_deleted()
     kvjax.generate(tiny_params(), first.cache, max_new_tokens=2)
     assert "tokens attended" in first.stats.summary(), "what is known of the first turn outlives its cache"
     refuses("consumed", lambda: kvjax.fork(cache))

@@ -35,6 +35,9 @@ LATER = YarnScaling(factor=4.0, original_max_position_embeddings=128)
         ({"rope_scaling": {"rope_type": "longrope", **FACTORS, OLD: 32}}, LONG, 128),
         # Phi writes the old context beside the rule, and transformers prefers it there.
         ({OLD: 32, "rope_scaling": {"rope_type": "longrope", **FACTORS, OLD: 64}}, LONG, 128),
+        # The rule of a model card in a file that transformers 5 saved.
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+         LATER, 512),
     ],
 )  # fmt: skip
 def test_rules_are_read_and_written_back(change, rule, context):
@@ -45,6 +48,23 @@ def test_rules_are_read_and_written_back(change, rule, context):
     for key, other in (("rope_scaling", "rope_parameters"), ("rope_parameters", "rope_scaling")):
         assert ModelConfig.from_hf({name: x for name, x in written.items() if name != other}) == config, key
     hash(config)  # it is part of a jit key
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rope_theta": 1e4}, {"rope_type": "linear"}, {"factor": 8.0}, {OLD: 64}],
+)
+def test_two_keys_for_the_rotation_must_agree(change):
+    rule = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6, OLD: 32}
+    same = ModelConfig.from_hf({**HF, "rope_parameters": rule, "rope_scaling": rule})
+    assert same.rope_scaling == YARN and same.rope_theta == 1e6
+    with pytest.raises(ValueError, match=f"rope_parameters and rope_scaling differ.*{next(iter(change))}"):
+        ModelConfig.from_hf({**HF, "rope_parameters": rule, "rope_scaling": rule | change})
+
+
+def test_an_added_rule_keeps_the_base():
+    added = {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"type": "yarn", "factor": 4.0}}
+    assert ModelConfig.from_hf({**HF, **added}).rope_theta == 1e6
 
 
 def test_a_dynamic_rule_is_written_with_the_context_where_it_begins():

@@ -140,6 +140,25 @@ def test_rows_are_decoded_in_pieces(tmp_path, monkeypatch):
     assert sizes == [3, 3, 1]
 
 
+@pytest.mark.parametrize("matrices", [1, 3])
+def test_codes_in_nvfp4_are_multiplied_by_their_factors(matrices, tmp_path):
+    """As llama.cpp's converter writes them: a factor for each matrix, and a scale for activations, which is not read."""
+    blocks = np.random.default_rng(0).integers(0, 120, (*(matrices,)[: matrices > 1], 4, 2 * 36), dtype=np.uint8)
+    factors = np.arange(2, 2 + matrices, dtype=np.float32)
+    values = {"a.weight": blocks, "a.scale": factors, "a.input_scale": factors, "b.weight": blocks}
+    kinds = {"a.weight": QUANTS.NVFP4, "b.weight": QUANTS.NVFP4}
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    for name, value in values.items():
+        writer.add_tensor(name, value, raw_dtype=kinds.get(name))
+    writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file(), writer.close()
+    file = gguf_files.open_file(tmp_path / "x.gguf")
+    plain, got = (file.read(name, np.dtype(np.float32)) for name in ("b.weight", "a.weight"))
+    assert np.abs(plain).max() > 0 and plain.shape[-2:] == (4, 128)
+    np.testing.assert_array_equal(got, plain * (factors[:, None, None] if matrices > 1 else 2))
+    if matrices > 1:
+        np.testing.assert_array_equal(file.read("a.weight", np.dtype(np.float32), 1), got[1])
+
+
 def test_weights_take_the_dtype_asked_for(tmp_path):
     as_gguf(tmp_path / "x.gguf", "qwen3_tied")
     assert models.from_pretrained(tmp_path / "x.gguf")[1].dtype == "float32"  # which float16 needs

@@ -182,6 +182,12 @@ def test_missing_files_are_named(saved, tmp_path):
     (directory / "other.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="found no .safetensors file"):
         models.from_pretrained(directory)
+    (directory / "pytorch_model.bin").touch()
+    with pytest.raises(FileNotFoundError, match="found pytorch_model.bin, a pickle"):
+        models.from_pretrained(directory)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="holds an adapter .*merge"):
+        models.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -205,6 +211,36 @@ def test_generation_config_adds_eos_ids(saved, base, extra, expected):
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": extra}))
     assert models.from_pretrained(directory)[1].eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("texts", "ends"),
+    [(["<|im_start|>", "<|im_end|>"], (3, 6)), (["<|end|>", "<|return|>"], (3, 6, 5)),
+     (["<|end|>", "<|return|>", "<|call|>"], (3, 6, 7))],
+)  # fmt: skip
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_tokenizer_adds_ends_of_turns(saved, texts, ends, whole):
+    """Known by their text; in gpt-oss' format, which has two more ends, <|end|> closes one message of several."""
+    directory, _, _ = saved
+    config = json.loads((directory / "config.json").read_text()) | {"eos_token_id": 3}
+    (directory / "config.json").write_text(json.dumps(config))
+    added = {5 + i: text for i, text in enumerate(texts)} | {10**6: "<end_of_turn>"}  # which has no row
+    if whole:
+        file, content = "tokenizer.json", {"added_tokens": [{"id": i, "content": text} for i, text in added.items()]}
+    else:
+        file, content = "tokenizer_config.json", {"added_tokens_decoder": {i: {"content": x} for i, x in added.items()}}
+    (directory / file).write_text(json.dumps(content))
+    assert models.from_pretrained(directory)[1].eos_token_ids == ends
+
+
+def test_settings_that_change_greedy_tokens_are_said_once(saved, caplog):
+    directory, _, _ = saved
+    stated = {"repetition_penalty": 1.1, "no_repeat_ngram_size": 0, "suppress_tokens": [4], "temperature": 0.7}
+    (directory / "generation_config.json").write_text(json.dumps(stated))
+    for _ in range(2):
+        models.from_pretrained(directory)
+    (record,) = caplog.records
+    assert "repetition_penalty=1.1, suppress_tokens=[4]," in record.getMessage()
 
 
 def test_save_refuses_foreign_params(saved, tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...sizes.architecture import Architecture
+from ..end_tokens import end_ids
 from ..hf import config as hf_config
 from .families import FAMILIES, PREDICTING, GGUFFamily, shortest
 from .reader import GGUFFile
@@ -43,20 +44,13 @@ _NEUTRAL: dict[str, tuple] = {  # keys that can change the arithmetic -> values 
     PREDICTING: (0,),
 }
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-_END_OF_TURN = (
-    "<|eot_id|>",
-    "<|im_end|>",
-    "<end_of_turn>",
-    "<|return|>",
-    "<|call|>",
-)  # llama.cpp knows these by their text, because older files have no key for them
 
 
 def read_config(file: GGUFFile, dtype: str | None = None) -> Architecture:
     """Read the configuration of the model in ``file``.
 
     Embeddings are tied if the file has no ``output.weight``. A text ends with any token that the metadata names as end of
-    text, of a turn or of a message, and with ``<|eot_id|>``, ``<|im_end|>`` and their like (`_END_OF_TURN`).
+    text, of a turn or of a message, and with those that are known by their text (`models.files.end_tokens`).
 
     Args:
         file: an open GGUF file.
@@ -167,5 +161,5 @@ def _end_ids(file: GGUFFile) -> tuple[int, ...]:
     """List the ids of the tokens that end a text, without repeats, the metadata's ids first."""
     named = (file.metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS)
     tokens = file.metadata.get("tokenizer.ggml.tokens", [])
-    by_text = (tokens.index(text) for text in _END_OF_TURN if text in tokens)
+    by_text = end_ids({text: i for i, text in reversed([*enumerate(tokens)])})
     return tuple(dict.fromkeys(i for i in (*named, *by_text) if i is not None))

@@ -67,13 +67,36 @@ class GGUFFile:
         out = np.empty((math.prod(shape[:-1]), *shape[-1:]), dtype)
         blocks = blocks.reshape(len(out), -1)
         rows = max(1, _CHUNK * len(out) // max(1, out.size))
+        factors = self._factors(name, index)
         try:
             for start in range(0, len(out), rows):
-                out[start : start + rows] = gguf.dequantize(blocks[start : start + rows], tensor.kind)
+                values = gguf.dequantize(blocks[start : start + rows], tensor.kind)
+                out[start : start + rows] = values if factors is None else values * factors[start : start + rows]
         except NotImplementedError as error:
             kind = tensor.kind.name
             raise ValueError(f"{self.path}: the package gguf cannot decode type {kind} of tensor {name}") from error
         return out.reshape(shape)
+
+    def beside(self, name: str) -> tuple[str, ...]:
+        """Name the tensors that belong to the codes of a tensor in NVFP4: a factor, and a scale for coded activations."""
+        if self.tensors[name].kind != gguf.GGMLQuantizationType.NVFP4:
+            return ()
+        names = (f"{name.removesuffix('.weight')}.{end}" for end in ("scale", "input_scale"))
+        return tuple(other for other in names if other in self.tensors)
+
+    def _factors(self, name: str, index: int | None) -> np.ndarray | None:
+        """Read the factor of each row of a tensor, float32 [rows, 1], one number for a matrix; None without factors."""
+        factor = next((other for other in self.beside(name) if other.endswith(".scale")), None)
+        if factor is None:
+            return None
+        shape = self.tensors[name].shape
+        matrices = shape[0] if len(shape) > 2 else 1
+        values = self.read(factor, np.dtype(np.float32)).reshape(-1)
+        if values.size not in (1, matrices):
+            raise ValueError(f"{self.path}: {factor} has {values.size} numbers, expected one for each of {matrices} matrices")
+        values = np.broadcast_to(values, matrices)
+        values = values if index is None else values[index : index + 1]
+        return np.repeat(values, math.prod(shape[:-1]) // matrices)[:, None]
 
 
 def open_file(path: str | os.PathLike) -> GGUFFile:

@@ -65,7 +65,8 @@ class GGUFTensors:
                     rotated[name] = config.num_kv_heads
         unread = range(config.num_layers, config.num_layers + predicting(file))
         blocks = {name: _BLOCK.fullmatch(name) for name in file.tensors if name not in _FREQUENCIES}
-        used = [name for name, block in blocks.items() if block is None or int(block[1]) not in unread]
+        codes = {other for name in blocks for other in file.beside(name)}
+        used = [x for x, block in blocks.items() if x not in codes and (block is None or int(block[1]) not in unread)]
         shapes = {name: file.tensors[name].shape for name in used}
         problems = tensor_problems(expected, shapes)
         if problems:

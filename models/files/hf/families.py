@@ -35,7 +35,7 @@ _REFUSED = {
     "use_qk_norm": "LayerNorm of each query and key head",
     "mlp_bias": "a bias in the MLP",
     "attention_out_bias": "a bias on the output of attention",
-    "quantization_config": "quantised weights",
+    "index_topk": "the indexer that chooses the tokens of sparse attention",
 }
 _MXFP4 = "mxfp4"  # experts in 4 bits, which are decoded when they are read
 
@@ -44,7 +44,8 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
     """Translate a ``config.json``; see `models.files.hf.config.read`."""
     model_type = hf["model_type"]
     family = ALL[model_type]
-    hf = {**family.defaults, **hf}
+    unstated = {"rope_scaling": None} if hf.get("rope_parameters") else {}  # two names of one thing
+    hf = {**family.defaults, **unstated, **hf}
     absent = [key for key in (*SIZES, *family.required) if key not in hf]
     if absent:
         raise ValueError(f"config.json of model_type {model_type!r} lacks {', '.join(absent)}")
@@ -119,10 +120,16 @@ def _refuse(hf: dict[str, Any], family: Family) -> None:
     for key, part in _REFUSED.items():
         if key in family.numbers or key in family.fixed or key == family.out_bias_key:
             continue
-        if (key == "use_qk_norm" and family.qk_norm_key) or (key == "quantization_config" and _is_mxfp4(hf, family)):
+        if key == "use_qk_norm" and family.qk_norm_key:
             continue
         if hf.get(key):
             raise ValueError(f"unsupported {key}={hf[key]!r:.60} for model_type {kind!r}: this decoder does not have {part}")
+    if hf.get("quantization_config") and not _is_mxfp4(hf, family):
+        way = hf["quantization_config"].get("quant_method")
+        raise ValueError(
+            f"unsupported quantization_config of quant_method={way!r:.60}: take its weights before quantisation, or a "
+            "GGUF file; weight_dtype='int8' or 'int4' quantises weights when they are loaded"
+        )
     for key, value in family.fixed.items():
         actual = hf.get(key)
         each = actual if isinstance(actual, list) else [actual]  # some keys have an entry for each layer
@@ -217,7 +224,7 @@ def _ropes(
     hf: dict[str, Any], family: Family, slides: tuple[bool, ...], window: int | None, head_dim: int
 ) -> tuple[LayerRope, ...]:
     """Read the rotation of each layer."""
-    declared = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    declared = hf_rope.declared(hf)
     nested = any(isinstance(value, dict) for value in declared.values())
     if family.two_ropes:
         objects = all(isinstance(declared.get(name) or {}, dict) for name in (_FULL, _SLIDING))
@@ -253,9 +260,8 @@ def _rope(hf: dict[str, Any], declared: dict[str, Any], theta: float, head_dim: 
         )
     # The sections of several positions of a token are the same channels in any order where a text has one position.
     rest = {key: value for key, value in declared.items() if key != "partial_rotary_factor" and not key.startswith("mrope_")}
-    if hf["model_type"] == "phi3" and rest.get("type", rest.get("rope_type")) in ("su", "yarn"):  # its old names of longrope
-        rest = {**rest, "rope_type": "longrope"}
-        rest.pop("type", None)
+    if hf["model_type"] == "phi3" and rest.get("rope_type") in ("su", "yarn"):  # its old names of longrope
+        rest["rope_type"] = "longrope"
     file = {"rope_parameters": {"rope_theta": theta, **rest}, "max_position_embeddings": hf["max_position_embeddings"]}
     if "original_max_position_embeddings" in hf:
         file["original_max_position_embeddings"] = hf["original_max_position_embeddings"]

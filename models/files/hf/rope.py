@@ -15,20 +15,48 @@ from ...sizes.rope_scaling import (
     check_tokens,
 )
 
-_FREE = ("rope_theta", "rope_type", "type", "partial_rotary_factor")  # every rule may have them
+_FREE = ("rope_theta", "rope_type", "partial_rotary_factor")  # every rule may have them
+_KEYS = ("rope_parameters", "rope_scaling")
 _NOTES = ("finetuned",)  # written by YaRN's authors about their weights; changes nothing
 RULES = {rule.rope_type: rule for rule in (RopeScaling, LinearScaling, DynamicScaling, YarnScaling, LongRopeScaling)}
 _REQUIRED = {"llama3": None, "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
              "longrope": ("short_factor", "long_factor")}  # None: all fields  # fmt: skip
 
 
+def declared(hf: dict[str, Any]) -> dict[str, Any]:
+    """Join ``rope_parameters`` of transformers 5 and ``rope_scaling`` of 4, which model cards tell users to add.
+
+    transformers 5.24 takes ``rope_scaling`` whole where both are there, and loses the base in ``rope_parameters``.
+
+    Raises:
+        ValueError: the two say different things.
+    """
+    newer, older = (_named(hf.get(key) or {}) for key in _KEYS)
+    stretched = {**newer}
+    if older and stretched.get("rope_type") == "default":
+        del stretched["rope_type"]  # the rule is the one that was added
+    differ = [key for key, value in older.items() if stretched.get(key, value) != value]
+    if differ or (older and any(isinstance(value, dict) for value in newer.values()) and newer != older):
+        raise ValueError(
+            f"rope_parameters and rope_scaling differ ({', '.join(differ) or 'kinds of layers'}): got {newer!r:.200} and "
+            f"{older!r:.200}; expected the rule and its rope_theta in rope_parameters, and no rope_scaling"
+        )
+    return {**stretched, **older}
+
+
+def _named(rope: dict[str, Any]) -> dict[str, Any]:
+    """Call the rule ``rope_type``, which old files call ``type``."""
+    rest = {key: value for key, value in rope.items() if key != "type"}
+    return {"rope_type": rope["type"], **rest} if "type" in rope else rest
+
+
 def read(hf: dict[str, Any], default_theta: float = 10000.0) -> tuple[float, RopeRule | None]:
-    """Read the base of RoPE and its rule from ``config.json``, with the keys of transformers 4 or 5."""
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    """Read the base of RoPE and its rule from ``rope_parameters`` and the sizes of a ``config.json``; see `declared`."""
+    rope = hf["rope_parameters"]
     known = ("default", *RULES)
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise ValueError(f"unsupported rope scaling {rope!r}, expected one object with rope_type")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.get("rope_type", "default")
     if kind not in known:
         raise ValueError(f"unsupported rope scaling {rope!r}, expected rope_type one of {', '.join(known)}")
     partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))

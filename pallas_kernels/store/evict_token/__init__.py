@@ -11,7 +11,7 @@ from pallas_kernels.store.evict_token import pallas_triton, reference
 
 __all__ = ["EVICT_TOKEN", "Kept", "evict_token"]
 
-EVICT_TOKEN = Operation.of("evict_token", pallas_triton, reference)
+EVICT_TOKEN = Operation.of("evict_token", pallas_triton, reference, in_place=True)
 
 
 class Kept(NamedTuple):

@@ -14,7 +14,7 @@ from pallas_kernels.store.store_token import pallas_triton, reference
 
 __all__ = ["STORE_TOKEN", "Stored", "store_token"]
 
-STORE_TOKEN = Operation.of("store_token", pallas_triton, reference)
+STORE_TOKEN = Operation.of("store_token", pallas_triton, reference, in_place=True)
 
 
 @dataclasses.dataclass(frozen=True)

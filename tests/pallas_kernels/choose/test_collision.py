@@ -186,7 +186,7 @@ def test_blocks_of_any_size_agree_interpreted(sizes):
 def test_a_mapped_call_equals_calls_one_by_one(name):
     def listed(*arrays):
         query, slots, count = run(name, first=3, capacity=20)(*arrays)
-        return query, jnp.where(jnp.arange(20) < count[..., None], slots, 0), count
+        return query, jnp.where(jnp.arange(20)[None, None] < count[..., None], slots, 0), count
 
     one_by_one(listed, *(problem(seed, rows=1, heads=1, stop=(150,))[0] for seed in (4, 5)), atol=0)
 

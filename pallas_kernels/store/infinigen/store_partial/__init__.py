@@ -9,7 +9,7 @@ from pallas_kernels.host import Rows
 from pallas_kernels.signature import declared, forward
 from pallas_kernels.store.infinigen.store_partial import pallas_triton, reference
 
-STORE_PARTIAL = Operation.of("store_partial", pallas_triton, reference)
+STORE_PARTIAL = Operation.of("store_partial", pallas_triton, reference, in_place=True)
 
 
 @declared(STORE_PARTIAL)

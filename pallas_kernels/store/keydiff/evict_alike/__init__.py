@@ -11,7 +11,7 @@ from pallas_kernels.store.keydiff.evict_alike import pallas_triton, reference
 
 __all__ = ["EVICT_ALIKE", "Kept", "direction_sum", "evict_alike"]
 
-EVICT_ALIKE = Operation.of("evict_alike", pallas_triton, reference)
+EVICT_ALIKE = Operation.of("evict_alike", pallas_triton, reference, in_place=True)
 
 
 class Kept(NamedTuple):

@@ -8,7 +8,7 @@ from pallas_kernels.dispatch import Operation
 from pallas_kernels.signature import declared, forward
 from pallas_kernels.store.mosaickv.pack_token import pallas_triton, reference
 
-PACK_TOKEN = Operation.of("pack_token", pallas_triton, reference)
+PACK_TOKEN = Operation.of("pack_token", pallas_triton, reference, in_place=True)
 
 
 @declared(PACK_TOKEN, derivative="through ``xla``, the values only")

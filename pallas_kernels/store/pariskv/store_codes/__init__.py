@@ -9,7 +9,7 @@ from pallas_kernels.host import Rows
 from pallas_kernels.signature import INTEGERS, declared, forward
 from pallas_kernels.store.pariskv.store_codes import pallas_triton, reference
 
-STORE_CODES = Operation.of("store_codes", pallas_triton, reference)
+STORE_CODES = Operation.of("store_codes", pallas_triton, reference, in_place=True)
 
 
 @declared(STORE_CODES, derivative=INTEGERS)

@@ -13,7 +13,7 @@ from pallas_kernels.store.pqcache.store_ids.reference import code_of, nearest
 
 __all__ = ["STORE_IDS", "code_of", "nearest", "store_ids"]
 
-STORE_IDS = Operation.of("store_ids", pallas_triton, reference)
+STORE_IDS = Operation.of("store_ids", pallas_triton, reference, in_place=True)
 
 
 @declared(STORE_IDS, derivative=INTEGERS)

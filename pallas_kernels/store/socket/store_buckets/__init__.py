@@ -9,7 +9,7 @@ from pallas_kernels.host import Rows
 from pallas_kernels.signature import declared, forward
 from pallas_kernels.store.socket.store_buckets import pallas_triton, reference
 
-STORE_BUCKETS = Operation.of("store_buckets", pallas_triton, reference)
+STORE_BUCKETS = Operation.of("store_buckets", pallas_triton, reference, in_place=True)
 
 
 @declared(STORE_BUCKETS, derivative="through ``xla``, the norms only")
