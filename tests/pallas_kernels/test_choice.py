@@ -31,8 +31,15 @@ def left_out(d):
     """The fill of an optional argument that is not given."""
 
 
+def named(value):
+    """A text that is the same in every worker: a function's has its address."""
+    if isinstance(value, dict):
+        return ",".join(f"{key}={named(x)}" for key, x in value.items())
+    return value.__name__ if callable(value) else str(value)
+
+
 def rows(*cases):
-    return [pytest.param(*case, id=" ".join([case[0], *map(str, case[2:])])[:80]) for case in cases]
+    return [pytest.param(*case, id=" ".join([case[0], *map(named, case[2:])])[:80]) for case in cases]
 
 
 SUMS = {"reduce": "sum", "first": 0, "position": left_out}  # of vector_score
