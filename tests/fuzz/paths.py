@@ -114,7 +114,7 @@ def _folder(target: pathlib.Path) -> str | None:
     key = {"name": "a task", "length": 64, "method": "full", "budget": None}
     row = {**key, "value": 1.0, "unit": "percent", "question": "after", "seconds": 0.5, "compile_seconds": 0.0}
     predictions = [{"key": "k", "prediction": "p", "score": 1.0}]
-    start = functools.partial(Folder, target, "eval", {"model": "m"}, "model: m\n", {})
+    start = functools.partial(Folder, target, {"model": "m"}, "model: m\n", {})
     start().add(row, key, predictions)
     cell = start().find(key)
     if cell is None or cell["value"] != 1.0:
