@@ -9,7 +9,9 @@ sine (YaRN, longrope), and frequencies that change with the length (dynamic NTK,
 rotation by their sum. So `prepare` rotates by the difference to the table, and every method and kernel rotates by the table.
 
 Where frequencies change with the length, a token is rotated with the frequencies for its row's length at that time, and **a
-stored key stays as it was rotated**. Transformers, which caches rotated keys, does the same. All tokens of a prompt use the
+stored key stays as it was rotated**. Transformers, which caches rotated keys, does the same under dynamic NTK. Its Phi-3,
+whose files have longrope, reads the whole text again where it crosses the original context: a text that grows across it has
+other logits here, while texts that stay on one side have the same. All tokens of a prompt use the
 prompt's length, all tokens of an `extend` the length after it, and a decoded token the length that includes it. A row has its
 own length; transformers uses the length of the longest row for the whole batch, and its dynamic NTK remembers longer texts of
 earlier calls. Methods that renumber tokens (`extrapolates`) see no position beyond their budget: they keep the frequencies of
