@@ -280,9 +280,7 @@ def resolve(method: Method | str, length: int | None = None, room: int | None = 
     return method
 
 
-def resolve_each(
-    methods: Sequence[Method | str], length: int | None = None, room: int | None = None
-) -> list[Method]:
+def resolve_each(methods: Sequence[Method | str], length: int | None = None, room: int | None = None) -> list[Method]:
     """Apply `resolve` to every entry of a list, which must not be empty."""
     if isinstance(methods, str) or not isinstance(methods, Sequence):
         raise ValueError(f"methods must be a list of methods or names, got {shown(methods)}")

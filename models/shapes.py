@@ -14,9 +14,7 @@ from .sizes.latent import Latent, query_scale
 from .sizes.parts import LayerRope
 from .sizes.rope_scaling import RopeScaling, YarnScaling
 
-_LLAMA31_ROPE = RopeScaling(
-    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
-)
+_LLAMA31_ROPE = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 
 
 def llama3_8b(dtype: str = "bfloat16") -> ModelConfig:
@@ -38,9 +36,7 @@ def llama31_8b(dtype: str = "bfloat16") -> ModelConfig:
 
 def llama31_70b(dtype: str = "bfloat16") -> ModelConfig:
     """Return the sizes of Llama-3.1-70B-Instruct."""
-    return dataclasses.replace(
-        llama31_8b(dtype), hidden_size=8192, intermediate_size=28672, num_layers=80, num_q_heads=64
-    )
+    return dataclasses.replace(llama31_8b(dtype), hidden_size=8192, intermediate_size=28672, num_layers=80, num_q_heads=64)
 
 
 def llama32_1b(dtype: str = "bfloat16") -> ModelConfig:

@@ -100,12 +100,7 @@ def _check_config_and_key(config: Any, key: Any) -> None:
 
 
 def random_params(
-    config: ModelConfig,
-    key: jax.Array,
-    sharding: Any = None,
-    *,
-    mesh: Mesh | None = None,
-    weight_dtype: str | None = None,
+    config: ModelConfig, key: jax.Array, sharding: Any = None, *, mesh: Mesh | None = None, weight_dtype: str | None = None
 ) -> dict[str, Any]:
     """Draw random parameters in ``config.dtype``, allocated one leaf after the other.
 
@@ -370,9 +365,7 @@ def save_pretrained(
             multihost_utils.sync_global_devices("save_pretrained")
 
 
-def _write(
-    directory: str | os.PathLike, tensors: dict[str, np.ndarray], words: dict[str, bytes], hf: dict[str, Any]
-) -> None:
+def _write(directory: str | os.PathLike, tensors: dict[str, np.ndarray], words: dict[str, bytes], hf: dict[str, Any]) -> None:
     """Write all files, or none; ``words`` are the files of the tokenizer."""
     with replaced_files(directory, (WEIGHTS, *words, _CONFIG)) as scratch:
         for name, data in words.items():

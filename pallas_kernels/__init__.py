@@ -43,4 +43,3 @@ def __getattr__(name: str) -> Callable[..., Any]:
 def __dir__() -> list[str]:
     """List the operations beside what is imported already."""
     return sorted({*globals(), *(name for _, name in operations())})
-

@@ -18,15 +18,7 @@ from typing import Any
 import jax
 
 from pallas_kernels import operations
-from pallas_kernels.machine import (
-    KERNELS_FROM,
-    PALLAS_TPU,
-    PALLAS_TRITON,
-    Machine,
-    current_machine,
-    say_once,
-    why_missing,
-)
+from pallas_kernels.machine import KERNELS_FROM, PALLAS_TPU, PALLAS_TRITON, Machine, current_machine, say_once, why_missing
 from pallas_kernels.soft_cap import get_soft_cap
 
 XLA = "xla"  # the name of plain JAX in every table

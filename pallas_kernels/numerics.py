@@ -140,9 +140,7 @@ def merge_partials(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array
     return merged, maximum + jnp.log(total)
 
 
-def merge_with(
-    out: jax.Array, lse: jax.Array, partials: jax.Array, partials_lse: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def merge_with(out: jax.Array, lse: jax.Array, partials: jax.Array, partials_lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Merge one part with N partial softmaxes, as `merge_partials` does.
 
     Args:
@@ -161,9 +159,7 @@ def merge_with(
     return merged.astype(out.dtype), lse
 
 
-def merge_pair(
-    out: jax.Array, lse: jax.Array, other: jax.Array, other_lse: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def merge_pair(out: jax.Array, lse: jax.Array, other: jax.Array, other_lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Merge two parts as `merge_partials` does, in one pass over them that needs no stacked copy.
 
     Args:

@@ -281,9 +281,7 @@ def _error(operation: str, label: str, value: Any, form: _Form, sizes: dict[str,
     return ValueError(f"{operation}: got {label} {got}, expected {', '.join([str(form), *dict.fromkeys(known)])}")
 
 
-def _document(
-    text: str, signature: inspect.Signature, parts: list[_Part], operation: Operation, derivative: str
-) -> str:
+def _document(text: str, signature: inspect.Signature, parts: list[_Part], operation: Operation, derivative: str) -> str:
     """Complete a docstring by what is declared of the function and each argument, and by what holds for all operations."""
     head, body, rest = re.findall(r"\A(.*?)(?:\s+Args:\n(.*?))?(?:\s+(Returns:.*))?\Z", inspect.cleandoc(text), re.DOTALL)[0]
     texts = dict(re.findall(r"^    (\w+): (.*(?:\n     .*)*)", body, re.MULTILINE))

@@ -67,9 +67,7 @@ def knobs_of(name: str, heads: int) -> dict[str, Any]:
 SMALL_PATTERNS = {"window": 4, "num_sink": 1, "num_recent": 1, "block": 4, "stride": 2, "chunk": 16}  # of `Prefill`
 
 WRAPPERS = {
-    "stages": Stages(
-        evict=SnapKV(budget=20, obs_window=5), retrieve=Quest(budget=8, page_size=4, num_dense_layers=0)
-    ),
+    "stages": Stages(evict=SnapKV(budget=20, obs_window=5), retrieve=Quest(budget=8, page_size=4, num_dense_layers=0)),
     "thinned": Stages(evict=SnapKV(budget=20, obs_window=5), retrieve=small(ThinK, obs_window=5, num_recent=6)),
     "thin_pages": Stages(
         evict=small(ThinK, obs_window=5, num_recent=6), retrieve=Quest(budget=8, page_size=4, num_dense_layers=0)
@@ -79,9 +77,7 @@ WRAPPERS = {
     "periodic": Periodic(evict=SnapKV(budget=12, obs_window=5), interval=4),
     "layer_budgets": LayerBudgets(method=SnapKV(budget=12, obs_window=5), shares=(0.5, 1.5)),
     "twilight": Twilight(method=Quest(budget=12, page_size=4, num_dense_layers=0), mass=0.7),
-    "prefill": Prefill(
-        method=SnapKV(budget=12, obs_window=5), pattern=Pattern(columns=3, diagonals=3), **SMALL_PATTERNS
-    ),
+    "prefill": Prefill(method=SnapKV(budget=12, obs_window=5), pattern=Pattern(columns=3, diagonals=3), **SMALL_PATTERNS),
     "verified": kvjax.Verified(draft=SnapKV(budget=12, obs_window=5), depth=2, worth=None),
 }
 
@@ -128,9 +124,7 @@ def law(params: Any) -> list[Any]:
 
 def repeated(params: Any, but: Any) -> list[Any]:
     """Parameters of a law: the names in ``but`` run always, all other names only under ``--thorough``."""
-    return [
-        x if x.values[0] in but else pytest.param(*x.values, marks=[*x.marks, pytest.mark.thorough]) for x in params
-    ]
+    return [x if x.values[0] in but else pytest.param(*x.values, marks=[*x.marks, pytest.mark.thorough]) for x in params]
 
 
 def but_once(params: Any) -> list[Any]:
@@ -154,9 +148,7 @@ def generous(name: str) -> Any:
     if name == "verified":
         return kvjax.Verified(draft=SnapKV(budget=big, obs_window=5), depth=2, worth=None)
     if name == "stages":
-        return Stages(
-            evict=SnapKV(budget=big, obs_window=5), retrieve=Quest(budget=big, page_size=4, num_dense_layers=0)
-        )
+        return Stages(evict=SnapKV(budget=big, obs_window=5), retrieve=Quest(budget=big, page_size=4, num_dense_layers=0))
     if name == "thinned":
         return Stages(evict=SnapKV(budget=big, obs_window=5), retrieve=small(ThinK, channels=1.0, obs_window=5))
     if name == "thin_pages":
@@ -229,6 +221,4 @@ def read(method: Any, rows: Any = None, max_new_tokens: int = 24, **options: Any
     """`kvjax.prefill` of the tiny model on ``rows`` (the three prompts), padded to one width."""
     tokens, lengths = padded(prompts() if rows is None else rows)
     options = {"pad_multiple": 1, "config": TINY, **options}
-    return kvjax.prefill(
-        tiny_params(), tokens, lengths=lengths, method=method, max_new_tokens=max_new_tokens, **options
-    )
+    return kvjax.prefill(tiny_params(), tokens, lengths=lengths, method=method, max_new_tokens=max_new_tokens, **options)

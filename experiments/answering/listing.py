@@ -22,9 +22,7 @@ def list_models(as_json: bool) -> str:
     for entry in entries:
         where = entry["directory"] or f"not on this machine: {entry['download'] / 1e6:.0f} MB to download"
         lines.append(f"{entry['name']}  [{entry['licence']}]\n    {entry['about']}\n    {where}\n")
-    lines.append(
-        "--model NAME downloads a model that is not on this machine; so does kvjax fetch NAME, and nothing else."
-    )
+    lines.append("--model NAME downloads a model that is not on this machine; so does kvjax fetch NAME, and nothing else.")
     return "\n".join([*lines, "--model also takes a directory, and a repository OWNER/NAME of the hub."])
 
 
@@ -53,6 +51,4 @@ def list_families(as_json: bool) -> str:
         parts = textwrap.fill(row.parts or "Llama's parts", 100, initial_indent="    ", subsequent_indent="    ")
         refused = f"\n    refused: {row.refused}" if row.refused else ""
         lines.append(f"{row.model_type}  [{row.models}]\n{parts}{refused}\n")
-    return "\n".join(
-        [*lines, *(f"{kind} is refused: this decoder does not have {part}" for kind, part in MISSING.items())]
-    )
+    return "\n".join([*lines, *(f"{kind} is refused: this decoder does not have {part}" for kind, part in MISSING.items())])

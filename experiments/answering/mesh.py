@@ -51,9 +51,7 @@ def make_mesh(text: str | None) -> Mesh | None:
         return None
     needed, devices = math.prod(axes.values()), jax.devices()
     if needed > len(devices):
-        raise ValueError(
-            f"a mesh of {mesh_text(axes)} needs {needed} devices, got {len(devices)} ({devices[0].device_kind})"
-        )
+        raise ValueError(f"a mesh of {mesh_text(axes)} needs {needed} devices, got {len(devices)} ({devices[0].device_kind})")
     # With Explicit axes, code that reads a row of a result would have to name the row's sharding.
     kinds = (AxisType.Auto,) * len(axes)
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=devices[:needed])

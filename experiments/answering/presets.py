@@ -43,9 +43,7 @@ class Setting:
     note: str
 
 
-def paper_method(
-    name: str, length: int, *, tokenizer: Any, config: Any, given: Mapping[str, Any] | None = None
-) -> Setting:
+def paper_method(name: str, length: int, *, tokenizer: Any, config: Any, given: Mapping[str, Any] | None = None) -> Setting:
     """Make a method at its paper's budget, which is scaled down if it would fill more than half of the context.
 
     A method outside of kvjax that has a budget gets the budget of the baselines, and so do methods inside of a wrapper.

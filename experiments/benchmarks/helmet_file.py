@@ -56,9 +56,7 @@ def _titled(record: Record) -> str:
 def _numbered(record: Record) -> str:
     passages = _passages(record)
     named = "title" in passages[0]
-    return "\n\n".join(
-        f"[ID: {x.get('id')}] Document{f' (Title: {x.get("title")})' * named}: {x['text']}" for x in passages
-    )
+    return "\n\n".join(f"[ID: {x.get('id')}] Document{f' (Title: {x.get("title")})' * named}: {x['text']}" for x in passages)
 
 
 def _ranking(record: Record) -> str:

@@ -168,9 +168,7 @@ def _max_new_tokens(record: Record) -> int:
     value = record.get("max_new_tokens", (int, float, str), "a whole number")
     digits = re.fullmatch(r"0*([0-9]{1,10})(\.0*)?", str(value).strip())
     if digits is None or not 1 <= int(digits[1]) < 2**31:
-        raise record.error(
-            f"expected a whole number from 1 to {2**31 - 1} in the field 'max_new_tokens', got {shown(value)}"
-        )
+        raise record.error(f"expected a whole number from 1 to {2**31 - 1} in the field 'max_new_tokens', got {shown(value)}")
     return int(digits[1])
 
 

@@ -29,10 +29,7 @@ READERS: dict[str, Callable[[Path, int | None], list[Example]]] = {
     "helmet": read_helmet,
     HARNESS: read_harness,
 }
-_SUFFIXES = {
-    **dict.fromkeys(("kvpress", "questions"), tuple(ROWS)),
-    "longbench2": (".json", ".jsonl"),
-}
+_SUFFIXES = {**dict.fromkeys(("kvpress", "questions"), tuple(ROWS)), "longbench2": (".json", ".jsonl")}
 
 
 def parse(spec: str) -> tuple[str, Path]:

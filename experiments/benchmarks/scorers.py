@@ -302,9 +302,7 @@ SCORERS: dict[str, Scorer] = {
     "longbench2_choice": Scorer(_stated_choice, _letters),
     # InfiniteBench.
     "infinitebench_first_integer": _integer(_of_all(score_first_integer), _UNSIGNED),
-    "infinitebench_kv": Scorer(
-        _of_all(score_value_among_words), _stripped, "a word without any of : \" ' . , ? ! { }"
-    ),
+    "infinitebench_kv": Scorer(_of_all(score_value_among_words), _stripped, "a word without any of : \" ' . , ? ! { }"),
     "infinitebench_choice": Scorer(_letter, _stripped),
     "infinitebench_f1": Scorer(_ENGLISH_F1),
     "infinitebench_f1_zh": Scorer(_best(_chinese_character_f1)),

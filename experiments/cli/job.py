@@ -28,9 +28,7 @@ class Job:
         models: whether the command runs models. Then it has the flag ``--implementation``.
     """
 
-    def __init__(
-        self, run: Callable[..., int | None], *kinds: type, compiles: bool = False, models: bool = False
-    ) -> None:
+    def __init__(self, run: Callable[..., int | None], *kinds: type, compiles: bool = False, models: bool = False) -> None:
         self.run, self.kinds = run, kinds
         self.switches = (*[Operations] * (models or compiles), *[CompiledPrograms] * compiles)
 

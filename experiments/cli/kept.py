@@ -18,9 +18,7 @@ def show() -> str:
     if not folders:
         return f"nothing is kept in {programs_directory().parent}"
     sizes = {path: _size(path) for path in folders}
-    lines = [
-        f"{size / 1e6:10,.1f} MB  {folders[path]}  ({path})" for path, size in sizes.items() if path.name[0] != "."
-    ]
+    lines = [f"{size / 1e6:10,.1f} MB  {folders[path]}  ({path})" for path, size in sizes.items() if path.name[0] != "."]
     total = f"{sum(sizes.values()) / 1e6:10,.1f} MB in all; repositories of the hub are in the hub's own cache"
     return "\n".join([*lines, total])
 

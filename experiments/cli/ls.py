@@ -20,9 +20,7 @@ from experiments.cli.job import Job
 from experiments.cli.settings import nearest, option
 
 _OTHERS = ("tasks", "models", "families", "cache")
-_WRAPPERS = (
-    'Wrappers, which are made of methods: --methods "twilight(quest)", --method "periodic(snapkv, interval=128)"'
-)
+_WRAPPERS = 'Wrappers, which are made of methods: --methods "twilight(quest)", --method "periodic(snapkv, interval=128)"'
 _EXPLAINED = "traced: a sweep varies it within one compile; static: it decides a shape, a branch or a kernel"
 
 
@@ -116,12 +114,7 @@ def _entry(name: str, cls: Any) -> dict[str, Any]:
         "paper": paper,
         "keeps": cls.keeps,
         "knobs": [
-            {
-                "name": knob.name,
-                "default": fixed.get(knob.name, _json(knob.default)),
-                "traced": knob.traced,
-                "doc": knob.doc,
-            }
+            {"name": knob.name, "default": fixed.get(knob.name, _json(knob.default)), "traced": knob.traced, "doc": knob.doc}
             for knob in registry.knobs(cls)
         ],
     }
@@ -156,9 +149,7 @@ def _summary(entry: dict[str, Any]) -> str:
 def _explained(entry: dict[str, Any]) -> str:
     arxiv, is_arxiv, number = entry["paper"].partition("arXiv:")
     link = f", https://arxiv.org/abs/{number}" if is_arxiv and not arxiv else ""
-    method, cls = (
-        (entry["path"], entry["class"]) if entry["outside"] else (entry["name"], f"kvjax.methods.{entry['class']}")
-    )
+    method, cls = (entry["path"], entry["class"]) if entry["outside"] else (entry["name"], f"kvjax.methods.{entry['class']}")
     if entry["wrapper"]:
         room = entry["path"].partition(":")[0].rpartition(".")[0]  # kvjax.wrappers or kvjax.exact
         method, cls = f'"{entry["example"]}"', f"{room}.{entry['class']}"

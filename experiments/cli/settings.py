@@ -150,9 +150,7 @@ def parse(
         before = parser.parse_object(dict(values))
         parsed = parser.parse_args(argv, namespace=before.clone())
     except argparse.ArgumentError as error:
-        raise argparse.ArgumentError(
-            None, _sentence(str(error), [flag_of(field) for field in fields.values()])
-        ) from error
+        raise argparse.ArgumentError(None, _sentence(str(error), [flag_of(field) for field in fields.values()])) from error
     for name in values:
         if option_of(fields[name]).positional and parsed[name] in (None, []):  # argparse gives it, absent or not
             parsed[name] = before[name]
@@ -179,9 +177,7 @@ def _sentence(message: str, flags: Sequence[str]) -> str:
     """Shorten what jsonargparse says to a sentence that names the flag and the value."""
     message = re.sub(r'^Parser key "(\w+)":', lambda key: f"{key[1].replace('_', '-')}:", " ".join(message.split()))
     message = re.sub(r"Does not validate .*Subtypes: \[(.*)\] Errors: .*Given value:", r"Expected \1, got", message)
-    message = re.sub(
-        r"<class '([\w.]+)'>", lambda kind: kind[1].rpartition(".")[2].replace("NoneType", "none"), message
-    )
+    message = re.sub(r"<class '([\w.]+)'>", lambda kind: kind[1].rpartition(".")[2].replace("NoneType", "none"), message)
     message = re.sub(r"Not of type PositiveInt: (.*)", r"expected a whole number of at least 1 (\1)", message)
     message = message.replace("Expected a ", "expected ").replace(". Got value:", ", got")
     unknown = re.search(r"unrecognized arguments: (\S+)", message)
@@ -212,9 +208,7 @@ def _add_flag(parser: jsonargparse.ArgumentParser, field: dataclasses.Field, hin
     default = field.default if field.default_factory is _MISSING else field.default_factory()
     is_required = default is _MISSING
     more: dict[str, Any] = {"help": _help(doc, default, is_required)}
-    more["default"] = (
-        None if is_required else list(default) if isinstance(default, tuple) and about.read is None else default
-    )
+    more["default"] = None if is_required else list(default) if isinstance(default, tuple) and about.read is None else default
     if about.metavar is not None:
         more["metavar"] = about.metavar
     kinds = [part for part in _parts(hint) if part is not types.NoneType]
@@ -246,11 +240,7 @@ def _add_flag(parser: jsonargparse.ArgumentParser, field: dataclasses.Field, hin
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:
-    return (
-        typing.get_args(hint)
-        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-        else (hint,)
-    )
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
 
 
 class _Merge(argparse.Action):

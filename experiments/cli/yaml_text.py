@@ -32,9 +32,7 @@ def parse_yaml(text: str) -> Any:
             for key, _ in node.value:
                 line = key.start_mark.line + 1
                 if isinstance(key.value, str) and lines.setdefault((key.tag, key.value), line) != line:
-                    raise ValueError(
-                        f"expected keys once, got {key.value!r} in lines {lines[key.tag, key.value]} and {line}"
-                    )
+                    raise ValueError(f"expected keys once, got {key.value!r} in lines {lines[key.tag, key.value]} and {line}")
             return super().construct_mapping(node, deep)
 
     try:

@@ -64,9 +64,7 @@ def _records(command: CompareCommand, record: Mapping[str, Any]) -> str:
     first, *others = command.folders
     if command.fields or command.written_as != "markdown":
         if others:
-            raise ValueError(
-                f"a comparison of two records is text without --fields and --format, got {len(command.folders)}"
-            )
+            raise ValueError(f"a comparison of two records is text without --fields and --format, got {len(command.folders)}")
         show = {"markdown": describe, "csv": record_csv, "latex": record_latex}[command.written_as]
         return show(record, command.fields).rstrip("\n") + "\n"
     if len(others) > 1:

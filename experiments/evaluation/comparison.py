@@ -105,8 +105,7 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
     check_alike(entry.row for entry in entries)
     rows = told_apart([entry.row for entry in entries])
     return [
-        dataclasses.replace(entry, row={**entry.row, "name": row["name"]})
-        for entry, row in zip(entries, rows, strict=True)
+        dataclasses.replace(entry, row={**entry.row, "name": row["name"]}) for entry, row in zip(entries, rows, strict=True)
     ]
 
 

@@ -58,9 +58,7 @@ class Grid:
             for value in values:
                 check_knobs(self.name, {knob: value})
         if both := self.fixed.keys() & self.varied.keys():
-            raise ValueError(
-                f"{', '.join(sorted(both))} is given one value and a grid of values, expected one of the two"
-            )
+            raise ValueError(f"{', '.join(sorted(both))} is given one value and a grid of values, expected one of the two")
 
     def choices(self) -> list[Choice]:
         """List the settings.

@@ -198,7 +198,5 @@ class Plan:
     def _most_contexts(self, question: str) -> int:
         """Return the most contexts of a generated cell of this run; a question in the prompt makes a context of its own."""
         return max(
-            cell.samples * (cell.questions if question == "prefill" else 1)
-            for cell in self._cells
-            if cell.length is not None
+            cell.samples * (cell.questions if question == "prefill" else 1) for cell in self._cells if cell.length is not None
         )

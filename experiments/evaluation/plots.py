@@ -293,9 +293,7 @@ def memory(rows: Sequence[Row]) -> Any:
         last = []
         for cells in mine.values():
             at_lengths = [[row for row in cells if row.get("length") == length] for length in _lengths(cells)]
-            points = sorted(
-                (_mean(at, "length_tokens"), _mean(at, "resident_bytes_per_row") / 1e6) for at in at_lengths
-            )
+            points = sorted((_mean(at, "length_tokens"), _mean(at, "resident_bytes_per_row") / 1e6) for at in at_lengths)
             panel.plot(*zip(*points, strict=True), **style)
             values += [held for _, held in points]
             last.append(points[-1])

@@ -33,12 +33,7 @@ class Progress:
     """
 
     def __init__(
-        self,
-        total: int,
-        shown: bool,
-        drawn: bool = True,
-        compiler: Callable[[], str] = str,
-        silence: float = _SILENCE,
+        self, total: int, shown: bool, drawn: bool = True, compiler: Callable[[], str] = str, silence: float = _SILENCE
     ) -> None:
         # The mean over all cells predicts the end better than the last cells, some of which have to be compiled.
         self._bar = progress_bar(total=total, unit="cell", smoothing=0, disable=not (shown and drawn), bar_format=_FORMAT)

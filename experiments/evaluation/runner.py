@@ -33,12 +33,7 @@ from experiments.answering import (
 )
 from experiments.benchmarks import Cell, CellStore
 from experiments.evaluation.ahead import CompileAhead
-from experiments.evaluation.answers import (
-    SECONDS,
-    answer_cell,
-    reads_code,
-    with_room,
-)
+from experiments.evaluation.answers import SECONDS, answer_cell, reads_code, with_room
 from experiments.evaluation.cells import make_cells, make_reading, without_file
 from experiments.evaluation.folder import Folder
 from experiments.evaluation.plan import Group, Job, Plan
@@ -183,9 +178,7 @@ class Runner:
         self.folder.divide(parts)
         self._say(f"{whole:.0f} s: " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in parts.items()))
 
-    def _attempt(
-        self, group: Group, ahead: CompileAhead, clock: CompileClock, bar: Progress
-    ) -> tuple[int, list[Group]]:
+    def _attempt(self, group: Group, ahead: CompileAhead, clock: CompileClock, bar: Progress) -> tuple[int, list[Group]]:
         """Run a group as `_run` does; if the device runs out of memory, return 0 and the groups to run instead.
 
         `kvjax.prefill_each` raises a ``MemoryError`` for caches that it knows not to fit.
@@ -240,9 +233,7 @@ class Runner:
 
         together = {"read_together": len(jobs)} if len(jobs) > 1 else {}
         encoded, batches, limit = self.store[cell], self._plan.batches(group), self.settings.max_new_tokens
-        answered = answer_cell(
-            self.model, encoded, group.methods, jobs[0].question, batches, clock, limit, bar.tell, ready
-        )
+        answered = answer_cell(self.model, encoded, group.methods, jobs[0].question, batches, clock, limit, bar.tell, ready)
         for job, (row, predictions) in zip(jobs, answered, strict=True):
             row["compile_seconds"] = round(row["compile_seconds"] + (waiting.run + waiting.compile) / len(jobs), 2)
             row = {**row, **job.identity, "budget": job.identity["knobs"].get("budget"), "note": job.setting.note}
@@ -267,9 +258,7 @@ class Runner:
         for batch in self._plan.batches(group):
             shape, config = batch.shape, with_room(self.model.config, batch.shape, methods)
             # The questions are asked one after the other: their number can change the program only through the room.
-            keys.append(
-                (jax.tree.structure(methods), shape.length, shape.rows, shape.room, shape.question_length, config)
-            )
+            keys.append((jax.tree.structure(methods), shape.length, shape.rows, shape.room, shape.question_length, config))
             kind = {"kv_dtype": self.model.kv_dtype}
             ahead.add(keys[-1], functools.partial(programs, self.model.params, config, methods, shape, **kind))
         return keys
@@ -291,12 +280,7 @@ class Runner:
             for cell in self.cells:
                 setting = self.setting(choice, cell)
                 question = resolve_question(setting.method, self.settings.question)
-                identity = {
-                    "method": choice.label,
-                    "knobs": knobs_of(setting.method),
-                    "question": question,
-                    **cell.identity,
-                }
+                identity = {"method": choice.label, "knobs": knobs_of(setting.method), "question": question, **cell.identity}
                 if self.folder.find(identity) is None:
                     jobs.append(Job(choice.label, setting, question, cell, identity))
         return jobs

@@ -27,4 +27,3 @@ class BesideFull(LayerMethod):
 
     def room(self, state: Any) -> Array | None:
         return Full().room(state.inner)
-

@@ -68,9 +68,7 @@ def _similarity(params: Any, tokens: Array, lengths: Array, *, config: ModelConf
         return out
 
     with nn.intercept_methods(watch):
-        run_prefill(
-            params, tokens, lengths, Full(), model=config, max_new_tokens=1, chunk_size=tokens.size
-        )
+        run_prefill(params, tokens, lengths, Full(), model=config, max_new_tokens=1, chunk_size=tokens.size)
     return jnp.stack(cosines)
 
 

@@ -110,9 +110,7 @@ def _check(contexts: Sequence[Ids], texts: Sequence[Sequence[Ids]], length: int,
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-def _score(
-    params: Any, cache: kvjax.Cache, fed: Array, counts: Array, targets: Array
-) -> tuple[Array, Array, kvjax.Cache]:
+def _score(params: Any, cache: kvjax.Cache, fed: Array, counts: Array, targets: Array) -> tuple[Array, Array, kvjax.Cache]:
     """Feed tokens through the decode path and sum the log-probabilities of the targets.
 
     Args:

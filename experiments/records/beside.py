@@ -54,7 +54,7 @@ def beside(
         lines.append(f"and {len(pairs) - len(table)} more: kvjax compare {names[0]} {names[1]}")
     if ratios:
         spread = f"median {statistics.median(ratios):.3g}, from {min(ratios):.3g} to {max(ratios):.3g}"
-        lines.append(f"ratio (here over there) of {len(ratios)} row{"s" * (len(ratios) > 1)}: {spread}")
+        lines.append(f"ratio (here over there) of {len(ratios)} row{'s' * (len(ratios) > 1)}: {spread}")
     return "\n".join(lines)
 
 

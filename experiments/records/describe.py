@@ -32,8 +32,7 @@ def describe(record: Mapping[str, Any], fields: Sequence[str] = ()) -> str:
         f"commit      {short_commit(record.get('commit'))}",
         f"device      {', '.join(f'{name} {value}' for name, value in device.items())}",
         f"versions    {', '.join(f'{name} {value}' for name, value in (record.get('versions') or {}).items())}",
-        "settings    "
-        + ", ".join(f"{name} {text_of(value)}" for name, value in (record.get("settings") or {}).items()),
+        "settings    " + ", ".join(f"{name} {text_of(value)}" for name, value in (record.get("settings") or {}).items()),
     ]
     known = list(dict.fromkeys(name for row in rows for name in row))
     shown = chosen_fields(record, fields)

@@ -230,9 +230,7 @@ class Bench:
         limit, needed = bytes_limit(), self.cache_bytes(method, length, batch, kv_dtype)
         if limit is not None and self.weights + needed > limit:  # an attempt would leave less memory for the next rows
             sizes = f"{needed / 1e9:.1f} GB beside {self.weights / 1e9:.1f} GB of parameters"
-            raise MemoryError(
-                f"the cache of {type(method).__name__} needs {sizes} on a device of {limit / 1e9:.1f} GB"
-            )
+            raise MemoryError(f"the cache of {type(method).__name__} needs {sizes} on a device of {limit / 1e9:.1f} GB")
         settings, kept = self.settings, self.settings.acceptance if method.drafts else ()
         loop = TokenLoop(
             self.params, self.config, method, length=length, batch=batch, steps=settings.tokens, room=self.room,
@@ -268,13 +266,7 @@ class Bench:
         return figures | {"tokens_per_second": batch / figures["value"]}, cache
 
     def prefill(
-        self,
-        name: str,
-        length: int,
-        batch: int,
-        knobs: Mapping[str, Any] | None = None,
-        sums: str | None = None,
-        **more: Any,
+        self, name: str, length: int, batch: int, knobs: Mapping[str, Any] | None = None, sums: str | None = None, **more: Any
     ) -> dict[str, Any]:
         """Measure a row with the time of prefill: the chunks, the method's compression, the logits of the first token.
 

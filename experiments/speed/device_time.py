@@ -30,9 +30,7 @@ class Seconds:
     compile: float
 
 
-def loop_seconds(
-    run: Callable[..., Any], *args: Any, chain: int = 8, iterations: int = 20, repeats: int = 7
-) -> Seconds:
+def loop_seconds(run: Callable[..., Any], *args: Any, chain: int = 8, iterations: int = 20, repeats: int = 7) -> Seconds:
     """Measure the time of ``run(*args)`` alone.
 
     ``chain`` runs follow each other in the body of a loop of fixed length. The first argument of each run depends on the

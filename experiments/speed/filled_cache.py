@@ -114,9 +114,7 @@ def _maker(plan: Plan, spec: LayerSpec, vocab_size: int, split: Any) -> Any:
     return jax.jit(lambda **args: spread(plan, fill, (), split, **{name: (SAME, x) for name, x in args.items()}))
 
 
-def _start(
-    method: Method, model: ModelConfig, specs: tuple, layers: tuple, length: int, weights: str, seed: int
-) -> Cache:
+def _start(method: Method, model: ModelConfig, specs: tuple, layers: tuple, length: int, weights: str, seed: int) -> Cache:
     batch = specs[0].batch
     # Copies, because donation must take neither the caller's arrays nor a buffer that several fields share.
     method, shared = jax.tree.map(jnp.copy, (method, init_shared(method, model, specs)))
@@ -173,15 +171,7 @@ def _put(state: Any, row: Any, at: Array | int) -> Any:
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "vocab_size"))
-def _row(
-    method: LayerMethod,
-    key: Array,
-    inv_freq: Array,
-    length: Array | int,
-    *,
-    spec: LayerSpec,
-    vocab_size: int,
-) -> Any:
+def _row(method: LayerMethod, key: Array, inv_freq: Array, length: Array | int, *, spec: LayerSpec, vocab_size: int) -> Any:
     """Make a row of a layer after ``length`` random tokens.
 
     ``length`` is traced: otherwise a compiler would fold constants that are as large as a cache.

@@ -48,11 +48,7 @@ _MODES = ("prefill", "largest_batch")  # what is timed instead of decode steps
 _NEEDS = {
     "chunk_size": "prefill", "most_rows": "largest_batch", "sums": "mesh", "beside_one": "mesh", "beside_part": "mesh",
 }  # fmt: skip
-_EXCLUDES = {
-    "largest_batch": ("prefill", "mesh", "batches"),
-    "split": _MODES,
-    "acceptance": ("mesh", *_MODES),
-}
+_EXCLUDES = {"largest_batch": ("prefill", "mesh", "batches"), "split": _MODES, "acceptance": ("mesh", *_MODES)}
 
 
 @dataclasses.dataclass(frozen=True)

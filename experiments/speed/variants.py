@@ -57,9 +57,7 @@ VARIANTS = {
     "snapkv": Variant("snapkv", budget=1024),
     "quest": Variant("quest", budget=2048),
     "sentencekv": Variant("sentencekv", note=f"every {_SENTENCE}th token id ends a sentence"),
-    "chess": Variant(
-        "chess", {"ratios": "aggressive", "trigger": "fixed", "interval": 6}, note="reconstructs every 6 pages"
-    ),
+    "chess": Variant("chess", {"ratios": "aggressive", "trigger": "fixed", "interval": 6}, note="reconstructs every 6 pages"),
     "tokenselect": Variant("tokenselect", {"theta": 0.9}),
     "tokenselect_miss": Variant("tokenselect", {"theta": 2.0}, note="selects in every step"),
     "tokenselect_hit": Variant("tokenselect", {"theta": -1.0}, note="selects in the first step only"),
@@ -122,11 +120,7 @@ def kv_dtype_of(name: str) -> str | None:
 
 
 def setting(
-    name: str,
-    length: int,
-    config: ModelConfig,
-    knobs: Mapping[str, Any] | None = None,
-    kept: Sequence[float] = (),
+    name: str, length: int, config: ModelConfig, knobs: Mapping[str, Any] | None = None, kept: Sequence[float] = ()
 ) -> Setting:
     """Make the variant at a context of ``length`` tokens. A budget above a quarter of the context becomes that quarter.
 

@@ -30,9 +30,7 @@ from experiments.tasks.code_files import CodeFile
 from experiments.tasks.fitting import fit
 
 RECALL_TOKENS = 64
-RECALL_CONTEXT = (
-    "Below is the code of a Python program. Read it carefully. I will ask about a function of it.\n\n{context}"
-)
+RECALL_CONTEXT = "Below is the code of a Python program. Read it carefully. I will ask about a function of it.\n\n{context}"
 RECALL_QUESTION = "\n\nQuestion: {question} Answer with the code alone."
 QUESTIONS = {
     "parameters": "Which parameters does the function `{name}` have, with their default values?",

@@ -44,12 +44,8 @@ def _note(name: str) -> str:
 def _example(name: str, as_json: bool) -> str:
     task = get_task(name)
     if task.needs_file:
-        raise ValueError(
-            f"{name} asks the questions of a {task.haystack} file, which you bring, so there is no example"
-        )
-    (sample,) = make_samples(
-        name, length=_LENGTH, count=1, seed=0, count_tokens=lambda text: -(-len(text) // _CHARACTERS)
-    )
+        raise ValueError(f"{name} asks the questions of a {task.haystack} file, which you bring, so there is no example")
+    (sample,) = make_samples(name, length=_LENGTH, count=1, seed=0, count_tokens=lambda text: -(-len(text) // _CHARACTERS))
     if as_json:
         fields = ("task", "context", "question", "answer_prefix", "answers", "max_new_tokens")
         return json.dumps({field: vars(sample)[field] for field in fields}, indent=1)

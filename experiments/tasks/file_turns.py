@@ -102,10 +102,7 @@ def _sections(request: Request, nouns: list[str]) -> tuple[list[str], Callable[[
     names = words.distinct("words", request.length // (4 * len(KEYS)) + request.num_questions + 1, rng)
 
     def section(name: str) -> dict[str, str]:
-        return {
-            "name": name,
-            **{key: words.number(rng, 4) if key in _NUMBERS else rng.choice(nouns) for key in KEYS},
-        }
+        return {"name": name, **{key: words.number(rng, 4) if key in _NUMBERS else rng.choice(nouns) for key in KEYS}}
 
     return names, section
 

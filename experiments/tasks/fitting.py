@@ -36,19 +36,12 @@ def mix(request: Request, others: Sequence[str], texts: Sequence[str]) -> list[s
     merged = list(others)
     for index, text in enumerate(texts):
         chosen = request.depth is not None and index == 0
-        merged.insert(
-            round(request.depth * len(others)) if chosen else request.rng.randrange(len(merged) + 1), text
-        )
+        merged.insert(round(request.depth * len(others)) if chosen else request.rng.randrange(len(merged) + 1), text)
     return merged
 
 
 def fit(
-    request: Request,
-    questions: Sequence[Question],
-    limit: int,
-    fixed: int,
-    build: Callable[[int], str],
-    system: str = "",
+    request: Request, questions: Sequence[Question], limit: int, fixed: int, build: Callable[[int], str], system: str = ""
 ) -> Document:
     """Make a document whose first prompt fits `request.length`; the haystack shrinks until the prompt fits.
 

@@ -28,11 +28,7 @@ def _number_context(order: str) -> str:
 
 def _number_texts(what: str) -> tuple[str, str, str]:
     """Return needle template, question and answer prefix of a hidden number that the suite calls `what`."""
-    return (
-        f"The {what} is {{key}}. Remember it. {{key}} is the {what}.",
-        f"\n\n\nWhat is the {what}?",
-        f"\n\nThe {what} is",
-    )
+    return (f"The {what} is {{key}}. Remember it. {{key}} is the {what}.", f"\n\n\nWhat is the {what}?", f"\n\nThe {what} is")
 
 
 PASSKEY_CONTEXT = _number_context("Find it and memorize them.")

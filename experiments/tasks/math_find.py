@@ -76,10 +76,7 @@ def math_find(request: Request) -> Document:
     # The answers are not known yet, so in training each answer gets the room of the longest.
     drafts = [
         Question(
-            MATH_QUESTION if single else "\n\n" + header + MATH_QUESTION,
-            MATH_PREFIX.format(kind=kind),
-            (),
-            f"{MATH_MOST}.5",
+            MATH_QUESTION if single else "\n\n" + header + MATH_QUESTION, MATH_PREFIX.format(kind=kind), (), f"{MATH_MOST}.5"
         )
         for kind, header in zip(kinds, headers, strict=True)
     ]
@@ -93,7 +90,6 @@ def math_find(request: Request) -> Document:
     document = fit(request, drafts, MATH_TOKENS, count_tokens(front + "[]"), build)
     answers = [special_number(kind, json.loads(document.context.removeprefix(front))) for kind in kinds]
     questions = (
-        dataclasses.replace(draft, answers=(answer,), target=answer)
-        for draft, answer in zip(drafts, answers, strict=True)
+        dataclasses.replace(draft, answers=(answer,), target=answer) for draft, answer in zip(drafts, answers, strict=True)
     )
     return dataclasses.replace(document, questions=tuple(questions))

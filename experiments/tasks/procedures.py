@@ -124,8 +124,7 @@ def runs(rng: random.Random, count: int, longest: int) -> list[bool]:
 def two_lists(lines: Sequence[str], in_first: Sequence[bool]) -> dict[str, str]:
     """Divide lines into two texts, "a" and "b"."""
     return {
-        name: "\n".join(line for line, first in zip(lines, in_first, strict=True) if first == (name == "a"))
-        for name in "ab"
+        name: "\n".join(line for line, first in zip(lines, in_first, strict=True) if first == (name == "a")) for name in "ab"
     }
 
 

@@ -101,9 +101,7 @@ def load_questions(kind: str, source: str | None, count_tokens: Callable[[str], 
         source: "file:PATH".
     """
     if source is None or not source.startswith("file:"):
-        raise ValueError(
-            f"the questions come from a file in {FORMATS[kind]}; expected haystack 'file:PATH', got {source!r}"
-        )
+        raise ValueError(f"the questions come from a file in {FORMATS[kind]}; expected haystack 'file:PATH', got {source!r}")
     path = pathlib.Path(source.removeprefix("file:"))
     if not path.is_file():
         raise FileNotFoundError(f"question file not found: {path}")

@@ -177,10 +177,7 @@ def variable_tracking(request: Request) -> Document:
     chains = [_chain(rng, words, value, letters=5) for value in numbers]
     questions = [
         Question(
-            VT_QUESTION.format(query=value),
-            VT_PREFIX.format(query=value, count=len(names)),
-            tuple(names),
-            " ".join(names),
+            VT_QUESTION.format(query=value), VT_PREFIX.format(query=value, count=len(names)), tuple(names), " ".join(names)
         )
         for value, (names, _) in zip(numbers, chains, strict=True)
     ]

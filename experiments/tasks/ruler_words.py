@@ -90,9 +90,7 @@ def common_words(request: Request) -> Document:
                 break
             taken.append(word)
         else:
-            raise ValueError(
-                f"length {request.length} is more than the {len(known)} words that cwe draws from can fill"
-            )
+            raise ValueError(f"length {request.length} is more than the {len(known)} words that cwe draws from can fill")
         return head + CWE_CONTEXT.format(context=_word_list(rng, common, taken, repeats))
 
     fixed = count_tokens(head + CWE_CONTEXT.format(context=""))
@@ -124,9 +122,7 @@ def frequent_words(request: Request) -> Document:
             low, high = (middle, high) if size(middle) <= budget else (low, middle)
         counts = zeta_counts(low, len(vocabulary))
         if counts[3] == counts[4]:
-            raise TooShort(
-                f"length {request.length} is too short: the words of rank 4 and 5 both appear {counts[3]} times"
-            )
+            raise TooShort(f"length {request.length} is too short: the words of rank 4 and 5 both appear {counts[3]} times")
         body = list(itertools.chain(*([word] * count for word, count in zip(vocabulary, counts, strict=True))))
         rng.shuffle(body)
         return FWE_CONTEXT.format(context=" ".join(body))

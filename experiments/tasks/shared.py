@@ -103,8 +103,7 @@ def many_shot(request: Request) -> Document:
         needed += near
     needed = [number for number in dict.fromkeys(needed) if number not in asked]
     questions = [
-        Question(SHOT_QUESTION.format(number=number), SHOT_PREFIX, (label(number),), " " + label(number))
-        for number in asked
+        Question(SHOT_QUESTION.format(number=number), SHOT_PREFIX, (label(number),), " " + label(number)) for number in asked
     ]
 
     def shot(number: int) -> str:

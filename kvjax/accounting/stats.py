@@ -100,9 +100,7 @@ def with_bytes(stats: Stats, cache: Cache, params: Any) -> Stats:
 def step_cost(cache: Cache) -> Stats:
     """Compute the cost of the next decode step without the fields that `with_bytes` adds; it can be traced."""
     model = cache.model
-    costs = [
-        m.cost(state, cache.shared) for m, state in zip(layer_methods(cache.method, model), cache.layers, strict=True)
-    ]
+    costs = [m.cost(state, cache.shared) for m, state in zip(layer_methods(cache.method, model), cache.layers, strict=True)]
     length = cache.length.astype(jnp.float32)
     recurrence = layer_recurrence(model)
     attending = [cost for cost, state in zip(costs, recurrence, strict=True) if state is None]
@@ -112,8 +110,7 @@ def step_cost(cache: Cache) -> Stats:
     heads, once = model.num_kv_heads, values_are_keys(model)
     # Bytes of a token; layers with a window keep the dtype of the model.
     row = [
-        heads * row_bytes(model.head_dim, model.dtype, cache.kv_dtype if window is None else None, once)
-        for window in windows
+        heads * row_bytes(model.head_dim, model.dtype, cache.kv_dtype if window is None else None, once) for window in windows
     ]
     return Stats(
         length=jnp.copy(cache.length),  # the next call consumes the cache

@@ -154,13 +154,7 @@ def answer(
     for tail, size, drawn in zip(tails, sizes, keys, strict=True):
         cache = extend(speaker.params, fork(whole), tail[None], lengths=[size])
         out = generate(
-            speaker.params,
-            cache,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            key=drawn,
+            speaker.params, cache, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, key=drawn
         )
         ids = np.asarray(out.tokens[0])[: int(out.num_tokens[0])].tolist()
         tokens.append(ids)

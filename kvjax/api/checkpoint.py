@@ -98,9 +98,7 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
 
 
 @in_32_bits
-def load_cache(
-    directory: str | pathlib.Path, *, config: Model, method: Method | str, params: Any = None
-) -> Cache:
+def load_cache(directory: str | pathlib.Path, *, config: Model, method: Method | str, params: Any = None) -> Cache:
     """Read a cache written by `save_cache`.
 
     Args:
@@ -187,8 +185,7 @@ def _places(blank: Cache, leaves: list[dict[str, Any]]) -> list[Any]:
         places = jax.tree.leaves(shardings(blank))
     # Arrays in host memory are loaded straight into it, because the device may be too small for them.
     return [
-        place.with_memory_kind("pinned_host") if leaf["host"] else place
-        for place, leaf in zip(places, leaves, strict=True)
+        place.with_memory_kind("pinned_host") if leaf["host"] else place for place, leaf in zip(places, leaves, strict=True)
     ]
 
 

@@ -22,15 +22,7 @@ from kvjax.api.programs import consuming, decode_program, extend_program, genera
 from kvjax.api.text import GrowingText, rows_of, texts_of
 from kvjax.cache.whole_model import Cache, check_alive
 from kvjax.decoding.bits import in_32_bits
-from kvjax.decoding.checks import (
-    bool_rows,
-    check_cache,
-    check_params,
-    check_room,
-    check_vocabulary,
-    int32_rows,
-    read_array,
-)
+from kvjax.decoding.checks import bool_rows, check_cache, check_params, check_room, check_vocabulary, int32_rows, read_array
 from kvjax.decoding.sampling import Sampler
 from kvjax.mesh.sharding import place_rows, readable
 from kvjax.protocol.describe import count_rows, describe_numbers, is_known
@@ -51,9 +43,7 @@ class Generation:
     stats: Stats = traced("cost of the method at the last step")
 
     def __repr__(self) -> str:
-        return (
-            f"Generation({describe_numbers(self.num_tokens)} tokens in {count_rows(self.num_tokens)}, {self.cache!r})"
-        )
+        return f"Generation({describe_numbers(self.num_tokens)} tokens in {count_rows(self.num_tokens)}, {self.cache!r})"
 
     def rows(self) -> list[list[int]]:
         """List the token ids of each row without padding, a closing EOS included."""

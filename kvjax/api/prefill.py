@@ -64,9 +64,7 @@ def pad_tokens(tokens: Tokens, lengths: Integers | None = None, multiple: int = 
             return as_jax(np.pad(np.asarray(tokens), widths), jnp.int32), length
         return jnp.pad(jnp.asarray(tokens, jnp.int32), widths), length
     if not isinstance(tokens, Sequence) or isinstance(tokens, str) or not len(tokens):
-        raise ValueError(
-            f"tokens must be a list of token lists, one per row (for one prompt: [prompt]), got {shown(tokens)}"
-        )
+        raise ValueError(f"tokens must be a list of token lists, one per row (for one prompt: [prompt]), got {shown(tokens)}")
     rows = [_row(row) for row in tokens]
     if lengths is not None:
         raise ValueError("lengths belong to a padded array of tokens; lists carry their own length")
@@ -81,9 +79,7 @@ def _row(row: Any) -> np.ndarray:
     """Convert one row of token ids to an integer array."""
     array = np.asarray(read_array(row))
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(
-            f"tokens must be a list of integers per row (for one prompt: [prompt]), got the row {shown(row)}"
-        )
+        raise ValueError(f"tokens must be a list of integers per row (for one prompt: [prompt]), got the row {shown(row)}")
     check_int32("token ids", array)
     return array
 

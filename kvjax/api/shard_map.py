@@ -69,9 +69,7 @@ def cache_specs(method: Method, model: Model, plan: Plan, kv_dtype: str | None =
 
     layers, shared = jax.tree.map(spec, state, of_heads, of_slots)
     row = cast("Any", plan.row)
-    return Cache(
-        layers=layers, shared=shared, method=SAME, length=row, logits=row, model=model, plan=plan, kv_dtype=kv_dtype
-    )
+    return Cache(layers=layers, shared=shared, method=SAME, length=row, logits=row, model=model, plan=plan, kv_dtype=kv_dtype)
 
 
 def shardings(cache: Cache) -> Cache:
@@ -106,9 +104,7 @@ def prefill_each(
         caches = run(params, tokens, length, methods, model=part)
         return tuple(dataclasses.replace(cache, model=model, weights=weights, plan=plan) for cache in caches)
 
-    specs = tuple(
-        dataclasses.replace(cache_specs(method, model, plan, kv_dtype), weights=weights) for method in methods
-    )
+    specs = tuple(dataclasses.replace(cache_specs(method, model, plan, kv_dtype), weights=weights) for method in methods)
     return spread(plan, one, params, specs, tokens=(plan.row, tokens), length=(plan.row, length), methods=(SAME, methods))
 
 

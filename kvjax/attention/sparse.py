@@ -64,9 +64,7 @@ class SparsePrompt:
         """Tell whether every pattern has room for all of ``slots`` tokens, so that attention is dense."""
         return all(pattern.covers(slots, self.block) for pattern in self.heads)
 
-    def attend(
-        self, query: Array, key: Array, value: Array, start: Array | int, length: Array
-    ) -> tuple[Array, Array]:
+    def attend(self, query: Array, key: Array, value: Array, start: Array | int, length: Array) -> tuple[Array, Array]:
         """Attend with a prompt chunk to the keys that the patterns choose.
 
         Args:
@@ -199,11 +197,7 @@ class SparsePrompt:
             slot = low + jnp.arange(width, dtype=jnp.int32)
             part = lax.dynamic_slice_in_dim(key, low, width, 2)
             made = scale * jnp.einsum(
-                "bhgwd,bhsd->bhgws",
-                query,
-                part,
-                precision=product_precision(query.dtype),
-                preferred_element_type=jnp.float32,
+                "bhgwd,bhsd->bhgws", query, part, precision=product_precision(query.dtype), preferred_element_type=jnp.float32
             )
             seen = (slot[None, None] <= asked[..., None]) & (slot >= step * width)[None, None]
             return low, jnp.where(seen[:, None, None], made, -jnp.inf)

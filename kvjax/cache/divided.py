@@ -157,9 +157,7 @@ def merged(out: Array, lse: Array, cache: LayerStorage) -> tuple[Array, Array]:
     return wide.astype(out.dtype), shift + jnp.log(weight)
 
 
-def attend_past(
-    query: Array, key: Array, value: Array, cache: LayerStorage, position: Array
-) -> tuple[Array, Array]:
+def attend_past(query: Array, key: Array, value: Array, cache: LayerStorage, position: Array) -> tuple[Array, Array]:
     """Attend causally with a prompt chunk to itself, on every device, and to all parts of the earlier tokens.
 
     Args:

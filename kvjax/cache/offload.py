@@ -118,9 +118,7 @@ class OffloadedLayerCache(LayerStorage):
     def slot_bytes(self) -> int:
         return super().slot_bytes // (1 + self.once)
 
-    def append(
-        self, key: Array, value: Array, position: Array, start: Array | int | None = None
-    ) -> OffloadedLayerCache:
+    def append(self, key: Array, value: Array, position: Array, start: Array | int | None = None) -> OffloadedLayerCache:
         if start is None and key.shape[2] == 1:
             return self._after(stored_token(self, key, value, position))
         slot, cursor = next_slots(self, position)
@@ -248,9 +246,7 @@ class OffloadedLayerCache(LayerStorage):
         return dataclasses.replace(self, near_key=key, near_value=value)
 
 
-def empty_storage(
-    spec: LayerSpec, slots: int, values_only: bool = False
-) -> LayerCache | OffloadedLayerCache:
+def empty_storage(spec: LayerSpec, slots: int, values_only: bool = False) -> LayerCache | OffloadedLayerCache:
     """Make an empty cache of ``slots`` slots, offloaded if the layer is. With ``values_only`` keys stay on the device."""
     shape = (spec.batch, spec.num_kv_heads, slots, spec.head_dim)
     if spec.parts > 1 and spec.kv_dtype is None:
@@ -320,9 +316,7 @@ def _is_offloaded_cache(x: Any) -> bool:
 
 def sync(layers: tuple, tokens: int) -> tuple:
     """Write the ``tokens`` newest tokens of each row to host memory in all layers; see `OffloadedLayerCache.sync`."""
-    return jax.tree.map(
-        lambda x: x.sync(tokens) if _is_offloaded_cache(x) else x, layers, is_leaf=_is_offloaded_cache
-    )
+    return jax.tree.map(lambda x: x.sync(tokens) if _is_offloaded_cache(x) else x, layers, is_leaf=_is_offloaded_cache)
 
 
 def steps_between_syncs(layers: tuple, steps: int) -> int | None:

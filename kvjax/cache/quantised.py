@@ -20,23 +20,12 @@ from jax import Array
 
 from kvjax.cache.divided import kept_of_all, next_here, whole
 from kvjax.cache.latent import empty_latent
-from kvjax.cache.storage import (
-    LayerCache,
-    LayerSpec,
-    PlainCache,
-    empty_cache,
-)
+from kvjax.cache.storage import LayerCache, LayerSpec, PlainCache, empty_cache
 from kvjax.protocol.fields import shown
 from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
 from kvjax.rope import rotate
 from kvjax.selection import kept_positions
-from pallas_kernels.formats.quantised import (
-    Quantised,
-    code_bytes,
-    dequantise,
-    scale_bytes,
-    zeros,
-)
+from pallas_kernels.formats.quantised import Quantised, code_bytes, dequantise, scale_bytes, zeros
 
 # What ``kv_dtype`` may be: the kinds of codes of keys and of values, and whether their channels are mixed before they are
 # rounded (`pallas_kernels.formats.mixing`). Values in 4 bits have a scale for each group of channels (`has_groups`).
@@ -156,5 +145,3 @@ def check_kv_dtype(kv_dtype: str | None) -> None:
         *others, last = map(repr, KV_DTYPES)
         known = f"{', '.join(others)} or {last}"
         raise ValueError(f"kv_dtype must be {known}, or None for the dtype of the model, got {shown(kv_dtype)}")
-
-

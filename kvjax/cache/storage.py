@@ -153,9 +153,7 @@ class LayerStorage(abc.ABC):
         """
 
     @abc.abstractmethod
-    def append_rotated(
-        self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
-    ) -> tuple[Array, Self]:
+    def append_rotated(self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array) -> tuple[Array, Self]:
         """Rotate the key and the query of a decode step's token, and store the token. On a GPU this is one kernel.
 
         Args:
@@ -222,9 +220,7 @@ class LayerCache(LayerStorage):
 
         return self.holding(put(self.stored[0], key), put(self.stored[1], value), position, cursor)
 
-    def append_rotated(
-        self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
-    ) -> tuple[Array, Self]:
+    def append_rotated(self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array) -> tuple[Array, Self]:
         stored = stored_token(self, key, value, position, query[..., 0, :], inv_freq)
         cache = self.holding(stored.key, stored.value, stored.position, stored.cursor)
         return not_none("query", stored.query)[..., None, :], cache
@@ -275,12 +271,7 @@ class PlainCache(LayerCache):
 
 
 def stored_token(
-    cache: LayerStorage,
-    key: Array,
-    value: Array,
-    position: Array,
-    query: Array | None = None,
-    inv_freq: Array | None = None,
+    cache: LayerStorage, key: Array, value: Array, position: Array, query: Array | None = None, inv_freq: Array | None = None
 ) -> Stored:
     """Store one more token per row in the arrays of ``cache``: key and value [B, H, 1, D], position int32 [B, 1].
 

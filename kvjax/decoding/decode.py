@@ -66,10 +66,7 @@ def run_step(
         states = sync(states, 1)
     return observe(
         dataclasses.replace(
-            cache,
-            layers=states,
-            length=cache.length + count,
-            logits=jnp.where((count > 0)[:, None], logits, cache.logits),
+            cache, layers=states, length=cache.length + count, logits=jnp.where((count > 0)[:, None], logits, cache.logits)
         ),
         decoding=tokens.shape[1] == 1,
     )

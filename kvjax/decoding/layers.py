@@ -172,9 +172,7 @@ def observe(cache: Cache, decoding: bool) -> Cache:
     chosen = method_layers(cache.model)
     if not chosen:
         return cache
-    seen = cache.method.observe(
-        dataclasses.replace(cache, layers=tuple(cache.layers[layer] for layer in chosen)), decoding
-    )
+    seen = cache.method.observe(dataclasses.replace(cache, layers=tuple(cache.layers[layer] for layer in chosen)), decoding)
     layers = list(cache.layers)
     for layer, state in zip(chosen, seen.layers, strict=True):
         layers[layer] = state

@@ -25,9 +25,7 @@ class Sampler:
     def __post_init__(self) -> None:
         check_fields(self, prefix="")
         if self.temperature is None and not (self.top_k is None and self.top_p is None):
-            raise ValueError(
-                f"top_k={self.top_k} and top_p={self.top_p} need a temperature; without one decoding is greedy"
-            )
+            raise ValueError(f"top_k={self.top_k} and top_p={self.top_p} need a temperature; without one decoding is greedy")
 
     def draw(self, logits: Array, key: Array | None) -> Array:
         """Draw next tokens int32 [B] from logits float32 [B, V]. Greedy drawing does not use ``key``.

@@ -48,8 +48,7 @@ class Common:
         """Undo `strip_layer`."""
         held = enumerate(zip(states, self.holders[layer], strict=True))
         return tuple(
-            one if holder == at else dataclasses.replace(one, cache=states[holder].cache)
-            for at, (one, holder) in held
+            one if holder == at else dataclasses.replace(one, cache=states[holder].cache) for at, (one, holder) in held
         )
 
     def after(self, before: tuple, finished: tuple) -> Common:

@@ -68,9 +68,7 @@ class FromJudge(SlotMethod):
         used = jnp.concatenate([aux.used & (aux.slots < first[:, None]), recent >= 0], axis=2)
         return Selection(slots=jnp.where(used, slots, 0), mask=used)
 
-    def update(
-        self, cache: LayerStorage, aux: Listed, step: Step, mass: Array | None
-    ) -> tuple[LayerStorage, Listed]:
+    def update(self, cache: LayerStorage, aux: Listed, step: Step, mass: Array | None) -> tuple[LayerStorage, Listed]:
         if mass is None:
             return cache, aux
         new, fresh = self._best(cache, mass), (step.position >= 0).any(axis=1)[:, None, None]

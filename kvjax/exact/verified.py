@@ -116,9 +116,7 @@ class Verified(Method):
         _check_prompt(verified.draft, name)
         most = verified.max_tokens(in_prompt=False)
         if most is not None and most <= self.depth:
-            raise ValueError(
-                f"Verified: depth must be below {most}, the tokens that {name} stores at once, got {self.depth}"
-            )
+            raise ValueError(f"Verified: depth must be below {most}, the tokens that {name} stores at once, got {self.depth}")
         return verified
 
     def reread(self, states: tuple, reading: Reading) -> tuple:

@@ -124,9 +124,7 @@ class VerifiedLayer(LayerMethod):
             out, _, mass = attend_few_mass(query, cache, inputs.position)
         else:
             out, mass = attend_stored(query, cache, inputs.position, observes, sinks=inputs.sinks)
-        if (
-            mass is not None
-        ):  # read before rejected tokens lose their positions, or XLA copies the positions of all slots
+        if mass is not None:  # read before rejected tokens lose their positions, or XLA copies the positions of all slots
             out, mass = lax.optimization_barrier((out, mass))
         full = dataclasses.replace(full, cache=cache)
         judged = dataclasses.replace(state, full=full) if isinstance(state, Pair) else full

@@ -31,17 +31,7 @@ from kvjax.decoding.decode import Call, Decoded, padding_token, run_step
 from kvjax.decoding.layers import layer_methods, observe
 from kvjax.decoding.passes import layer_inputs
 from kvjax.decoding.recurrent import run_recurrent
-from kvjax.exact.progress import (
-    active_rows,
-    draw,
-    ends,
-    goes_on,
-    keys_of_draws,
-    largest,
-    left_tokens,
-    next_token,
-    written,
-)
+from kvjax.exact.progress import active_rows, draw, ends, goes_on, keys_of_draws, largest, left_tokens, next_token, written
 from kvjax.exact.verified import Verified, noted
 from kvjax.exact.verified_layer import Passes, VerifiedLayer
 from kvjax.protocol.method import LayerMethod, settle_due

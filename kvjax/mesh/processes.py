@@ -63,9 +63,7 @@ def check_same(mesh: Mesh, arrays: Iterable[Any]) -> None:
     differ = (every != every[0]).any(axis=1)
     if differ.any():
         one, other = (mesh.devices.flat[at].process_index for at in (0, int(differ.argmax())))
-        raise ValueError(
-            f"all processes must pass identical tokens and lengths; process {other} differs from process {one}"
-        )
+        raise ValueError(f"all processes must pass identical tokens and lengths; process {other} differs from process {one}")
 
 
 def put[X](x: X, sharding: NamedSharding) -> X:

@@ -151,9 +151,7 @@ def plan_of(params: Any) -> Plan | None:
             type Explicit.
     """
     named = jax.tree_util.tree_leaves_with_path(params)
-    shardings = [
-        x.sharding if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) and is_known(x) else None for _, x in named
-    ]
+    shardings = [x.sharding if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) and is_known(x) else None for _, x in named]
     spread = [x for x in shardings if x is not None and (x.num_devices > 1 or _is_explicit(x))]
     if not spread:
         return None
@@ -167,7 +165,7 @@ def plan_of(params: Any) -> Plan | None:
         if _is_explicit(first):
             raise ValueError(
                 f"parameters on a mesh with Explicit axes must be on one with the axes {DATA!r}, {MODEL!r} and {SLOTS!r} "
-                f"(see models.sharding.shard_params), or have Auto axes, got the axes {cast("Any", first).mesh.axis_names}"
+                f"(see models.sharding.shard_params), or have Auto axes, got the axes {cast('Any', first).mesh.axis_names}"
             )
         return None
     mesh, specs = cast("Mesh", first.mesh), []

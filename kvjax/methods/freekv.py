@@ -144,13 +144,7 @@ class FreeKV(SlotMethod):
             compared = compared + counts.astype(jnp.int32)
             corrected = corrected + (counts[:, None] & turned).astype(jnp.int32)
         _, box = self._pages.update(cache, aux.box, step, mass)
-        return cache, Speculation(
-            box=box,
-            query=query,
-            known=aux.known | (real > 0),
-            compared=compared,
-            corrected=corrected,
-        )
+        return cache, Speculation(box=box, query=query, known=aux.known | (real > 0), compared=compared, corrected=corrected)
 
     def count(self, cache: LayerStorage, aux: Speculation, shared: Any) -> tuple[Array, Array]:
         """Count exactly if all pages but the newest are full; give an upper bound if an eviction left holes."""

@@ -213,9 +213,7 @@ class InfLLM(LayerMethod):
         # A mean selects like the sum. The selection of a row without a token does not matter.
         asked = query if tokens == 1 else jnp.where(real[:, None, None, :, None], query, 0)
         asked = asked.sum(axis=3, dtype=jnp.float32)
-        score = jnp.einsum(
-            "bhgd,bhgnd->bn", asked, state.representative.astype(jnp.float32), precision=lax.Precision.HIGHEST
-        )
+        score = jnp.einsum("bhgd,bhgnd->bn", asked, state.representative.astype(jnp.float32), precision=lax.Precision.HIGHEST)
         number = jnp.arange(score.shape[1], dtype=jnp.int32)[None]
         score = jnp.where(number < count, axes.total(score), -jnp.inf)[:, None]
         most = min(self.capacity // size, score.shape[2])
@@ -230,11 +228,7 @@ class InfLLM(LayerMethod):
         near = before - self.num_local + 1 + jnp.arange(self.num_local - 1 + tokens, dtype=jnp.int32)[None]
         present = (near >= 0) & (near < before + jnp.sum(real, axis=1, dtype=jnp.int32)[:, None])
         return Places(
-            far=jnp.where(listed, far, 0),
-            far_used=listed,
-            near=jnp.where(present, near, 0),
-            near_used=present,
-            query=query,
+            far=jnp.where(listed, far, 0), far_used=listed, near=jnp.where(present, near, 0), near_used=present, query=query
         )
 
     def _attend_one(self, cache: LayerStorage, places: Places, inputs: Inputs) -> tuple[Array, ...]:
@@ -318,9 +312,7 @@ class InfLLM(LayerMethod):
             due=real & (outside > 0) & (lax.rem(outside, self.block_size) == 0),
         )
 
-    def _noted(
-        self, state: BlockState, cache: LayerStorage, seen: LayerStorage, mass: Array, inputs: Inputs
-    ) -> BlockState:
+    def _noted(self, state: BlockState, cache: LayerStorage, seen: LayerStorage, mass: Array, inputs: Inputs) -> BlockState:
         """Update the state after a chunk whose near tokens received ``mass``, as in `_attend`; ``seen`` has their keys."""
         before, size, width = state.cache.cursor[:, None], self.block_size, state.received_ring.shape[3]
         heads, tokens = mass.shape[:3], inputs.query.shape[3]

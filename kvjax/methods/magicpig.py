@@ -103,9 +103,7 @@ class MagicPIG(SlotMethod):
         count = jnp.maximum(jnp.sum(used, axis=2, dtype=jnp.float32), 1)
         centre = jnp.sum(jnp.where(used, cache.key, 0), axis=2, dtype=jnp.float32) / count
         planes, slots = self._planes(cache), cache.num_slots - room
-        ids = by_blocks(
-            lambda key: buckets(key.astype(jnp.float32) - centre[:, :, None], planes), cache.key[:, :, :slots]
-        )
+        ids = by_blocks(lambda key: buckets(key.astype(jnp.float32) - centre[:, :, None], planes), cache.key[:, :, :slots])
         none = jnp.zeros(cache.position.shape[:2], jnp.int32)
         ids = jnp.where(used[:, :, :slots], ids, 0).swapaxes(2, 3)
         ids = jnp.pad(ids, ((0, 0), (0, 0), (0, 0), (0, -slots % _ALIGNED)))
@@ -126,9 +124,7 @@ class MagicPIG(SlotMethod):
             if slots is None:  # a list of all slots is not longer
                 own = jax.vmap(lambda own: mask_of(listed, own, size), 2, 2)(own)
                 mask = mask_of(listed, mask, size)
-        bias = sampled_bias(
-            query, cache.stored[0], aux.centre, slots, own, aux.near, num_tables=self.num_tables, **fixed
-        )
+        bias = sampled_bias(query, cache.stored[0], aux.centre, slots, own, aux.near, num_tables=self.num_tables, **fixed)
         if slots is None:
             slots = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None, None], mask.shape)
         return Selection(slots=slots, mask=mask, bias=bias, select_aux=(jnp.minimum(sampled, room), sampled > room))

@@ -69,13 +69,7 @@ class Quest(Retrieval):
     def join(self, summary: Box, cache: LayerStorage) -> Box:
         key, rows = cache.newest_key
         low, high = widen_page(
-            key,
-            cache.position,
-            cache.here,
-            summary.low,
-            summary.high,
-            page_size=self.page_size,
-            rows=rows,
+            key, cache.position, cache.here, summary.low, summary.high, page_size=self.page_size, rows=rows
         )
         return Box(low=low, high=high)
 

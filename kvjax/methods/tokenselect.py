@@ -190,9 +190,7 @@ class TokenSelect(LayerMethod):
         if rows is None:
             return state
         near = Near(first=self.num_sink, newest=self.num_local)
-        return dataclasses.replace(
-            state, cache=offload(state.cache.resident(), near, host=rows.host, values_only=True)
-        )
+        return dataclasses.replace(state, cache=offload(state.cache.resident(), near, host=rows.host, values_only=True))
 
     def chosen(self, state: TokenState, inputs: Inputs) -> Array:
         slots, _, _ = self._select(state, inputs)
@@ -277,12 +275,7 @@ class TokenSelect(LayerMethod):
             num_local=local,
         )
         state = TokenState(
-            cache=cache,
-            query=step.last,
-            chosen=chosen,
-            ready=step.ready,
-            hits=step.hits,
-            refreshes=step.refreshes,
+            cache=cache, query=step.last, chosen=chosen, ready=step.ready, hits=step.hits, refreshes=step.refreshes
         )
         return Slots(token=token, used=used, first=first, real=real), step.rotated[..., None, :], state
 

@@ -32,9 +32,7 @@ from pallas_kernels import axes
 class AppendOnly(SlotMethod):
     """Attend to all stored slots. Tokens after the prompt are appended and never evicted."""
 
-    def update(
-        self, cache: LayerStorage, aux: None, step: Step, mass: Array | None
-    ) -> tuple[LayerStorage, None]:
+    def update(self, cache: LayerStorage, aux: None, step: Step, mass: Array | None) -> tuple[LayerStorage, None]:
         return cache, None
 
     def count(self, cache: LayerStorage, aux: None, shared: Any) -> tuple[Array, Array]:
@@ -207,9 +205,7 @@ class Retrieval(SlotMethod):
         pages, listed = best_slots(score, self.budget // self.page_size, most, cache)
         return Selection(slots=pages, mask=listed, page_size=self.page_size)
 
-    def update(
-        self, cache: LayerStorage, aux: Any, step: Step, mass: Array | None
-    ) -> tuple[LayerStorage, Any]:
+    def update(self, cache: LayerStorage, aux: Any, step: Step, mass: Array | None) -> tuple[LayerStorage, Any]:
         batch, tokens = step.position.shape
         if tokens == 1:
             return cache, check_alike(self, "join", aux, self.join(aux, cache))

@@ -109,9 +109,7 @@ class ScanRetrieval(SlotMethod):
     def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection:
         return self.find(cache, aux, step, self.regions(cache, aux))
 
-    def update(
-        self, cache: LayerStorage, aux: Any, step: Step, mass: Array | None
-    ) -> tuple[LayerStorage, Any]:
+    def update(self, cache: LayerStorage, aux: Any, step: Step, mass: Array | None) -> tuple[LayerStorage, Any]:
         aux = self.join(aux, cache, step.position)
         return cache, aux if step.select_aux is None else self.joined(aux, step.select_aux)
 

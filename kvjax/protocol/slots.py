@@ -171,12 +171,7 @@ class SlotAttention(LayerMethod):
         else:
             read = cache.resident()
             out, lse = prefix_attention(
-                query,
-                read.key,
-                read.value,
-                start=start,
-                length=real,
-                scale=1 / math.sqrt(query.shape[-1]),
+                query, read.key, read.value, start=start, length=real, scale=1 / math.sqrt(query.shape[-1])
             )
             out, lse = with_sinks(out, lse, inputs.sinks)
             if self.reads.mass:  # no query of this chunk sees slots after the chunk

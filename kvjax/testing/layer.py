@@ -168,9 +168,7 @@ def _drive(method, q, k, v, lengths, inv_freq, poison, *, prompt, chunk, kv_dtyp
         out, state = method.attend(state, given)
         (state,) = settle_due((method,), (soil(state),))
         state = soil(state)
-        kept = (
-            held(stored(state).position) if method.evicts else jnp.broadcast_to(everything <= at[:, None], seen.shape)
-        )
+        kept = held(stored(state).position) if method.evicts else jnp.broadcast_to(everything <= at[:, None], seen.shape)
         return state, (out[..., 0, :], seen, kept, position)
 
     state, (out, seen, kept, chosen) = jax.lax.scan(step, state, jnp.arange(steps, dtype=jnp.int32))

@@ -68,9 +68,7 @@ class Subject:
         self._copies = (len(self.prompts) if few_programs else 1) if copies is None else copies
         self.rows, self.lengths = tokens_of_layer() if rows is None else rows, lengths
 
-    def read(
-        self, method: Method | None = None, rows: Sequence[Sequence[int]] | None = None, **options: Any
-    ) -> Cache:
+    def read(self, method: Method | None = None, rows: Sequence[Sequence[int]] | None = None, **options: Any) -> Cache:
         """Prefill ``rows`` (None: the three prompts), padded to one width.
 
         Args:

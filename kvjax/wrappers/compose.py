@@ -244,8 +244,7 @@ class Stages(SlotMethod):
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         return Stages(
-            evict=inner_of_layer(self.evict, layer, num_layers),
-            retrieve=inner_of_layer(self.retrieve, layer, num_layers),
+            evict=inner_of_layer(self.evict, layer, num_layers), retrieve=inner_of_layer(self.retrieve, layer, num_layers)
         )
 
 
@@ -313,10 +312,7 @@ class DenseBelow(Around):
         return jnp.where(self._short(cache), stored, chosen), metadata
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
-        return DenseBelow(
-            length=self.length,
-            method=inner_of_layer(self.method, layer, num_layers),
-        )
+        return DenseBelow(length=self.length, method=inner_of_layer(self.method, layer, num_layers))
 
     def _short(self, cache: LayerStorage) -> Array:
         """Mark the rows that still attend to all tokens, bool [B, 1]."""

@@ -99,8 +99,7 @@ class Twilight(Around):
         method = slot_method("Twilight: method", self.method)
         if not method.selects:
             raise ValueError(
-                f"Twilight: method must select slots in each step, but "
-                f"{type(method).__name__} attends to all that it keeps"
+                f"Twilight: method must select slots in each step, but {type(method).__name__} attends to all that it keeps"
             )
         if method.moves_slots:
             raise ValueError(
@@ -132,9 +131,7 @@ class Twilight(Around):
         slots, _, kept = self._chosen(cache, aux, step)
         return Selection(slots=slots, mask=kept)
 
-    def update(
-        self, cache: LayerStorage, aux: Pruned, step: Step, mass: Array | None
-    ) -> tuple[LayerStorage, Pruned]:
+    def update(self, cache: LayerStorage, aux: Pruned, step: Step, mass: Array | None) -> tuple[LayerStorage, Pruned]:
         slot = new_slots(cache, step.position)
         new = four_bit_keys(cache.keys_at(jnp.where(slot < cache.num_slots, slot, 0)))
         keys = jax.tree.map(lambda old, x: put_tokens(old, x, slot, None), aux.keys, new)

@@ -195,9 +195,7 @@ def stretched[Config: Architecture](config: Config, factor: float) -> Config:
     if config.rope_scaling is not None:
         raise ValueError(f"a context can be stretched once, this model has {config.rope_scaling}")
     old = config.max_position_embeddings
-    scaling = RopeScaling(
-        factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=old
-    )
+    scaling = RopeScaling(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=old)
     return dataclasses.replace(config, rope_scaling=scaling, max_position_embeddings=int(old * factor))
 
 

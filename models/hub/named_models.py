@@ -108,9 +108,7 @@ NAMED_MODELS = {
     model.name: model
     for model in (
         NamedModel(
-            name="builtin",
-            about="a 15M retrieval model that ships with kvjax; it is no language model",
-            licence="Apache-2.0",
+            name="builtin", about="a 15M retrieval model that ships with kvjax; it is no language model", licence="Apache-2.0"
         ),
         NamedModel(
             name="smollm2",

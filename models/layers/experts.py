@@ -49,9 +49,7 @@ def silu_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-def route(
-    x: jax.Array, router: jax.Array, experts: Experts, bias: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
+def route(x: jax.Array, router: jax.Array, experts: Experts, bias: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Choose the experts of each token and compute their weights.
 
     Args:
@@ -127,7 +125,12 @@ def one_by_one(
 
 
 def grouped(
-    x: jax.Array, chosen: jax.Array, weight: jax.Array, gate_up: jax.Array, down: jax.Array, *bias: jax.Array,
+    x: jax.Array,
+    chosen: jax.Array,
+    weight: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    *bias: jax.Array,
     gate: Gate = silu_gate,
 ) -> jax.Array:
     """Compute `mix` by ragged products: tokens are sorted by expert, and each group reads its expert's weights once."""
@@ -143,9 +146,7 @@ def grouped(
     return jnp.sum(results * weight[..., None], axis=1).astype(x.dtype)
 
 
-def all_experts(
-    x: jax.Array, chosen: jax.Array, weight: jax.Array, *kernels: jax.Array, gate: Gate = silu_gate
-) -> jax.Array:
+def all_experts(x: jax.Array, chosen: jax.Array, weight: jax.Array, *kernels: jax.Array, gate: Gate = silu_gate) -> jax.Array:
     """Compute `mix` by dense products: all tokens go through all experts; the weight of an unchosen expert is 0."""
     row = jnp.arange(len(x))[:, None]
     share = jnp.zeros((len(x), len(kernels[0])), jnp.float32).at[row, chosen].set(weight)

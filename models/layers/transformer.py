@@ -109,12 +109,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        x: jax.Array,
-        attend: Attend,
-        state: Any,
-        before: jax.Array | None = None,
-        scale: jax.Array | None = None,
+        self, x: jax.Array, attend: Attend, state: Any, before: jax.Array | None = None, scale: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
         """Compute the update of the residual stream [B, T, d] and the layer's new state, from ``x`` [B, T, d].
 
@@ -334,12 +329,7 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        tokens: jax.Array,
-        attend: Attend,
-        states: tuple,
-        last: jax.Array | None = None,
-        guess: Collection[int] = (),
+        self, tokens: jax.Array, attend: Attend, states: tuple, last: jax.Array | None = None, guess: Collection[int] = ()
     ) -> tuple[jax.Array, tuple]:
         """Compute the logits of the next token.
 

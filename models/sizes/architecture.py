@@ -87,21 +87,13 @@ class Architecture:
     family: str = ""  # model_type of its files; "" = inferred: Llama, Mistral, Qwen or Mixtral
 
     def __post_init__(self):
-        sizes = (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_q_heads",
-            "num_kv_heads",
-        )
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_q_heads", "num_kv_heads")
         sizes += ("head_dim", "max_position_embeddings")
         fields = dataclasses.asdict(self)
         _require("ModelConfig", **{name: fields[name] for name in sizes})
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
-                f"ModelConfig: num_q_heads must be a multiple of num_kv_heads, "
-                f"got {self.num_q_heads} and {self.num_kv_heads}"
+                f"ModelConfig: num_q_heads must be a multiple of num_kv_heads, got {self.num_q_heads} and {self.num_kv_heads}"
             )
         if self.head_dim % 2:
             raise ValueError(f"ModelConfig: head_dim must be even (RoPE rotates pairs), got {self.head_dim}")

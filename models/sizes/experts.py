@@ -75,8 +75,7 @@ class Experts:
                 raise ValueError(f"Experts: {name} must be a positive integer, got {value!r}")
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
-                f"Experts: num_experts_per_tok must be at most num_experts={self.num_experts}, "
-                f"got {self.num_experts_per_tok}"
+                f"Experts: num_experts_per_tok must be at most num_experts={self.num_experts}, got {self.num_experts_per_tok}"
             )
         if type(self.shared_size) is not int or self.shared_size < 0:
             raise ValueError(f"Experts: shared_size must be a whole number of at least 0, got {self.shared_size!r}")

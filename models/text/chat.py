@@ -100,9 +100,7 @@ class ChatTemplate:
         if not messages:
             raise ValueError("messages must hold at least one message, got none")
         if add_generation_prompt and continue_final_message:
-            raise ValueError(
-                "add_generation_prompt opens a new message and continue_final_message the last: choose one"
-            )
+            raise ValueError("add_generation_prompt opens a new message and continue_final_message the last: choose one")
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
             return jinja.render(

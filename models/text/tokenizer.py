@@ -17,9 +17,7 @@ from ..sizes.architecture import Architecture
 _FILES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
 
 
-def load_tokenizer(
-    directory: str | os.PathLike, config: Architecture | None = None, *, offline: bool = False
-) -> Tokenizer:
+def load_tokenizer(directory: str | os.PathLike, config: Architecture | None = None, *, offline: bool = False) -> Tokenizer:
     """Read ``tokenizer.json``, or the tokenizer of a GGUF file.
 
     Truncation and padding are switched off even if the file asks for them, as in transformers, so that a prompt stays whole.

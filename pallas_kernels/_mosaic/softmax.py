@@ -28,9 +28,7 @@ def products(query: jax.Array, rows: jax.Array) -> jax.Array:
     return jax.lax.dot_general(query, rows, _ROW_BY_ROW, precision=precision, preferred_element_type=jnp.float32)
 
 
-def add_block(
-    sums: Sums, query: jax.Array, keys: jax.Array, values: jax.Array, held: jax.Array, scale: float
-) -> Sums:
+def add_block(sums: Sums, query: jax.Array, keys: jax.Array, values: jax.Array, held: jax.Array, scale: float) -> Sums:
     """Add the slots of a block: query [G, D], keys and values [N, D], and held bool [1, N], the slots that enter."""
     total, maximum, out = sums
     # This removes the NaN of a hidden key. The NaN of a hidden value must go before it meets its weight of 0.

@@ -55,8 +55,7 @@ _VALUES = {
 }
 # 4 bits with the first of them flipped are code + 8; behind the bits of 128 they make a bfloat16 of 136 + code.
 _INT4 = (
-    "{}lop3.b32 x, x, 0x000F000F, 0x43084308, 0x6A; mov.b32 m, 0x3F803F80; mov.b32 a, 0xC308C308; "
-    "fma.rn.bf16x2 $0, x, m, a;"
+    "{}lop3.b32 x, x, 0x000F000F, 0x43084308, 0x6A; mov.b32 m, 0x3F803F80; mov.b32 a, 0xC308C308; fma.rn.bf16x2 $0, x, m, a;"
 )
 _VALUES |= {
     ("int4", which): _INT4.format(f"shr.u32 x, $1, {4 * which}; " if which else "mov.b32 x, $1; ") for which in range(4)

@@ -21,9 +21,7 @@ def package() -> Any:
     return jax_triton
 
 
-def launch(
-    body: Any, operands: tuple[jax.Array, ...], outputs: tuple[Any, ...], **options: Any
-) -> tuple[jax.Array, ...]:
+def launch(body: Any, operands: tuple[jax.Array, ...], outputs: tuple[Any, ...], **options: Any) -> tuple[jax.Array, ...]:
     """Run a Triton kernel, jitted: ``options`` are its compile-time parameters, grid, warps and stages."""
     call = package().triton_call
     renamed = "out_type" if "out_type" in inspect.signature(call).parameters else "out_shape"  # before version 0.4

@@ -19,11 +19,7 @@ except ImportError:  # Triton is optional: without it these modules can be impor
 @jit
 def begin(ROWS: tl.constexpr, DIM: tl.constexpr):
     """Start a running softmax: denominator [ROWS], maximum [ROWS], sums of values [ROWS, DIM]."""
-    return (
-        tl.zeros((ROWS,), tl.float32),
-        tl.full((ROWS,), float("-inf"), tl.float32),
-        tl.zeros((ROWS, DIM), tl.float32),
-    )
+    return (tl.zeros((ROWS,), tl.float32), tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS, DIM), tl.float32))
 
 
 @jit

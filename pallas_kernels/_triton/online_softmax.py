@@ -16,11 +16,7 @@ Sums = tuple[jax.Array, jax.Array, jax.Array]  # softmax denominator [G], maximu
 
 def nothing(group: int, dim: int) -> Sums:
     """Return the sums before the first block."""
-    return (
-        jnp.zeros((group,), jnp.float32),
-        jnp.full((group,), -jnp.inf, jnp.float32),
-        jnp.zeros((group, dim), jnp.float32),
-    )
+    return (jnp.zeros((group,), jnp.float32), jnp.full((group,), -jnp.inf, jnp.float32), jnp.zeros((group, dim), jnp.float32))
 
 
 def one_part(out: jax.Array, lse: jax.Array) -> Sums:

@@ -36,9 +36,7 @@ def query_table(parts: jax.Array) -> jax.Array:
     return jnp.stack(query, axis=-1).reshape(rows * heads, -1)
 
 
-def product_tile(
-    table_ref: Any, values_ref: Any, words_ref: Any, row: jax.Array, first: jax.Array, group: int
-) -> jax.Array:
+def product_tile(table_ref: Any, values_ref: Any, words_ref: Any, row: jax.Array, first: jax.Array, group: int) -> jax.Array:
     """Multiply the vectors ``row`` int32 [N] with ``group`` queries (a power of two): float32 [N, group].
 
     Args:

@@ -90,7 +90,6 @@ def parts_of_rows(stored: Array) -> tuple[Array, Array]:
     return slices[..., : ROW // 2].reshape(*lead, dim // 2), weight
 
 
-
 def cluster_counts(ids: Array, live: Array) -> Array:
     """Count each cluster's keys, int32 [B, H, N, 256]: ids uint8 [B, H, S, N] of keys with ``live`` bool [B, H, S]."""
     batch, heads, keys, slices = ids.shape

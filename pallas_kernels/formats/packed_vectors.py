@@ -45,9 +45,7 @@ def channel_score(y: Array, element_group: int) -> Array:
     return jnp.repeat(jnp.sum(groups * groups, axis=-1), element_group, axis=-1)
 
 
-def pack_channels(
-    y: Array, score: Array, rank: int, dtype: DTypeLike, kept: Array | None = None
-) -> tuple[Array, Array]:
+def pack_channels(y: Array, score: Array, rank: int, dtype: DTypeLike, kept: Array | None = None) -> tuple[Array, Array]:
     """Keep the channels of the highest ``score``; of equal channels the lower one is kept.
 
     Args:

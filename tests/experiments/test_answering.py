@@ -148,7 +148,5 @@ def test_calibration_leaves_room_in_the_window(tmp_path, monkeypatch, length, ta
 def test_weights_tell_models_of_the_same_name_apart():
     first, second = (models.random_params(CONFIG, jax.random.key(seed)) for seed in (0, 1))
     quantised = jax.tree.map(lambda x: jnp.round(x * 64) / 64, first)
-    digests = [
-        LoadedModel("model", params, CONFIG, None, BUILTIN).weights for params in (first, second, quantised, first)
-    ]
+    digests = [LoadedModel("model", params, CONFIG, None, BUILTIN).weights for params in (first, second, quantised, first)]
     assert digests[0] == digests[3] and len(set(digests)) == 3

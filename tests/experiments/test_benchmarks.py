@@ -38,10 +38,7 @@ def check_refused(name, path, told):
 
 # ---- the suites' files --------------------------------------------------------------------------------------------
 
-LLAMA = (
-    "<|start_header_id|>user<|end_header_id|>\n\n",
-    "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-)
+LLAMA = ("<|start_header_id|>user<|end_header_id|>\n\n", "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n")
 
 
 def ruler(task, **changes):
@@ -195,9 +192,7 @@ def test_scbench_turns_become_prompts_with_answers(tmp_path):
     (words,) = examples("scbench_vt", {"input": "Which?", "answer": ["AB", "CD", "EF"]})
     assert words.prompt == "text\n\nWhich?" and score(words, "ab cd") == 0.67
 
-    numbers = [
-        {"input": f"One number. The {kind} number is:", "answer": n} for kind, n in (("Largest", 9), ("median", 4.5))
-    ]
+    numbers = [{"input": f"One number. The {kind} number is:", "answer": n} for kind, n in (("Largest", 9), ("median", 4.5))]
     first, second = examples("scbench_mf", *numbers)
     assert first.context == second.context == "What is the largest number?\n\ntext"
     assert first.question == "\n\nOne number. The Largest number is:"
@@ -254,8 +249,7 @@ def test_lines_that_are_not_a_suites_are_refused(name, stem, record, told, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("name", "stem", "near"),
-    [("infinitebench", "pass_key", "'passkey'"), ("scbench", "scbench_kvs", "'scbench_kv'")],
+    ("name", "stem", "near"), [("infinitebench", "pass_key", "'passkey'"), ("scbench", "scbench_kvs", "'scbench_kv'")]
 )
 def test_files_named_after_no_task_are_refused(name, stem, near, tmp_path):
     check_refused(name, write_lines(tmp_path / f"{stem}.jsonl", BOOK), f"did you mean {near}")

@@ -79,7 +79,7 @@ def test_ls_names_and_explains_every_method_and_wrapper(capsys):
     for name, example in EXAMPLES.items():
         cls = type(kvjax.make(example))
         assert f'{cls.__name__} (--method "{example}")' in text and registry.WRAPPERS[name] is cls
-    assert "Prefill (--method \"xattention(quest)\")" in text and "object at" not in text and "arXiv:2502.20766" in text
+    assert 'Prefill (--method "xattention(quest)")' in text and "object at" not in text and "arXiv:2502.20766" in text
 
 
 def test_ls_lists_tasks_and_shows_examples(capsys):
@@ -128,10 +128,7 @@ def test_help_names_every_command(capsys):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name == "sentencekv" else pytest.param(name, marks=pytest.mark.thorough)
-        for name in sorted(registry.classes())
-    ],
+    [name if name == "sentencekv" else pytest.param(name, marks=pytest.mark.thorough) for name in sorted(registry.classes())],
 )
 def test_generate_under_every_method(name, directory, prompt, tmp_path, capsys):
     knobs = {"chess": ["trigger=fixed"], "infllm": ["budget=48", "block_size=16"]}  # CHESS's event trigger needs calibration

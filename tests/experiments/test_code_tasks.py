@@ -273,7 +273,7 @@ def test_function_stands_at_the_depth(depth):
         assert abs(place - depth) < 0.1
 
 
-FACTS = '''
+FACTS = """
 class Box:
     def put(self, item, *, place="top", count=2, force=False) :
         raise ValueError
@@ -289,7 +289,7 @@ def both(one, two=None):
 def again(one):
     try: pass
     except OSError as failure: raise failure
-'''
+"""
 
 
 def test_facts_by_hand():

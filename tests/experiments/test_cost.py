@@ -109,9 +109,7 @@ def test_limits_end_rows_and_nobody_else():
     contexts = [list(range(1 + i, 60 + i)) for i in range(3)]
 
     def answers(limits, eos=()):
-        return [
-            x[0] for x in ask(params, CONFIG, contexts, "full", Shape(128, 2, 8), limits=limits, eos_token_ids=eos).ids
-        ]
+        return [x[0] for x in ask(params, CONFIG, contexts, "full", Shape(128, 2, 8), limits=limits, eos_token_ids=eos).ids]
 
     whole = answers(())
     assert [len(ids) for ids in whole] == [8, 8, 8]

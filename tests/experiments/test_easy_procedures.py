@@ -42,11 +42,7 @@ def test_an_easy_procedure_grows_with_the_length_and_the_prompt_holds_its_lines(
     example = sample(name, 1024)
     assert len(example.answers) * 1.7 < len(sample(name).answers)
     for step in example.answers:
-        told = {
-            "table": step.replace("\t", "</td><td>"),
-            "ledger": step.partition(" = ")[0],
-            "walk": step.partition(". ")[2],
-        }
+        told = {"table": step.replace("\t", "</td><td>"), "ledger": step.partition(" = ")[0], "walk": step.partition(". ")[2]}
         assert told.get(name[:-2], step) in example.context
         assert step not in example.question
 

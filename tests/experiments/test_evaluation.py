@@ -22,17 +22,7 @@ from experiments.answering import METHODS, Shape, ask, budget_of, load_model
 from experiments.benchmarks import Cell, Example, Reading, encode_cell
 from experiments.cli import figures, parse_yaml, read_record, read_yaml
 from experiments.cli.main import main
-from experiments.evaluation import (
-    answers,
-    cells,
-    comparison,
-    plan,
-    plots,
-    progress,
-    runner,
-    stored,
-    tables,
-)
+from experiments.evaluation import answers, cells, comparison, plan, plots, progress, runner, stored, tables
 from experiments.evaluation.folder import Folder, read_predictions, read_runs
 from experiments.evaluation.grid import Grid, run_grid
 from experiments.evaluation.settings import Choice, EvaluationSettings, joined
@@ -76,9 +66,7 @@ def example(**fields):
 
 
 def encode(found, **reading):
-    return encode_cell(
-        Reading(TOKENIZER, **reading), Cell("t", None, len(found), source="x:y", given=tuple(found))
-    )
+    return encode_cell(Reading(TOKENIZER, **reading), Cell("t", None, len(found), source="x:y", given=tuple(found)))
 
 
 def test_a_template_stands_around_context_and_question():
@@ -106,9 +94,7 @@ def test_files_are_batched_by_length():
     assert sorted(i for batch in batches for unit in batch.units for i in unit) == [0, 1, 2, 3, 4]
     for batch in batches:
         longest = max(len(made.wholes[unit[0]]) for unit in batch.units)
-        assert (
-            longest <= batch.shape.length <= max(128, 1.25 * longest) and batch.shape.rows * batch.shape.length <= 4096
-        )
+        assert longest <= batch.shape.length <= max(128, 1.25 * longest) and batch.shape.rows * batch.shape.length <= 4096
 
 
 def test_questions_about_one_context_share_it():
@@ -201,14 +187,7 @@ def test_an_interrupted_evaluation_goes_on(directory, tmp_path, monkeypatch):
         ("streamingllm(budget=1/4)", "passkey"), ("streamingllm(budget=1/4)", "niah_single_2"),
     ]  # fmt: skip
     for row in found["metrics"]:
-        needed = (
-            "attended_tokens",
-            "bytes_read_per_step",
-            "resident_bytes_per_row",
-            "interval_95",
-            "question",
-            "knobs",
-        )
+        needed = ("attended_tokens", "bytes_read_per_step", "resident_bytes_per_row", "interval_95", "question", "knobs")
         assert all(row[name] is not None for name in needed) and 0 <= row["value"] <= 100
         lines = read_predictions(tmp_path, row)
         assert len(lines) == 2 and all(line["answer_tokens"] <= 4 for line in lines)
@@ -898,9 +877,7 @@ def test_lengths_beyond_the_model_are_asked_for_by_name(directory, tmp_path):
     one = make(directory, tmp_path / "b", lengths=(2100,), max_length=2100, tasks=("passkey",), methods=["full"])
     one.run()
     (row,) = one.folder.rows
-    assert (
-        row["mean_prompt_tokens"] > 2048 and row["truncated"] == 0 and one.model.config.max_position_embeddings == 2100
-    )
+    assert row["mean_prompt_tokens"] > 2048 and row["truncated"] == 0 and one.model.config.max_position_embeddings == 2100
 
 
 def test_a_raised_limit_does_not_hide_how_long_the_model_was_trained(directory, tmp_path):
@@ -928,9 +905,7 @@ def test_a_users_file_is_scored(directory, tmp_path):
     ]  # fmt: skip
     file = tmp_path / "mine.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
-    one = make(
-        directory, tmp_path / "out", tasks=(f"kvpress:{file}",), methods=["streamingllm"], budgets=("1/2",), samples=2
-    )
+    one = make(directory, tmp_path / "out", tasks=(f"kvpress:{file}",), methods=["streamingllm"], budgets=("1/2",), samples=2)
     one.run()
     file.write_text(file.read_text().replace("blue", "green"))
     with pytest.raises(ValueError, match="mine.jsonl has changed since Full answered"):

@@ -69,9 +69,7 @@ def test_kernels_that_fail_or_are_wrong_are_rows(compare_kernels, monkeypatch, q
             "broken": broken,
             "wrong": lambda score, rest: (jnp.zeros((1, 2, 16), jnp.int32), jnp.zeros((1, 2), jnp.int32)),
         }
-        return [dataclasses.replace(case, others=others) for case in true(tiny) if case.operation.name == "kth_select"][
-            :1
-        ]
+        return [dataclasses.replace(case, others=others) for case in true(tiny) if case.operation.name == "kth_select"][:1]
 
     monkeypatch.setattr(kernels, "cases", spoilt)
     with pytest.raises(SystemExit, match="2 rows failed or are wrong"):

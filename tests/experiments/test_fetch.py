@@ -130,9 +130,7 @@ def test_ls_models_names_licences_and_places(empty_cache, capsys):
     directory.mkdir(parents=True)
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         assert main(["fetch", "smollm2"]) == 2  # somebody deleted a part
-        assert re.search(
-            rf"not whole, it lacks {name}.*: delete it, and `kvjax fetch smollm2`", capsys.readouterr().err
-        )
+        assert re.search(rf"not whole, it lacks {name}.*: delete it, and `kvjax fetch smollm2`", capsys.readouterr().err)
         (directory / name).touch()
     assert main(["fetch", "smollm2"]) == 2  # somebody cut the weights off
     assert "model.safetensors is damaged" in capsys.readouterr().err
@@ -176,7 +174,5 @@ def test_errors_name_the_gguf_file(tmp_path):
     tokens = [*file.metadata["tokenizer.ggml.tokens"], "one more"]
     tensors = {name: file.read(name, np.dtype(np.float32)) for name in file.tensors}
     gguf_writing.write(tmp_path / "more.gguf", {**file.metadata, "tokenizer.ggml.tokens": tokens}, tensors)
-    with pytest.raises(
-        ValueError, match=r"^\S*more\.gguf does not belong to this model: got token ids up to 5120, expected"
-    ):
+    with pytest.raises(ValueError, match=r"^\S*more\.gguf does not belong to this model: got token ids up to 5120, expected"):
         load_model(tmp_path / "more.gguf")

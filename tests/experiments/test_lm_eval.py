@@ -69,9 +69,7 @@ def dense_score(model, context, text):
     whole[0, : len(context) + len(text)] = [*context, *text]
     logits = np.asarray(run(model.config, model.params, jnp.asarray(whole)), np.float64)[0]
     rows = logits[len(context) - 1 : len(context) + len(text) - 1]
-    logprobs = (
-        rows - np.log(np.exp(rows - rows.max(1, keepdims=True)).sum(1, keepdims=True)) - rows.max(1, keepdims=True)
-    )
+    logprobs = rows - np.log(np.exp(rows - rows.max(1, keepdims=True)).sum(1, keepdims=True)) - rows.max(1, keepdims=True)
     return logprobs[np.arange(len(text)), text].sum(), (rows.argmax(1) == text).all()
 
 

@@ -126,9 +126,7 @@ def test_questions_about_passages_have_two_examples_of_the_folder(tmp_path):
     path = write(tmp_path / "nq-dev-multikilt_1000_k50_dep6.jsonl", asked("one"), asked("two"))
     (alone, _) = read(f"helmet:{path}")
     assert alone.labels == {"shots": 0} and alone.task == "nq" and alone.stop == ("\n",) and alone.answers[0] == "answer one"
-    assert alone.prompt.endswith(
-        "Answer: [answer]\n\nDocument (Title: T one): text of one\n\nQuestion: one\nAnswer:"
-    )
+    assert alone.prompt.endswith("Answer: [answer]\n\nDocument (Title: T one): text of one\n\nQuestion: one\nAnswer:")
     demos = [asked(name) for name in "abcdefgh"]
     write(tmp_path / "nq-train-multikilt_1000_k3_dep6.jsonl", *demos, demos[0])
     made, other = read(f"helmet:{path}")

@@ -99,9 +99,7 @@ def test_solutions_of_word_problems_are_right_and_every_template_is_drawn():
 
 def test_word_problems_are_scored_by_the_number_behind_the_answer():
     answers = ("15", "1200", "-3")
-    text = (
-        "Problem 1: 3 * 5 = 15. Answer: 15\n**Problem 2.** So we get\n\nthe answer is $1,200.\nProblem 3: Answer: -3.0"
-    )
+    text = "Problem 1: 3 * 5 = 15. Answer: 15\n**Problem 2.** So we get\n\nthe answer is $1,200.\nProblem 3: Answer: -3.0"
     score = tasks.get_task("word_problems").score
     assert score(text, answers) == 1.0
     assert score(text.replace("1,200", "1,201"), answers) == 2 / 3
@@ -172,10 +170,7 @@ def test_questions_of_a_file_refer_back_to_earlier_ones():
     turns, forms = [], set()
     for number, question in enumerate(example.questions, 1):
         assert question.question.startswith(f"\n\nQuestion {number}: ")
-        named, back = (
-            re.search(r"section \[(.*?)\]", question.question),
-            re.search(r"of question (\d+)", question.question),
-        )
+        named, back = (re.search(r"section \[(.*?)\]", question.question), re.search(r"of question (\d+)", question.question))
         turns.append(named.group(1) if named else turns[int(back.group(1)) - 1] if back else turns[-1])
         forms.add("new" if named else "back" if back else "same")
         key = re.search(r"value of (\w+)", question.question).group(1)

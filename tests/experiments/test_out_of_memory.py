@@ -61,9 +61,7 @@ def test_methods_part_before_batches_are_halved(directory, tmp_path, device, cap
     assert "out of memory: passkey 512 under h2o: 4 rows at a time become 2" in said and "8/8" in said
 
 
-@pytest.mark.parametrize(
-    "error", [LACKS, MemoryError("Full needs 34.13GiB")]
-)
+@pytest.mark.parametrize("error", [LACKS, MemoryError("Full needs 34.13GiB")])
 def test_a_single_row_that_does_not_fit_ends_the_run(directory, tmp_path, device, error):
     """Also if kvjax says so, before it reads anything."""
     tried = device(lambda names, rows: True, error)

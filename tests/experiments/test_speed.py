@@ -401,9 +401,7 @@ def test_a_step_without_attention_keeps_the_projections():
 
 
 def test_layers_that_differ_are_timed_apart():
-    quest = layer_methods(
-        setting("quest", N, dataclasses.replace(CONFIG)).method, dataclasses.replace(CONFIG, num_layers=4)
-    )
+    quest = layer_methods(setting("quest", N, dataclasses.replace(CONFIG)).method, dataclasses.replace(CONFIG, num_layers=4))
     assert len({structure(m) for m in quest}) == 2
 
 

@@ -125,9 +125,7 @@ def hotpot(tmp_path):
     return f"file:{tmp_path / 'hotpot.json'}"
 
 
-INSTRUCTION = (
-    "Answer the question based on the given documents. Only give me the answer and do not output any other words."
-)
+INSTRUCTION = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
 
 
 def read_documents(context: str) -> list[str]:

@@ -290,9 +290,10 @@ def functions() -> tuple[Argument, ...]:
             "key": (_is_random_key,),
         }  # fmt: skip
         table[f"{name} of a consumed cache"] = functools.partial(_consumed, here, function), {"cache": (nothing,)}
-    table["extend of a consumed cache"] = functools.partial(_consumed, here, kvjax.extend, tokens=[[1], [2]]), {
-        "cache": (nothing,)
-    }
+    table["extend of a consumed cache"] = (
+        functools.partial(_consumed, here, kvjax.extend, tokens=[[1], [2]]),
+        {"cache": (nothing,)},
+    )
     return tuple(
         Argument(owner, name, rule, call, tuple(more))
         for owner, (call, rules) in table.items()
@@ -317,9 +318,7 @@ def _is_questions(x: Any) -> bool:
     if isinstance(x, (np.ndarray, jax.Array)):
         return x.ndim == 2 and len(x) == _ROWS and (not x.size or _is_tokens(x))
     return (
-        isinstance(x, list)
-        and len(x) == _ROWS
-        and all(isinstance(row, list) and (not row or _is_tokens([row])) for row in x)
+        isinstance(x, list) and len(x) == _ROWS and all(isinstance(row, list) and (not row or _is_tokens([row])) for row in x)
     )
 
 

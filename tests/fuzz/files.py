@@ -48,8 +48,20 @@ _SETTINGS: dict[str, tuple[Any, ...]] = {
     "model": (3.5, [], {}, None), "no_such_key": (1,), "tasks": ("no-such-task", [3.5], {}),
 }  # fmt: skip
 _NO_SETTINGS = ("[1, 2]", "3", "a: [", "\tx: 1", "a: &b [*b]", "seed: 1\nseed: 2", "? [a]\n: b", "[" * 300, "\0")
-_NO_FILES = ("../a.safetensors", "/a.safetensors", "b.safetensors", 3, None, ["a.safetensors"], "", ".", "a\0b",
-             "a/../../b", "..\\model", "C:\\model")
+_NO_FILES = (
+    "../a.safetensors",
+    "/a.safetensors",
+    "b.safetensors",
+    3,
+    None,
+    ["a.safetensors"],
+    "",
+    ".",
+    "a\0b",
+    "a/../../b",
+    "..\\model",
+    "C:\\model",
+)
 _RECORD = {"experiment": "speed", "settings": {"model": "tiny"}, "metrics": [{"name": "time", "value": 1.0}]}
 _TELLS = ("got", "expected", "unknown", "has no")
 _Draw = Callable[[st.SearchStrategy], Any]

@@ -74,9 +74,7 @@ class Draw(Subject):
         model, self.structure = structure.model, structure
         method = structure.method if number == 0 else redraw(structure.method, rng)
         params = params_of(model, int(rng.integers(1 << 30)))
-        lengths = [
-            int(rng.choice((1, 2, 39, 40)) if rng.random() < 0.2 else rng.integers(1, _LONGEST + 1)) for _ in range(3)
-        ]
+        lengths = [int(rng.choice((1, 2, 39, 40)) if rng.random() < 0.2 else rng.integers(1, _LONGEST + 1)) for _ in range(3)]
         prompts = [rng.integers(0, model.vocab_size, length).tolist() for length in lengths]
         options = {"prompts": prompts, "few_programs": True}
         super().__init__(
@@ -97,9 +95,7 @@ class Draw(Subject):
         """The draw in words."""
         model = self.model
         sizes = f"{model.num_layers} layers, {model.num_kv_heads} of {model.num_q_heads} heads, dim {model.head_dim}"
-        return (
-            f"{describe(self.method)}, {type(model).__name__} of {sizes}, prompts {[len(row) for row in self.prompts]}"
-        )
+        return f"{describe(self.method)}, {type(model).__name__} of {sizes}, prompts {[len(row) for row in self.prompts]}"
 
 
 def _rows(model: Any, seed: int) -> tuple[np.ndarray, ...]:
@@ -297,9 +293,7 @@ def laws_of(draw: Draw, number: int) -> list[Callable[[Any], None]]:
     if layered and not draw.method.spans_layers and not draw.method.offload:
         chosen += _LAYER
         chosen += [laws.equal_query_heads_attend_as_one] * (draw.model.num_q_heads > draw.model.num_kv_heads)
-        chosen += [laws.mask_mode_equals_gather_mode] * (
-            masked and getattr(draw.method, "selects", False)
-        )
+        chosen += [laws.mask_mode_equals_gather_mode] * (masked and getattr(draw.method, "selects", False))
         chosen += [laws.prompt_chunks_do_not_change_results] * pieced
     if draw.everything is not None:
         chosen += [laws.everything_kept_equals_full] + [everything_extended_equals_full] * (asked and covered)

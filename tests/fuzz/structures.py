@@ -213,9 +213,7 @@ def _redrawn(method: Any, rng: np.random.Generator) -> Any:
 def _number(name: str, value: Any, method: Any, rng: np.random.Generator) -> Any:
     capacity = vars(method).get("capacity")
     draws: dict[str, Callable[[], Any]] = {
-        "budget": lambda: int(
-            rng.choice((capacity, rng.integers(1, capacity + 1), rng.integers(1, min(capacity, 24) + 1)))
-        ),
+        "budget": lambda: int(rng.choice((capacity, rng.integers(1, capacity + 1), rng.integers(1, min(capacity, 24) + 1)))),
         "ratios": lambda: tuple(float(x * rng.uniform(0.3, 1)) for x in capacity),
         "fraction": lambda: float(capacity * rng.uniform(0.3, 1)),
         "boundary": lambda: rng.random(VOCABULARY) < rng.choice((0.05, 0.2, 0.6)),

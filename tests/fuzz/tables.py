@@ -231,9 +231,7 @@ def _spoil_row(draw: _Draw, form: str, rows: list[_Row]) -> str:
     return f"{name} {row[name]!r:.60}"
 
 
-def _spoil_bytes(
-    draw: _Draw, form: str, written: bytes, want: list[Example]
-) -> tuple[str, bytes, list[list[Example]]]:
+def _spoil_bytes(draw: _Draw, form: str, written: bytes, want: list[Example]) -> tuple[str, bytes, list[list[Example]]]:
     """Change the file's bytes; return the change, the bytes, and the examples that may be read from them, if any may."""
     kinds = ["cut", "empty", "other", "nested"] + ["encoding"] * (form != "parquet")
     kind = draw(st.sampled_from([*kinds, *["twice"] * (form in ("csv", "jsonl", "json"))]))

@@ -145,9 +145,7 @@ def compare(
                 kept = set(np.flatnonzero(got.kept[step, row, h]).tolist())
                 assert attended == want.attended[step][h], f"{label}, head {h}: attended"
                 assert kept == want.kept[step][h], f"{label}, head {h}: kept"
-            np.testing.assert_allclose(
-                got.outputs[step, row], want.outputs[step], atol=tolerance, rtol=0, err_msg=label
-            )
+            np.testing.assert_allclose(got.outputs[step, row], want.outputs[step], atol=tolerance, rtol=0, err_msg=label)
             compared += 1
     return compared
 

@@ -22,7 +22,6 @@ from tests.oracles import magicpig, pqcache, rkv, selfextend, think
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-
 def golden(name):
     return json.loads((goldens.FOLDER / "kvjax" / f"{name}.json").read_text())
 

@@ -60,9 +60,7 @@ def test_every_layer_is_settled_as_alone():
     """Layers of two kinds in turn, and one layer of which no row is due."""
     other = dataclasses.replace(METHOD, block_size=6)
     methods = METHOD, other, METHOD, other, METHOD
-    spec = LayerSpec(
-        batch=2, num_kv_heads=2, head_dim=8, dtype=jnp.float32, group_size=2, prompt_slots=40, max_new_tokens=8
-    )
+    spec = LayerSpec(batch=2, num_kv_heads=2, head_dim=8, dtype=jnp.float32, group_size=2, prompt_slots=40, max_new_tokens=8)
 
     def state(method, seed, due):
         empty, keys = method.init(spec), jax.random.split(jax.random.key(seed), 3)

@@ -70,7 +70,8 @@ def test_ties_and_zero_keys_equal_the_oracle(name):
 
 
 @pytest.mark.parametrize(
-    "name", repeated(ONE_LAYER, but=("h2o", "quest"))  # the methods that keep more than tokens have longer tests of their own
+    "name",
+    repeated(ONE_LAYER, but=("h2o", "quest")),  # the methods that keep more than tokens have longer tests of their own
 )
 def test_hundreds_of_decode_steps_equal_the_oracle(name):
     """Hundreds of decode steps: errors in eviction order or metadata would pile up."""

@@ -106,8 +106,11 @@ def test_a_registered_method_has_a_name():
         (Quest, ValueError, "expected a method that kvjax does not have, got its own Quest"),
         (Eviction, TypeError, "must be a final class, got Eviction, which lacks score"),
         (type("Bare", (Newest,), {}), TypeError, "must be decorated with kvjax.protocol.typing.pytree, got Bare without it"),
-        (pytree(type("Short", (Newest,), {"score": lambda self, cache: cache})), TypeError,
-         r"Short.score must take .self, cache, prompt., as Newest.score does, got .self, cache."),
+        (
+            pytree(type("Short", (Newest,), {"score": lambda self, cache: cache})),
+            TypeError,
+            r"Short.score must take .self, cache, prompt., as Newest.score does, got .self, cache.",
+        ),
         (pytree(type("Quest", (Newest,), {})), ValueError, "'quest' belongs to kvjax.methods.quest:Quest, got .*: rename"),
     ],
 )

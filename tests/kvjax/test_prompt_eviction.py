@@ -56,17 +56,13 @@ def test_what_is_kept_is_what_the_oracles_keep():
     cases = [(name, oracle(name).KNOBS) for name in ONCE if name not in again] + tight
     lengths, inv_freq = np.array([1, 6, 13, 40]), frequencies(8)
     q, k, v = random_tokens(3, len(lengths), 2, 2, 41, 8)
-    spec = LayerSpec(
-        batch=4, num_kv_heads=2, group_size=2, head_dim=8, dtype="float32", prompt_slots=40, max_new_tokens=1
-    )
+    spec = LayerSpec(batch=4, num_kv_heads=2, group_size=2, head_dim=8, dtype="float32", prompt_slots=40, max_new_tokens=1)
 
     @jax.jit
     def positions(methods, q, k, v):
         at = jnp.broadcast_to(jnp.arange(40, dtype=jnp.int32)[None], (4, 40))
         position = jnp.where(at < lengths[:, None], at, EMPTY)
-        given = Inputs(
-            query=q, key=k, value=v, position=position, tokens=at, inv_freq=inv_freq, shared=None, start=0
-        )
+        given = Inputs(query=q, key=k, value=v, position=position, tokens=at, inv_freq=inv_freq, shared=None, start=0)
         read = [(method, method.attend(method.init(spec), given)[1]) for method in methods]
         return [method.finish(state, spec).cache.position for method, state in read]
 
@@ -104,9 +100,7 @@ def compressed(method, directory):
     return kvjax.prefill(params, tokens, config=config, method=method, max_new_tokens=4, pad_multiple=1)
 
 
-@pytest.mark.parametrize(
-    "name", repeated([pytest.param(name) for name in KVPRESS], but=["expectedattention"])
-)
+@pytest.mark.parametrize("name", repeated([pytest.param(name) for name in KVPRESS], but=["expectedattention"]))
 def test_kvpress_keeps_the_same_tokens(name, tmp_path_factory):
     cache = after_the_prompt(name, tmp_path_factory.getbasetemp())
     for layer, heads in enumerate(golden()["methods"][GOLDENS.get(name, name)]["kept"]):

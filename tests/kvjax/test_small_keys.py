@@ -51,9 +51,7 @@ def decode(states, q, k, v):
 
         def step(state, number):
             at = (LENGTHS + number)[:, None]
-            query, key, value = (
-                jnp.take_along_axis(x, at.reshape(-1, *(1,) * (x.ndim - 1)), axis=-2) for x in (q, k, v)
-            )
+            query, key, value = (jnp.take_along_axis(x, at.reshape(-1, *(1,) * (x.ndim - 1)), axis=-2) for x in (q, k, v))
             given = Inputs(query=query, key=key, value=value, position=at, tokens=at, inv_freq=INV_FREQ, shared=None)
             attended = method.chosen(state, given)
             out, state = method.attend(state, given)

@@ -22,6 +22,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
+
 def everything(name):
     """All calls on abstract values, in one trace: the shapes of what they return."""
 

@@ -25,6 +25,7 @@ from tests.harness import TINY, example, padded, prompts, tiny_params
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["snapkv", "quest"])
 def test_one_reading_gives_the_caches_of_all_drafts(name):

@@ -144,9 +144,7 @@ def test_budgets_share_a_program_and_nothing_else(name):
     alone, alone_stats = follow(methods[0], config)
     np.testing.assert_allclose(np.asarray(logits), alone, rtol=1e-4, atol=1e-4)
     for read_stat in ("attended", "bytes_read", "full_bytes_read", "length"):
-        np.testing.assert_array_equal(
-            *(np.asarray(x) for x in (getattr(stats, read_stat), getattr(alone_stats, read_stat)))
-        )
+        np.testing.assert_array_equal(*(np.asarray(x) for x in (getattr(stats, read_stat), getattr(alone_stats, read_stat))))
 
 
 def test_methods_share_the_room_of_the_largest_setting():

@@ -160,10 +160,7 @@ def test_learned_answers_are_generated(maker):
     assert int(metrics["right"][0]) == 2
     starts = [row.roles.index(data.FIRST_QUESTION_ROLE) for row in rows]
     cache = kvjax.prefill(
-        state["params"],
-        [row.tokens[:start] for row, start in zip(rows, starts, strict=True)],
-        config=TINY,
-        max_new_tokens=16,
+        state["params"], [row.tokens[:start] for row, start in zip(rows, starts, strict=True)], config=TINY, max_new_tokens=16
     )
     out = kvjax.generate(state["params"], cache, max_new_tokens=16)
     for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
@@ -172,9 +169,7 @@ def test_learned_answers_are_generated(maker):
 
 def _run(out, **options):
     course = Course(6, (256,), 512, BUILTIN)
-    return trainer.train(
-        out, subject=WholeModel(TINY, TOKENIZER), course=course, tokenizer=TOKENIZER, workers=0, **options
-    )
+    return trainer.train(out, subject=WholeModel(TINY, TOKENIZER), course=course, tokenizer=TOKENIZER, workers=0, **options)
 
 
 @pytest.mark.thorough
@@ -215,9 +210,7 @@ def test_what_cannot_run_writes_nothing(tmp_path, lengths, options, error, messa
     assert not list(tmp_path.iterdir())
     many = WholeModel(dataclasses.replace(TINY, vocab_size=70000), TOKENIZER)
     with pytest.raises(ValueError, match="token ids below 65536, the model has a vocabulary of 70000"):
-        trainer.train(
-            tmp_path / "run", subject=many, course=Course(6, (256,), 512, BUILTIN), tokenizer=TOKENIZER, workers=0
-        )
+        trainer.train(tmp_path / "run", subject=many, course=Course(6, (256,), 512, BUILTIN), tokenizer=TOKENIZER, workers=0)
 
 
 def test_a_run_is_not_written_over(tmp_path):
@@ -248,10 +241,7 @@ def test_tokenizer_can_be_trained(tmp_path):
     save_tokenizer(tokenizer, tmp_path)
     text = "VAR ABC = 12. “Déjà vu”\n\tend"
     assert models.load_tokenizer(tmp_path).decode(tokenizer.encode(text).ids) == text
-    assert (
-        tokenizer.token_to_id("<|endoftext|>") == BUILTIN.form.end
-        and tokenizer.token_to_id("<|pad|>") == BUILTIN.form.pad
-    )
+    assert tokenizer.token_to_id("<|endoftext|>") == BUILTIN.form.end and tokenizer.token_to_id("<|pad|>") == BUILTIN.form.pad
 
 
 def test_schedule_warms_up_and_ends_at_five_percent():

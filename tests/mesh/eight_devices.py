@@ -69,6 +69,8 @@ OF_HEADS = {
     **dict.fromkeys(("chess", "chess flat", "chess printed"), (1, 0)),  # scores of nodes under a condition
     "mosaickv dynamic": (CONFIG.num_layers, 0),  # losses
 }
+
+
 def _pattern(at, kind):
     numbers = {
         "columns": 1 + at % 3, "diagonals": 2 + at % 4, "blocks": 1 + at % 2,
@@ -78,9 +80,7 @@ def _pattern(at, kind):
 
 
 # Each device has some of them.
-_HEADS = tuple(
-    _pattern(at, kind) for at, kind in zip(range(CONFIG.num_q_heads), itertools.cycle(KINDS), strict=False)
-)
+_HEADS = tuple(_pattern(at, kind) for at, kind in zip(range(CONFIG.num_q_heads), itertools.cycle(KINDS), strict=False))
 VARIANTS = {
     "chess flat": lambda: example("chess", hierarchy=False),
     "chess printed": lambda: example("chess", **PRINTED),

@@ -83,7 +83,10 @@ def run_two(module, *args, devices):
         running = [
             subprocess.Popen(
                 [sys.executable, "-m", module, str(number), str(port), *map(str, args)],
-                cwd=ROOT, env=environment, stdout=file, stderr=file,
+                cwd=ROOT,
+                env=environment,
+                stdout=file,
+                stderr=file,
             )  # fmt: skip
             for number, file in enumerate(files)
         ]

@@ -42,9 +42,7 @@ def spread(text, kind=AxisType.Explicit):
 def read(given, method):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 60, n).tolist() for n in LENGTHS[:4]]
-    return kvjax.prefill(
-        given, prompts, config=CONFIG, method=method, max_new_tokens=24, pad_multiple=16, chunk_size=16
-    )
+    return kvjax.prefill(given, prompts, config=CONFIG, method=method, max_new_tokens=24, pad_multiple=16, chunk_size=16)
 
 
 @functools.cache

@@ -96,7 +96,7 @@ ODD = [
 def test_renders_odd_templates_as_transformers_does(template):
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    messages = [{"role": "user", "content": "<a> & \"b\" \u00e9"}, {"role": "assistant", "content": " c ", "thinking": "why"}]
+    messages = [{"role": "user", "content": '<a> & "b" \u00e9'}, {"role": "assistant", "content": " c ", "thinking": "why"}]
     variables = {"flag": False, "many": (1, [2.5, None])}
     (theirs,), _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **variables)
     assert models.ChatTemplate(template).render(messages, **variables) == theirs

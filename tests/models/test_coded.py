@@ -155,9 +155,7 @@ def test_a_model_by_name_is_adapted_before_it_is_rounded():
 def test_unknown_names_and_experts_are_refused(directory):
     with pytest.raises(ValueError, match="weight_dtype must be one of int8, int4 or None, got 'int3'"):
         from_pretrained(directory, weight_dtype="int3")
-    experts = models.Experts(
-        num_experts=2, num_experts_per_tok=1, intermediate_size=8, norm_topk_prob=True, layers=(0,)
-    )
+    experts = models.Experts(num_experts=2, num_experts_per_tok=1, intermediate_size=8, norm_topk_prob=True, layers=(0,))
     with pytest.raises(ValueError, match="weight_dtype='int8' needs a model without experts, got Experts"):
         param_shapes(ModelConfig(**TINY, experts=experts), "int8")
     short = {"embedding": coded("embed/embedding", np.zeros((8, 128), np.float32), "int8")}

@@ -50,10 +50,7 @@ def test_rules_are_read_and_written_back(change, rule, context):
     hash(config)  # it is part of a jit key
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"rope_theta": 1e4}, {"rope_type": "linear"}, {"factor": 8.0}, {OLD: 64}],
-)
+@pytest.mark.parametrize("change", [{"rope_theta": 1e4}, {"rope_type": "linear"}, {"factor": 8.0}, {OLD: 64}])
 def test_two_keys_for_the_rotation_must_agree(change):
     rule = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6, OLD: 32}
     same = ModelConfig.from_hf({**HF, "rope_parameters": rule, "rope_scaling": rule})

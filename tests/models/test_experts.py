@@ -47,9 +47,7 @@ def test_every_way_is_the_definition(normalised):
     rng = np.random.default_rng(3)
     shapes = (7, 8), (8, 5), (5, 8, 2, 6), (5, 6, 8)
     x, router, gate_up, down = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
-    experts = Experts(
-        num_experts=5, num_experts_per_tok=3, intermediate_size=6, norm_topk_prob=normalised, layers=(0,)
-    )
+    experts = Experts(num_experts=5, num_experts_per_tok=3, intermediate_size=6, norm_topk_prob=normalised, layers=(0,))
     chosen, weight = route(x, router, experts)
     want = oracle(x, router, gate_up, down, 3, normalised)
     for way in (one_by_one, grouped, all_experts) if normalised else (all_experts,):

@@ -38,8 +38,7 @@ def decoded(blocks, scales):
 
 
 @pytest.mark.parametrize(
-    "index",
-    [(slice(None),) * 3, (slice(None), slice(None), slice(2, 4)), (slice(1, 2), slice(16, 80), slice(None))],
+    "index", [(slice(None),) * 3, (slice(None), slice(None), slice(2, 4)), (slice(1, 2), slice(16, 80), slice(None))]
 )
 def test_a_part_is_decoded_as_a_loop_decodes_it(index):
     blocks, scales = drawn((2, 96, 5))

@@ -89,8 +89,7 @@ def test_equals_the_checkpoint_it_was_made_of(family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [(8.0, 1.0, 4.0, 8192, 500000.0, 128), (32.0, 1.0, 4.0, 8192, 500000.0, 64), (4.0, 1.0, 16.0, 1000, 1e4, 128)],
+    "rule", [(8.0, 1.0, 4.0, 8192, 500000.0, 128), (32.0, 1.0, 4.0, 8192, 500000.0, 64), (4.0, 1.0, 16.0, 1000, 1e4, 128)]
 )
 def test_llama3_rule_is_found_again(rule):
     factor, low, high, old, theta, head_dim = rule

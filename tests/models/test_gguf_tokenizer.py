@@ -110,9 +110,7 @@ def test_every_kind_of_tokenizer_differs(tmp_path):
         ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in GOLDEN["texts"]]
         assert [tokenizer.decode(i, skip_special_tokens=False) for i in ids] == GOLDEN["texts"]
         found[pre] = str(ids)
-    assert len(set(found.values())) == len(found), [
-        (a, b) for a in found for b in found if a < b and found[a] == found[b]
-    ]
+    assert len(set(found.values())) == len(found), [(a, b) for a in found for b in found if a < b and found[a] == found[b]]
     assert load(tmp_path, None).to_str() == load(tmp_path, "default").to_str()  # as in llama.cpp
 
 
@@ -135,9 +133,7 @@ def test_special_tokens_stay_whole(tmp_path):
     start, end = len(GOLDEN["tokens"]) - 2, len(GOLDEN["tokens"]) - 1
     ids = tokenizer.encode("<|im_start|>a<|im_end|>").ids
     assert ids == [start, VOCABULARY["a"], end]
-    assert (
-        tokenizer.decode(ids) == "a" and tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>a<|im_end|>"
-    )
+    assert tokenizer.decode(ids) == "a" and tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>a<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -183,9 +179,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
         vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16,
         max_position_embeddings=64,
     )  # fmt: skip
-    with pytest.raises(
-        ValueError, match=rf"t.gguf does not belong to this model: got token ids up to {len(VOCABULARY) - 1}"
-    ):
+    with pytest.raises(ValueError, match=rf"t.gguf does not belong to this model: got token ids up to {len(VOCABULARY) - 1}"):
         models.load_tokenizer(write(tmp_path / "t.gguf", "smollm"), config)
 
 

@@ -275,8 +275,14 @@ def test_keys_cannot_be_rounded_otherwise_than_values():
 @pytest.mark.parametrize(
     ("name", "kv_dtype"),
     [
-        ("quest", None), ("quest", "int8"), ("quest", "int4"), ("pariskv", None), ("infllm", "int8"), ("infllm", "int4"),
-        ("verified", None), ("verified", "int4"),
+        ("quest", None),
+        ("quest", "int8"),
+        ("quest", "int4"),
+        ("pariskv", None),
+        ("infllm", "int8"),
+        ("infllm", "int4"),
+        ("verified", None),
+        ("verified", "int4"),
     ],
 )
 def test_a_row_in_host_memory_is_a_key(name, kv_dtype):

@@ -143,7 +143,7 @@ CHANGES = {
 }  # fmt: skip
 PARTS = tuple(CHANGES)[-11:]
 WITH = {  # what else a field needs
-    "latent": {"num_kv_heads": 1, "query_scale": 0.3, "ropes": (LayerRope(theta=1e4, rotated=6),) * 2},
+    "latent": {"num_kv_heads": 1, "query_scale": 0.3, "ropes": (LayerRope(theta=1e4, rotated=6),) * 2}
 }
 
 

@@ -68,18 +68,14 @@ def test_the_norm_over_all_heads_equals_numpy():
     rng = np.random.default_rng(1)
     qkv, of_query, of_key = rng.normal(size=(2, 3, 4, 4, 6)), rng.normal(1, 0.2, 4 * 2 * 6), rng.normal(1, 0.2, 4 * 6)
     given = [jnp.asarray(x, jnp.float32) for x in (qkv, of_query, of_key)]
-    np.testing.assert_allclose(
-        wide_qk_norm(*given, 1e-6), wide_norm(qkv, of_query, of_key, 1e-6), rtol=0, atol=2e-6
-    )
+    np.testing.assert_allclose(wide_qk_norm(*given, 1e-6), wide_norm(qkv, of_query, of_key, 1e-6), rtol=0, atol=2e-6)
 
 
 def test_final_logits_are_scaled_and_capped():
     plain, table = FAMILIES["llama"], jax.random.normal(jax.random.key(0), (FAMILIES["llama"].vocab_size, 32))
     config = dataclasses.replace(plain, logits_multiplier=0.5, logit_softcap=4.0)
     x = jax.random.normal(jax.random.key(1), (2, 32))
-    logits, capped = (
-        Table(each).apply({"params": {"embedding": table}}, x, method="logits") for each in (plain, config)
-    )
+    logits, capped = (Table(each).apply({"params": {"embedding": table}}, x, method="logits") for each in (plain, config))
     np.testing.assert_allclose(capped, 4 * np.tanh(np.asarray(logits) * 0.5 / 4), rtol=1e-6)
 
 

@@ -59,4 +59,3 @@ def test_a_tokenizer_object_is_saved_as_transformers_reads_it(tmp_path, params):
     with pytest.raises(ValueError, match="no tokenizer.json in "):
         models.save_pretrained(tmp_path / "none", params, CONFIG, tokenizer=tmp_path / "empty")
     assert not (tmp_path / "none").exists()
-

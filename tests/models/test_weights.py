@@ -137,9 +137,7 @@ def test_tied_weights_under_either_name(saved, names):
 def test_tied_weights_that_differ_are_refused(saved):
     directory, _, _ = saved
     edit(directory, **{LM_HEAD: np.zeros((64, 32), np.float32)})
-    with pytest.raises(
-        ValueError, match="embeddings are tied, but model.embed_tokens.weight and lm_head.weight differ"
-    ):
+    with pytest.raises(ValueError, match="embeddings are tied, but model.embed_tokens.weight and lm_head.weight differ"):
         models.from_pretrained(directory)
 
 
@@ -282,8 +280,7 @@ def test_save_over_an_older_model(saved):
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"),
-    [pytest.param("qwen2", "bfloat16", marks=pytest.mark.thorough), ("qwen3_tied", "float32")],
+    ("family", "dtype"), [pytest.param("qwen2", "bfloat16", marks=pytest.mark.thorough), ("qwen3_tied", "float32")]
 )
 def test_random_parameters_have_the_shapes_and_scales_of_the_model(family, dtype):
     config = dataclasses.replace(FAMILIES[family], dtype=dtype, num_layers=4)
@@ -361,7 +358,7 @@ def test_saving_a_large_model_says_its_size(saved, tmp_path, monkeypatch, capsys
     models.save_pretrained(tmp_path / "again", params, config, dtype="float32")
     models.save_pretrained(tmp_path / "half", params, config, dtype="bfloat16")
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith(f"kvjax: writing {tmp_path / 'again'}: 0 MB in float32, dtype=\"bfloat16\" takes half")
+    assert first.startswith(f'kvjax: writing {tmp_path / "again"}: 0 MB in float32, dtype="bfloat16" takes half')
     assert second.endswith("0 MB in bfloat16")
 
 

@@ -200,9 +200,7 @@ def run(
         else:
             active = active | {page}
     trace.active = active
-    trace.pages = [
-        page_vector(described, p, p + page_size, normalize) for p in range(0, total + 1 - page_size, page_size)
-    ]
+    trace.pages = [page_vector(described, p, p + page_size, normalize) for p in range(0, total + 1 - page_size, page_size)]
     if hierarchy:
         trace.chunks = means(trace.pages, pages_per_chunk)
         trace.grids = means(trace.chunks, chunks_per_grid)

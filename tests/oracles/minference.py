@@ -47,9 +47,7 @@ def seen_keys(q, k, pattern, window, num_sink, num_recent, block, chunk, stride)
 def _voted(q, k, start, stop, pattern, window, num_sink, num_recent):
     """Columns and diagonals by the attention of the last queries before ``stop``."""
     chosen = []
-    for votes, certain, most in zip(
-        _votes(q, k, start, stop, window), (num_sink, num_recent), pattern[1:3], strict=True
-    ):
+    for votes, certain, most in zip(_votes(q, k, start, stop, window), (num_sink, num_recent), pattern[1:3], strict=True):
         first = set(range(min(certain, stop)))
         number = pattern[6] if pattern[0] == "flexprefill" else most
         found = best({**votes, **dict.fromkeys(first, np.inf)}, max(number, certain))

@@ -170,9 +170,7 @@ class Row:
             found = [(self.given[0][h, place], self.given[1][h, place]) for h in range(self.heads)]
             if all(is_eigenbasis(r, x) for pair, both in zip(found, tokens) for r, x in zip(pair, both)):
                 return found
-        raise AssertionError(
-            f"no basis at {list(places)} has eigenvectors of the moments of tokens {first}..{stop - 1}"
-        )
+        raise AssertionError(f"no basis at {list(places)} has eigenvectors of the moments of tokens {first}..{stop - 1}")
 
     def make_plans(self, first, stop, index=None):
         """Plans of all heads for the segment of packed tokens [first, stop)."""
@@ -190,8 +188,7 @@ class Row:
         block = BLOCKS[0]
         for size in BLOCKS:
             apart = sum(
-                float(((keys[i : i + size] - keys[i : i + size].mean(axis=0)) ** 2).sum())
-                for i in range(0, len(keys), size)
+                float(((keys[i : i + size] - keys[i : i + size].mean(axis=0)) ** 2).sum()) for i in range(0, len(keys), size)
             )
             if apart <= self.knobs["max_variance"] * float((keys**2).sum()):
                 block = size

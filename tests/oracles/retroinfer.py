@@ -45,9 +45,7 @@ def cluster(key, value, parts, cluster_size, iterations):
     return found
 
 
-def run(
-    q, k, v, prompt, inv_freq, fraction, estimated, num_sink, num_local, cluster_size, segment, buffer, iterations
-):
+def run(q, k, v, prompt, inv_freq, fraction, estimated, num_sink, num_local, cluster_size, segment, buffer, iterations):
     """See the package's docstring."""
     q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
     heads, group, total, dim = q.shape

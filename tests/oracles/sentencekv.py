@@ -13,15 +13,7 @@ _ENDS = np.zeros(512, bool)
 # Sentences of 1 to 14 tokens. Those that prompts of LENGTHS are cut into have 1, 2, 4 or 8, whose means are exact.
 _ENDS[[1, 3, 4, 5, 7, 11, 19, 20, 21, 23, 25, 29, 31, 39]] = True
 _ENDS[40:] = [position % 27 in (5, 16, 18) for position in range(40, 512)]
-KNOBS = {
-    "budget": 12,
-    "keep_factor": 2.0,
-    "boundary": _ENDS,
-    "obs_window": 4,
-    "kernel": 3,
-    "num_sink": 2,
-    "num_recent": 3,
-}
+KNOBS = {"budget": 12, "keep_factor": 2.0, "boundary": _ENDS, "obs_window": 4, "kernel": 3, "num_sink": 2, "num_recent": 3}
 LENGTHS = (1, 3, 4, 5, 12, 16, 24, 25, 40)
 
 

@@ -75,21 +75,7 @@ def cosine(a, b):
     return float(np.sum(a * b) / norm) if norm > 0 else 0.0
 
 
-def run(
-    q,
-    k,
-    v,
-    prompt,
-    inv_freq,
-    budget,
-    num_sink,
-    num_local,
-    chunk,
-    theta,
-    vote="soft",
-    kernel=1,
-    gqa_map="group",
-):
+def run(q, k, v, prompt, inv_freq, budget, num_sink, num_local, chunk, theta, vote="soft", kernel=1, gqa_map="group"):
     """See the package's docstring."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     heads, _, total, _ = q.shape

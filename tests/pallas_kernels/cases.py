@@ -113,10 +113,7 @@ def positioned_cache(seed, group=4, dim=64, length=5, slots=50, dtype="float32",
 
 
 def dense_oracle(query, key, value, query_position, key_position, query_first=None):
-    asked, held = (
-        np.asarray(query_position)[:, None, None, :, None],
-        np.asarray(key_position)[:, :, None, None],
-    )
+    asked, held = (np.asarray(query_position)[:, None, None, :, None], np.asarray(key_position)[:, :, None, None])
     first = 0 if query_first is None else np.asarray(query_first)[:, None, None, :, None]
     seen = np.broadcast_to((held >= 0) & (held >= first) & (held <= asked), (*query.shape[:4], key.shape[2]))
     query, key, value = (np.asarray(x, np.float32) for x in (query, key[:, :, None], value[:, :, None]))

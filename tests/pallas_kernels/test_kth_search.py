@@ -56,9 +56,7 @@ def test_search_needs_few_counts(kind, two):
 
 
 def test_order_keys_sort_as_floats_do():
-    values = np.asarray(
-        [-np.inf, np.finfo("f4").min, -1.5, -1e-45, -0.0, 0.0, 1e-45, 2.0, np.finfo("f4").max, np.inf], "f4"
-    )
+    values = np.asarray([-np.inf, np.finfo("f4").min, -1.5, -1e-45, -0.0, 0.0, 1e-45, 2.0, np.finfo("f4").max, np.inf], "f4")
     key = np.asarray(order_key(jnp.asarray(values)))
     steps = np.diff(key.astype(np.int64))
     assert key[0] == NEVER and steps[4] == 0 and np.all(np.delete(steps, 4) > 0)

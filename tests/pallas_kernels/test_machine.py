@@ -58,9 +58,7 @@ def gpus(monkeypatch):
         ([Other()], None, "xla", None),
     ],
 )
-def test_kernels_run_on_ampere_and_above_and_elsewhere_one_line_says_so(
-    gpus, caplog, devices, capability, chosen, shared
-):
+def test_kernels_run_on_ampere_and_above_and_elsewhere_one_line_says_so(gpus, caplog, devices, capability, chosen, shared):
     gpus(*devices)
     assert current_machine() == Machine("gpu", capability)
     with caplog.at_level(logging.WARNING):

@@ -7,17 +7,7 @@ import jax.numpy as jnp
 from pallas_kernels.choose.pqcache.code_select import code_bits
 from pallas_kernels.choose.sentencekv.sentence_cut import CLOSES
 from pallas_kernels.formats import bit_codes
-from pallas_kernels.formats.shapes import (
-    Timed,
-    counted,
-    frequencies,
-    full,
-    integers,
-    lists,
-    normal,
-    orthogonal,
-    packed,
-)
+from pallas_kernels.formats.shapes import Timed, counted, frequencies, full, integers, lists, normal, orthogonal, packed
 
 # N: parts; P: pages, blocks or vectors; K: entries of a list; M: parts of the channels; C: centroids of a part, or channels.
 SIZES = {"H": 2, "S": 16, "D": 32, "T": 3, "N": 33, "P": 4, "K": 5, "M": 2, "C": 4, "R": 8, "E": lambda n: n.D // n.M}
@@ -55,8 +45,7 @@ SHAPES = {
     ),
     "causal_attention": declared({"query": normal("B H G S D"), **CACHE}),
     "chunk_query": declared(
-        {"query": normal("B H G T D"), "real": full("B", 2), "first": full("B", 5), "inv_freq": frequencies},
-        num_local=8,
+        {"query": normal("B H G T D"), "real": full("B", 2), "first": full("B", 5), "inv_freq": frequencies}, num_local=8
     ),
     "cluster_estimate": declared(
         {"logits": normal("B H G S", jnp.float32), "chosen": full("B H S", True, bool)}

@@ -23,7 +23,11 @@ DOCS = ROOT / "docs"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 CLAIMS = {
     "quickstart": [
-        "Full: 4 of 4 right", "Quest: 4 of 4 right", "SnapKV: 0 of 4 right", "5 settings in 1 group", "9.9 GiB in all",
+        "Full: 4 of 4 right",
+        "Quest: 4 of 4 right",
+        "SnapKV: 0 of 4 right",
+        "5 settings in 1 group",
+        "9.9 GiB in all",
         "tokens read, 4711042 found",
     ],  # fmt: skip
     "write_your_own_method": ["9 settings in 1 group", "Spread(budget=96, capacity=96"],

@@ -35,9 +35,7 @@ class AblationCommand:
 def _ablate(settings: AblationSettings, command: AblationCommand, against: Against) -> None:
     model = base = settings.load()
     if settings.base not in (None, settings.model):
-        base = load_model(
-            settings.base, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype
-        )
+        base = load_model(settings.base, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
     file = table_file(command.out)
     for name in settings.ablations:
         record = command.out / f"{name}.json"

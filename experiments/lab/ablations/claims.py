@@ -83,19 +83,21 @@ CLAIMS = (
         (Comparison({"vote": "soft"}, {"vote": "hard"}), Comparison({"vote": "hard"}, {"vote": "raw"})),
     ),
     _votes(
-        "More selected tokens are better.", "section 6.3, table 5",
+        "More selected tokens are better.",
+        "section 6.3, table 5",
         (Comparison({"vote": "soft", "share": 1}, {"vote": "soft", "share": 8}),),
     ),
     _reuse(
-        "Reuse of a selection down to a cosine of 0.9 costs nothing.", "appendix J, table 9",
+        "Reuse of a selection down to a cosine of 0.9 costs nothing.",
+        "appendix J, table 9",
         (_equal({"theta": 0.9}, {"theta": 2.0}),),
     ),
     _reuse(
-        "At 0.5 hard retrieval breaks.", "section 6.3, figure 6",
-        (Comparison({"theta": 0.9}, {"theta": 0.5}, tasks=_HARD),),
+        "At 0.5 hard retrieval breaks.", "section 6.3, figure 6", (Comparison({"theta": 0.9}, {"theta": 0.5}, tasks=_HARD),)
     ),
     _reuse(
-        "At 0.5 an easy needle is still found.", "section 6.3, figure 6",
+        "At 0.5 an easy needle is still found.",
+        "section 6.3, figure 6",
         (_equal({"theta": 0.5}, {"theta": 2.0}, tasks=("niah_single_2",), nats=None),),
     ),
     _chunk(
@@ -104,35 +106,37 @@ CLAIMS = (
         (_equal({"chunk": "paper"}, {"chunk": "sixteenth"}),),
     ),
     _beyond(
-        "Beyond the window it is better than the model itself.", "section 6.2, tables 1 and 2",
+        "Beyond the window it is better than the model itself.",
+        "section 6.2, tables 1 and 2",
         (Comparison({"method": "tokenselect"}, FULL),),
     ),
     _beyond(
-        "Beyond the window it is better than StreamingLLM.", "section 6.2, tables 1 and 2",
+        "Beyond the window it is better than StreamingLLM.",
+        "section 6.2, tables 1 and 2",
         (Comparison({"method": "tokenselect"}, {"method": "streamingllm"}),),
     ),
     _sentences(
-        "Sentences are better units than equal parts.", "section 6.1, table 3",
-        (Comparison(_PAPER, {"variant": "chunks"}),),
+        "Sentences are better units than equal parts.", "section 6.1, table 3", (Comparison(_PAPER, {"variant": "chunks"}),)
     ),
     _sentences(
-        "The mean query of the sentence is better than the current query.", "section 6.2, figure 6",
+        "The mean query of the sentence is better than the current query.",
+        "section 6.2, figure 6",
         (Comparison(_PAPER, {"variant": "current query"}),),
     ),
     _sentences(
-        "More kept tokens than are attended (r above 1) are better.", "section 6.2, figure 6",
+        "More kept tokens than are attended (r above 1) are better.",
+        "section 6.2, figure 6",
         (Comparison(_PAPER, {"variant": "r 1"}),),
     ),
     _sentences(
-        "It is better than SnapKV, which attends to as many tokens.", "section 5.3, table 7",
+        "It is better than SnapKV, which attends to as many tokens.",
+        "section 5.3, table 7",
         (Comparison(_PAPER, {"variant": "SnapKV"}),),
     ),
+    _budget("At 1 % it is better than Full.", "section 5.2, table 1", (Comparison({"budget": 1}, FULL, nats=None),)),
     _budget(
-        "At 1 % it is better than Full.", "section 5.2, table 1",
-        (Comparison({"budget": 1}, FULL, nats=None),),
-    ),
-    _budget(
-        "The smallest budget is the best: 1 % is above 9 % and above 73 %.", "appendices C and E, table 3",
+        "The smallest budget is the best: 1 % is above 9 % and above 73 %.",
+        "appendices C and E, table 3",
         (Comparison({"budget": 1}, {"budget": 9}), Comparison({"budget": 1}, {"budget": 73})),
     ),
     _trigger(
@@ -141,15 +145,20 @@ CLAIMS = (
         (Comparison({"trigger": "and"}, {"trigger": "every 6 pages"}),),
     ),
     _kinds(
-        "Rotation helps channels that are the same for all vectors.", "section 6.2, figure 9",
-        (Comparison({"kind": "rotated"}, {"kind": "uniform"}),), recorded=True,
+        "Rotation helps channels that are the same for all vectors.",
+        "section 6.2, figure 9",
+        (Comparison({"kind": "rotated"}, {"kind": "uniform"}),),
+        recorded=True,
     ),
     _kinds(
-        "The largest channels of each vector are better than the same channels for all.", "section 6.2, figure 9",
-        (Comparison({"kind": "per vector"}, {"kind": "rotated"}),), recorded=True,
+        "The largest channels of each vector are better than the same channels for all.",
+        "section 6.2, figure 9",
+        (Comparison({"kind": "per vector"}, {"kind": "rotated"}),),
+        recorded=True,
     ),
     _kinds(
-        "The dynamic strategy adds to it.", "section 6.2, figure 9",
+        "The dynamic strategy adds to it.",
+        "section 6.2, figure 9",
         (Comparison({"kind": "dynamic"}, {"kind": "per vector"}),),
     ),
     _channels(
@@ -158,11 +167,13 @@ CLAIMS = (
         (Comparison({"channels": 0.25, "blocks": 0.1}, FULL, points=5.0, nats=None),),
     ),
     _hashing(
-        "Keys are normalised and rotated before they are hashed: better than plain keys.", "section 5.3, figure 10",
+        "Keys are normalised and rotated before they are hashed: better than plain keys.",
+        "section 5.3, figure 10",
         (Comparison({"rotate": True}, {"rotate": False}),),
     ),
     _hashing(
-        "With k 100 it costs less than 2 points on RULER (0.6 in the paper).", "appendix D.1, table 6",
+        "With k 100 it costs less than 2 points on RULER (0.6 in the paper).",
+        "appendix D.1, table 6",
         (Comparison({"rotate": True, "part": 1}, FULL, points=2.0, nats=None),),
     ),
     _drift(
@@ -171,11 +182,13 @@ CLAIMS = (
         (Comparison({"clusters": "rotated"}, {"clusters": "learned"}),),
     ),
     _drift(
-        "Centroids learned on the prompt go stale: those learned again at the end find more.", "section 1, figure 1",
+        "Centroids learned on the prompt go stale: those learned again at the end find more.",
+        "section 1, figure 1",
         (Comparison({"clusters": "relearned", "when": "last"}, {"clusters": "learned", "when": "last"}),),
     ),
     _drift(
-        "Its recall does not fall along a generation.", "section 1, figure 1",
+        "Its recall does not fall along a generation.",
+        "section 1, figure 1",
         (_equal({"clusters": "rotated", "when": "last"}, {"clusters": "rotated", "when": "first"}),),
     ),
 )

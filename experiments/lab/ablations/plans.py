@@ -207,9 +207,7 @@ def chess(lab: Lab) -> list[Table]:
         f"{budget} % = {' x '.join(map(str, ratios))}": ({"budget": budget}, make(budget, trigger="fixed"))
         for budget, ratios in CHESS_BUDGETS.items()
     }
-    first = (
-        "Product of the shares of grids, chunks and pages; sink and window pages come on top. Rebuilt every 6 pages."
-    )
+    first = "Product of the shares of grids, chunks and pages; sink and window pages come on top. Rebuilt every 6 pages."
     triggers: Methods = {}
     for budget in (1, 40):
         for trigger, name, knobs in (

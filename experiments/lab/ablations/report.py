@@ -95,9 +95,7 @@ def claim_rows(metrics: Mapping[str, Sequence[dict[str, Any]]]) -> list[Sequence
 def _judged(verdict: Verdict | None, digits: int) -> tuple[str, str]:
     if verdict is None:
         return "", ""
-    differences = (
-        f"{mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]" for mean, low, high in verdict.differences
-    )
+    differences = (f"{mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]" for mean, low, high in verdict.differences)
     return verdict.holds, "; ".join(differences)
 
 

@@ -54,9 +54,7 @@ class _Job:
         return json.dumps({name: x for name, x in self.identity.items() if name not in ("table", "arm", "setting")})
 
 
-def run_ablation(
-    settings: AblationSettings, name: str, model: LoadedModel, base: LoadedModel, out: pathlib.Path
-) -> None:
+def run_ablation(settings: AblationSettings, name: str, model: LoadedModel, base: LoadedModel, out: pathlib.Path) -> None:
     """Run the cells of an ablation that its record lacks.
 
     Args:
@@ -156,9 +154,7 @@ class _Bench:
         lab, settings = self._lab, self._lab.settings
         count, steps = settings.texts, settings.new_tokens
         if name == PROSE:
-            about = FidelitySettings(
-                lengths=(lab.length,), samples=count, tokens=settings.text_tokens, seed=settings.seed
-            )
+            about = FidelitySettings(lengths=(lab.length,), samples=count, tokens=settings.text_tokens, seed=settings.seed)
             return passages(lab.base, about, lab.length, PROSE)
         shorter = max(lab.length - steps, steps)
         cell = Cell(WRITTEN_TASK, shorter, count, settings.seed)

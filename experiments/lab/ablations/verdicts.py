@@ -43,9 +43,7 @@ def judge(claim: Claim, metrics: Sequence[Metric], unit: str) -> Verdict | None:
         The verdict; None if the rows are missing, or the claim leaves this instrument out.
     """
     mine = [
-        m
-        for m in metrics
-        if m["unit"] == unit and m.get("table", "") == claim.table and "setting" in m and "scores" in m
+        m for m in metrics if m["unit"] == unit and m.get("table", "") == claim.table and "setting" in m and "scores" in m
     ]
     differences, states, pairs = [], [], 0
     for comparison in claim.comparisons:

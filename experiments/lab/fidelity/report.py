@@ -32,9 +32,7 @@ def cells(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
     groups: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["stream"], row["length"]), []).append(row)
-    ordered = sorted(
-        groups, key=lambda cell: (list(dict.fromkeys(row["stream"] for row in rows)).index(cell[0]), cell[1])
-    )
+    ordered = sorted(groups, key=lambda cell: (list(dict.fromkeys(row["stream"] for row in rows)).index(cell[0]), cell[1]))
     return {cell: sorted(groups[cell], key=lambda row: (row["method"] != FULL, row["value"])) for cell in ordered}
 
 

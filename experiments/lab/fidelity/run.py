@@ -118,9 +118,7 @@ class Runner:
                 method = self._setting(choice, length, {}).method
                 check_quantisable(layer_methods(method, model.config), settings.kv_dtype)
                 if method.offload:
-                    raise ValueError(
-                        f"fidelity keeps all caches on the device: offload must be False, got {choice.label}"
-                    )
+                    raise ValueError(f"fidelity keeps all caches on the device: offload must be False, got {choice.label}")
         asks = set(settings.streams) - _RUNNING
         template = models.ChatTemplate.from_directory(model.directory) if asks and settings.template == "auto" else None
         if asks:
@@ -239,9 +237,7 @@ class Runner:
         length = min(*self.settings.lengths, self.model.config.max_position_embeddings - tokens)
         if "chess_calibration" not in self.results.notes:
             self._say(f"calibrating CHESS on {prompts} prompts of {length} tokens")
-        return chess_thresholds(
-            self.model, Calibration((task,), length, prompts, tokens, self.settings.seed), self.results
-        )
+        return chess_thresholds(self.model, Calibration((task,), length, prompts, tokens, self.settings.seed), self.results)
 
     def _reads_code(self, stream: str) -> bool:
         """Tell whether the texts of a stream are made from Python's standard library."""

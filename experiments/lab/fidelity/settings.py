@@ -51,9 +51,7 @@ class FidelitySettings(ModelSettings):
         ValueError: unknown names, numbers out of range.
     """
 
-    methods: tuple[Choice, ...] = option(
-        tuple(Choice(name, {}) for name in METHODS), read=choices_of, write=written
-    )
+    methods: tuple[Choice, ...] = option(tuple(Choice(name, {}) for name in METHODS), read=choices_of, write=written)
     budgets: tuple[str, ...] = ()
     lengths: tuple[PositiveInt, ...] = (2048,)
     streams: tuple[str, ...] = option(("prose", "answers"), choices=STREAMS)

@@ -11,15 +11,7 @@ import numpy as np
 import kvjax
 from experiments.answering import LoadedModel, pad
 from experiments.lab.fidelity.settings import WHOLE_PROSE, FidelitySettings
-from experiments.tasks import (
-    encode_prompt,
-    held_out_text,
-    length_within,
-    make_samples,
-    opening_ids,
-    prose_text,
-    transcript,
-)
+from experiments.tasks import encode_prompt, held_out_text, length_within, make_samples, opening_ids, prose_text, transcript
 
 _BLOCK = 128  # tokens; contexts are padded to a multiple of this
 _FUNCTION_TOKENS = 160  # fewer than the request and the turns of a function of a transcript take
@@ -130,9 +122,7 @@ def passages(model: LoadedModel, settings: FidelitySettings, length: int, kind: 
     return make_texts([p[:context] for p in cut], [p[context:] for p in cut], context, settings.tokens)
 
 
-def tools(
-    model: LoadedModel, settings: FidelitySettings, length: int, around: tuple[str, str] | None, again: str
-) -> Texts:
+def tools(model: LoadedModel, settings: FidelitySettings, length: int, around: tuple[str, str] | None, again: str) -> Texts:
     """Make transcripts of tools, which end in the middle of a session; the text begins with a command.
 
     Args:
@@ -211,11 +201,7 @@ def greedy(model: LoadedModel, asked: Texts, rows: int) -> Texts:
     for start in range(0, len(asked), rows):
         real, batch = asked.rows(start, rows)
         cache = kvjax.prefill(
-            model.params,
-            batch.prompts,
-            config=model.config,
-            lengths=batch.lengths,
-            max_new_tokens=asked.steps + 1,
+            model.params, batch.prompts, config=model.config, lengths=batch.lengths, max_new_tokens=asked.steps + 1
         )
         out = kvjax.generate(model.params, cache, max_new_tokens=asked.steps + 1)
         tokens, counts = np.asarray(out.tokens), np.asarray(out.num_tokens)

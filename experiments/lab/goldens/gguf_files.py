@@ -116,16 +116,10 @@ def their_tokenizer(folder: Path, file: str, pre: str) -> Tokenizer:
 def tokens(folder: Path) -> dict:
     """A small tokenizer, and the ids of the texts under each kind."""
     small = Tokenizer(tokenizer_models.BPE())
-    small.pre_tokenizer = pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=False
-    )  # merges over every boundary
-    trainer = trainers.BpeTrainer(
-        vocab_size=900, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
+    small.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # merges over every boundary
+    trainer = trainers.BpeTrainer(vocab_size=900, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     prose = Path(__file__).read_text(encoding="utf-8").splitlines(keepends=True)
-    small.train_from_iterator(
-        [text for text in [*TEXTS * 3, *prose] if "<|" not in text and "unmerged" not in text], trainer
-    )
+    small.train_from_iterator([text for text in [*TEXTS * 3, *prose] if "<|" not in text and "unmerged" not in text], trainer)
     state = json.loads(small.to_str())["model"]
     vocabulary = sorted(state["vocab"], key=state["vocab"].get)
     merges = [" ".join(merge) for merge in state["merges"]]
@@ -135,9 +129,7 @@ def tokens(folder: Path) -> dict:
     found = {}
     for pre in (*APPLIED, "smollm"):
         values = gguf_writing.tokenizer_metadata(vocabulary, merges, pre, kinds, eos_token_id=len(vocabulary) - 1)
-        gguf_writing.write(
-            folder / "t.gguf", {"general.architecture": "llama", **values}, {"a": np.zeros(1, np.float32)}
-        )
+        gguf_writing.write(folder / "t.gguf", {"general.architecture": "llama", **values}, {"a": np.zeros(1, np.float32)})
         tokenizer = their_tokenizer(folder, "t.gguf", pre)
         found[pre] = [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS]
     return {"tokens": vocabulary, "merges": merges, "kinds": kinds, "texts": TEXTS, "ids": found}

@@ -53,9 +53,7 @@ def main(clone: str) -> None:
     torch.set_default_dtype(torch.float64)
     folder = Path(clone) / "inf_llm" / "attention"
     event = types.SimpleNamespace(record=lambda *_: None, wait=lambda *_: None)
-    cuda = types.SimpleNamespace(
-        Event=lambda: event, current_stream=lambda: None, stream=lambda _: contextlib.nullcontext()
-    )
+    cuda = types.SimpleNamespace(Event=lambda: event, current_stream=lambda: None, stream=lambda _: contextlib.nullcontext())
     base = module(folder / "dot_production_attention" / "base.py", {}, {})
     plain = module(
         folder / "dot_production_attention" / "torch_impl.py",

@@ -72,11 +72,7 @@ def _by_k(panel: Any, metrics: Sequence[Mapping[str, Any]], top: Sequence[int]) 
 
 
 def _each(
-    figure: Any,
-    metrics: Sequence[Mapping[str, Any]],
-    mass: Sequence[np.ndarray],
-    lines: int,
-    settings: Mapping[str, Any],
+    figure: Any, metrics: Sequence[Mapping[str, Any]], mass: Sequence[np.ndarray], lines: int, settings: Mapping[str, Any]
 ) -> None:
     """Plot two panels for each method: mass by step with the range over layers, and mean mass by layer and KV head."""
     across = -(-len(metrics) // lines)

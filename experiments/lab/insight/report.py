@@ -27,9 +27,7 @@ _COLUMNS: dict[str, Column] = {
 
 def table(record: Mapping[str, Any]) -> str:
     """Format the record of `experiments.lab.insight` as a Markdown table; the method with most mass comes first."""
-    top: dict[str, Column] = {
-        f"top {k}": lambda row, k=str(k): f"{row['top_k'][k]:.1f}" for k in record["settings"]["top"]
-    }
+    top: dict[str, Column] = {f"top {k}": lambda row, k=str(k): f"{row['top_k'][k]:.1f}" for k in record["settings"]["top"]}
     more: dict[str, Column] = {
         "own": ("own_k", 1, ".1f"),
         "agree": lambda row: f"{row['agreement']:.0f}, {row['agreement_in_answer']:.0f}",

@@ -96,9 +96,7 @@ def method_settings(settings: InsightSettings, model: LoadedModel, results: Resu
         note = ", ".join(f"{knob}={value}" for knob, value in chosen.items())  # as the command line takes them
         if needs_thresholds(name, chosen):
             chosen = {**chess_thresholds(model, calibration, results), **chosen}
-        setting = paper_method(
-            name, settings.length, tokenizer=model.tokenizer, config=model.config, given=chosen
-        )
+        setting = paper_method(name, settings.length, tokenizer=model.tokenizer, config=model.config, given=chosen)
         methods.append(dataclasses.replace(setting, note=note or setting.note))
     return methods
 
@@ -166,8 +164,7 @@ def summary(
         return np.round(100 * np.asarray(values, np.float64), digits).tolist()
 
     mass, attended, best, own = (
-        np.concatenate([vars(recall)[name] for recall in recalls], axis=1)
-        for name in ("mass", "attended", "recall", "own")
+        np.concatenate([vars(recall)[name] for recall in recalls], axis=1) for name in ("mass", "attended", "recall", "own")
     )
     answer = np.arange(settings.new_tokens)[None] < np.asarray(ends)[:, None]
     in_answer = mass.mean(axis=(0, 2))  # [samples, N]
@@ -214,8 +211,7 @@ def run_methods(settings: InsightSettings, model: LoadedModel, results: Results)
             bar.set_description(setting.name)
             begun = time.monotonic()
             watched = [
-                watch(model, tokens, text, setting.method, settings, bar)
-                for tokens, text in zip(prompts, texts, strict=True)
+                watch(model, tokens, text, setting.method, settings, bar) for tokens, text in zip(prompts, texts, strict=True)
             ]
             recalls, choices = ([part[index] for part in watched] for index in (0, 1))
             metric = {

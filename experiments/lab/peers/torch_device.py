@@ -35,9 +35,7 @@ def check_torch(job: str, packages: str) -> None:
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"{job} needs {name}, which is not installed here: pip install {packages}"
-            ) from error
+            raise ModuleNotFoundError(f"{job} needs {name}, which is not installed here: pip install {packages}") from error
 
 
 def the_device() -> torch.device:

@@ -50,8 +50,7 @@ class Course:
             raise ValueError(f"lengths must be at least {SHORTEST} tokens, the shortest row, got {self.lengths[0]}")
         if self.tokens_per_step % self.lengths[-1]:
             raise ValueError(
-                f"tokens_per_step must be a multiple of the longest length {self.lengths[-1]}, "
-                f"got {self.tokens_per_step}"
+                f"tokens_per_step must be a multiple of the longest length {self.lengths[-1]}, got {self.tokens_per_step}"
             )
 
     def stage(self, step: int) -> int:

@@ -225,9 +225,7 @@ class RowMaker:
 _maker = functools.cache(RowMaker)  # a worker process reads the texts once
 
 
-def _batch(
-    tokenizer_file: pathlib.Path, texts: tuple[pathlib.Path, ...], mixture: Mixture, *step: int
-) -> Batch:
+def _batch(tokenizer_file: pathlib.Path, texts: tuple[pathlib.Path, ...], mixture: Mixture, *step: int) -> Batch:
     return _maker(tokenizer_file, texts, mixture).batch(*step)
 
 

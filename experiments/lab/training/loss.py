@@ -209,9 +209,7 @@ def make_step(subject: Subject, course: Course, implementation: str | None, mesh
     def total(part: Any) -> Any:
         return jax.lax.psum(part, DATA)
 
-    def objective(
-        trained: Any, frozen: Any, tokens: jax.Array, roles: jax.Array, tasks: jax.Array, lm_weight: jax.Array
-    ):
+    def objective(trained: Any, frozen: Any, tokens: jax.Array, roles: jax.Array, tasks: jax.Array, lm_weight: jax.Array):
         tokens, roles = tokens.astype(jnp.int32), roles.astype(jnp.int32)
         at, target, role = choose(tokens, roles, tokens.shape[1] // course.scored)
         logits = forward(subject.config, subject.params(frozen, trained), tokens, at, implementation)

@@ -88,9 +88,7 @@ def first_wrong(got: Any, want: Any, tolerance: float) -> str:
     return ""
 
 
-def measure(
-    case: Case, run: Run, args: tuple, want: Any, bandwidth: Bandwidth | None, repeats: int
-) -> dict[str, Any]:
+def measure(case: Case, run: Run, args: tuple, want: Any, bandwidth: Bandwidth | None, repeats: int) -> dict[str, Any]:
     """Check and time an implementation; only check it without a bandwidth.
 
     Args:
@@ -110,11 +108,7 @@ def measure(
     got = case.defined(got)
     off = error(got, want)
     passed = bool(off <= case.shape.timed.tolerance)
-    checked = {
-        "relative_error": off if np.isfinite(off) else None,
-        "passed": passed,
-        "bytes_read": case.shape.bytes_read,
-    }
+    checked = {"relative_error": off if np.isfinite(off) else None, "passed": passed, "bytes_read": case.shape.bytes_read}
     if not passed:
         checked["wrong"] = first_wrong(got, want, case.shape.timed.tolerance)
     if bandwidth is None:

@@ -98,9 +98,7 @@ class ChessLayer(SlotMethod):
         pages, used = here(pages, used, cache, self.page_size)
         return Selection(slots=pages[:, None], mask=used[:, None], page_size=self.page_size)
 
-    def update(
-        self, cache: LayerStorage, aux: None, step: Step, mass: Array | None
-    ) -> tuple[LayerStorage, None]:
+    def update(self, cache: LayerStorage, aux: None, step: Step, mass: Array | None) -> tuple[LayerStorage, None]:
         return cache, None
 
     def count(self, cache: LayerStorage, aux: None, shared: Pages) -> tuple[Array, Array]:
@@ -127,7 +125,10 @@ class Chess(Method):
 
     ratios: Triple | str = traced(
         "shares of grids, chunks and pages to keep; or the name of a preset",
-        default=PRESETS["aggressive"], above=0, most=1, choices=tuple(PRESETS),
+        default=PRESETS["aggressive"],
+        above=0,
+        most=1,
+        choices=tuple(PRESETS),
     )
     capacity: tuple[float, float, float] = static("the largest ratios", default=None, above=0, most=1)
     page_size: int = static("tokens per page", default=32, least=1)
@@ -140,11 +141,13 @@ class Chess(Method):
     hierarchy: bool = static("False: pages are ranked without grids and chunks", default=True)
     candidates: str = static(
         'pages to rank: the "history" between the sink pages and the window, or "all"',
-        default="history", choices=("history", "all"),
+        default="history",
+        choices=("history", "all"),
     )
     trigger: str = static(
         '"and" or "or" (of the two thresholds), "fixed" (every `interval` pages) or "never"',
-        default="and", choices=("and", "or", "fixed", "never"),
+        default="and",
+        choices=("and", "or", "fixed", "never"),
     )
     interval: int | Array = traced('pages between reconstructions under trigger="fixed"', default=6, least=1)
     tau_entropy: float | Array | None = traced(
@@ -286,9 +289,7 @@ class Chess(Method):
         if self.trigger == "never":
             return pages
         active, count, since = lax.cond(
-            triggered.any(),
-            lambda: arrays_of_list(self._reconstruct(pages, cache, triggered)),
-            lambda: arrays_of_list(pages),
+            triggered.any(), lambda: arrays_of_list(self._reconstruct(pages, cache, triggered)), lambda: arrays_of_list(pages)
         )
         return dataclasses.replace(pages, active=active, count=count, since=since)
 

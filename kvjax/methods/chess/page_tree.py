@@ -92,9 +92,7 @@ class Nodes:
         return self.mean_keys[:, first : first + self.counts[level]]
 
 
-def page_vectors(
-    layers: list[LayerCache], pages: Array, page_size: int, inv_freq: list[Array] | None
-) -> Array:
+def page_vectors(layers: list[LayerCache], pages: Array, page_size: int, inv_freq: list[Array] | None) -> Array:
     """Compute page vectors from the stored keys.
 
     Args:
@@ -107,9 +105,7 @@ def page_vectors(
     return total(_own_vectors(layers, pages, page_size, inv_freq), layers[0])
 
 
-def _own_vectors(
-    layers: list[LayerCache], pages: Array, page_size: int, inv_freq: list[Array] | None
-) -> Array:
+def _own_vectors(layers: list[LayerCache], pages: Array, page_size: int, inv_freq: list[Array] | None) -> Array:
     """Compute `page_vectors` with zeros for pages on other devices."""
     slots = page_slots(pages, page_size)
     vectors = []
@@ -188,13 +184,7 @@ def mean_page(nodes: Nodes, complete: Array) -> Array:
 
 
 def cascade(
-    grids: Array,
-    chunks: Array,
-    pages: Array,
-    candidate: Array,
-    ratios: Triple,
-    pages_per_chunk: int,
-    chunks_per_grid: int,
+    grids: Array, chunks: Array, pages: Array, candidate: Array, ratios: Triple, pages_per_chunk: int, chunks_per_grid: int
 ) -> Array:
     """Select pages by three cuts: a share of the grids, of the kept grids' chunks, and of the kept chunks' pages.
 

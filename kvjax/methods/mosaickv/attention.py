@@ -98,14 +98,7 @@ def _owners(layout: Layout, store: Store) -> dict[str, Any]:
     return {"span": layout.segment // layout.granule, "owner": table}
 
 
-def attend_packed(
-    layout: Layout,
-    store: Store,
-    cache: LayerStorage,
-    query: Array,
-    position: Array,
-    keep: Array,
-) -> Array:
+def attend_packed(layout: Layout, store: Store, cache: LayerStorage, query: Array, position: Array, keep: Array) -> Array:
     """Attend to packed blocks and the buffer under one softmax.
 
     All stored tokens are unpacked, so this function is for several tokens at once, and the slow reference for one token. The

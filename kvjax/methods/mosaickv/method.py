@@ -97,7 +97,8 @@ class MosaicKV(LayerMethod):
     buffer: int = static("most newest tokens that are kept unchanged", default=32, least=2)
     strategy: str = static(
         'or "dynamic": channels, element group and block size depend on the content',
-        default="static", choices=("static", "dynamic"),
+        default="static",
+        choices=("static", "dynamic"),
     )
     max_loss: float | Array = traced(
         "largest mean share of energy that a segment can lose (dynamic strategy)", default=0.1, least=0
@@ -193,10 +194,7 @@ class MosaicKV(LayerMethod):
             packed = heads * row * (tokens.sum(axis=1) / layout.granule + 2 * selected)
         attended = selected + cache.cursor.astype(jnp.float32)
         return Cost(
-            attended=attended,
-            kv_bytes=packed - scanned_bytes + heads * raw,
-            metadata_bytes=scanned_bytes,
-            counters=counters,
+            attended=attended, kv_bytes=packed - scanned_bytes + heads * raw, metadata_bytes=scanned_bytes, counters=counters
         )
 
     def room(self, state: MosaicState) -> Array:
@@ -273,9 +271,7 @@ class MosaicKV(LayerMethod):
         quota = self._quota(jnp.minimum(store.packed // layout.granule, blocks))
         return kth_select(score, jnp.broadcast_to(quota[:, None], score.shape[:2]), capacity)
 
-    def _close(
-        self, layout: Layout, cache: LayerStorage, store: Store, key: Array, value: Array, late: Array
-    ) -> MosaicState:
+    def _close(self, layout: Layout, cache: LayerStorage, store: Store, key: Array, value: Array, late: Array) -> MosaicState:
         """Make the tokens of a full buffer visible and remove them from it; ``late`` int32 [B, T] are not packed yet."""
         cache, store, full = flush(layout, cache, store, late.shape[1])
         if not layout.dynamic:

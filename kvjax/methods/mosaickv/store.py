@@ -244,9 +244,7 @@ def flush(layout: Layout, cache: LayerStorage, store: Store, tokens: int) -> tup
     if tokens > 1:  # the tokens that are left move to the front
         key, value = (jnp.where(when[..., None], jnp.roll(x, -size, axis=2), x) for x in (key, value))
         position = position.at[:, :, :size].set(cache.position[:, :, size:])
-    cache = PlainCache(
-        key=key, value=value, position=jnp.where(when, position, cache.position), cursor=cache.cursor - gone
-    )
+    cache = PlainCache(key=key, value=value, position=jnp.where(when, position, cache.position), cursor=cache.cursor - gone)
     return cache, dataclasses.replace(store, packed=store.packed + gone), full
 
 

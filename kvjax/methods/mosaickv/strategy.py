@@ -93,9 +93,7 @@ def to_basis(basis: Array, x: Array) -> Array:
     return product("bhsd,bhed->bhse", x, basis)
 
 
-def prune(
-    layout: Layout, segment: Segment, key: Array, value: Array, stored: Array
-) -> tuple[Packed, Packed, Packed, Array]:
+def prune(layout: Layout, segment: Segment, key: Array, value: Array, stored: Array) -> tuple[Packed, Packed, Packed, Array]:
     """Pack keys and values float32 [B, H, T, D], and the means of blocks of keys ``stored`` float32 [B, H, S, D].
 
     The vectors are packed in one call: on a GPU a sort takes long to compile, and every layer has its own.
@@ -109,9 +107,7 @@ def prune(
     rotated = [to_basis(basis, x) for basis, x in zip(bases, given, strict=True)]
     scores = [_score(segment, y) for y in rotated]
     kept = None if segment.rank is None else segment.rank[..., None, None]
-    packed = pack_channels(
-        jnp.concatenate(rotated, axis=2), jnp.concatenate(scores, axis=2), layout.rank, jnp.float32, kept
-    )
+    packed = pack_channels(jnp.concatenate(rotated, axis=2), jnp.concatenate(scores, axis=2), layout.rank, jnp.float32, kept)
     ends = [key.shape[2], 2 * key.shape[2]]
     parts = zip(*(jnp.split(x, ends, axis=2) for x in packed), strict=True)
     keys, values, blocks = (Packed(values=own, bitmap=bits) for own, bits in parts)
@@ -212,9 +208,7 @@ def _eigenrows(matrix: Array) -> tuple[Array, Array]:
     return values[..., ::-1], vectors[..., ::-1].swapaxes(-1, -2)
 
 
-def _rate(
-    layout: Layout, key: Array, value: Array, tokens: Array, max_loss: float | Array
-) -> tuple[Array, Array]:
+def _rate(layout: Layout, key: Array, value: Array, tokens: Array, max_loss: float | Array) -> tuple[Array, Array]:
     """Find the rank and element group of the fewest bytes with an allowed mean loss: int32 [B, H] each.
 
     If no candidate's loss is allowed, the result is the highest rate without groups. A step in rate changes more bytes than a

@@ -86,8 +86,7 @@ class ParisKV(SlotMethod):
     budget: int | Array = traced("tokens retrieved from the zone per KV head", default=100, least=1, within="capacity")
     capacity: int = static("entries allocated for them; None = budget", default=None, least=1)
     rho: float | Array | None = traced(
-        "share of the zone's keys that get votes, per slice; None = from the zone's length",
-        default=None, above=0, most=1,
+        "share of the zone's keys that get votes, per slice; None = from the zone's length", default=None, above=0, most=1
     )
     beta: float | None = static(
         "share of the zone to re-rank, at most rho; None = from the zone's length", default=None, above=0, most=1
@@ -217,9 +216,7 @@ class ParisKV(SlotMethod):
         )
         return Selection(slots=chosen, mask=mask)
 
-    def update(
-        self, cache: LayerStorage, aux: Index, step: Step, mass: Array | None
-    ) -> tuple[LayerStorage, Index]:
+    def update(self, cache: LayerStorage, aux: Index, step: Step, mass: Array | None) -> tuple[LayerStorage, Index]:
         dim = cache.key.shape[3]
         if cache.parts > 1:
             index = aux.ids, aux.rows, aux.counts, aux.next, aux.stop
@@ -282,9 +279,7 @@ class ParisKV(SlotMethod):
         parts = [hashing.parts_of(x) for x in (beta[:, None], tiers)]
         first = ends[:, None].astype(np.int32)
         whole = all(isinstance(x, np.ndarray) for x in parts)
-        return (
-            jnp.asarray(np.concatenate([first, *parts], axis=1)) if whole else jnp.concatenate([first, *parts], axis=1)
-        )
+        return jnp.asarray(np.concatenate([first, *parts], axis=1)) if whole else jnp.concatenate([first, *parts], axis=1)
 
     def _allocated(self, slots: int) -> int:
         """Compute the most candidates that a cache of ``slots`` slots can have."""

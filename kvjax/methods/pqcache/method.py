@@ -107,9 +107,7 @@ class PQCache(ScanRetrieval):
     def regions(self, cache: LayerStorage, aux: Codebooks) -> Regions:
         shares, few = (self.recent_share, 1 - self.recent_share), self.num_centroids
         tokens = aux.prompt.astype(jnp.float32)
-        recent, wanted = (
-            jnp.floor(tokens * (self.fraction * share) * (1 + _SLACK)).astype(jnp.int32) for share in shares
-        )
+        recent, wanted = (jnp.floor(tokens * (self.fraction * share) * (1 + _SLACK)).astype(jnp.int32) for share in shares)
         recent, wanted = (jnp.where(aux.prompt <= few, few, x) for x in (recent, wanted))
         return Regions(
             near=jnp.maximum(cache.cursor - 1 - recent, self.num_sink),

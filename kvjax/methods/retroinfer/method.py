@@ -186,9 +186,7 @@ class RetroInfer(SlotMethod):
         partials = cluster_estimate(capped(logits), considered, exact, aux.size, aux.value_sum)
         return Selection(slots=slots, mask=mask, partials=partials, select_aux=ends[:, :, -1])
 
-    def update(
-        self, cache: LayerStorage, aux: Clusters, step: Step, mass: Array | None
-    ) -> tuple[LayerStorage, Clusters]:
+    def update(self, cache: LayerStorage, aux: Clusters, step: Step, mass: Array | None) -> tuple[LayerStorage, Clusters]:
         active = (step.position >= 0).any(axis=1)
         exact = jnp.where(active[:, None], EMPTY if step.select_aux is None else step.select_aux, aux.exact)
         aux = dataclasses.replace(aux, exact=exact)

@@ -87,7 +87,8 @@ class SentenceKV(SlotMethod):
     boundary: Any = traced("bool [V], whether a token ends a sentence, see `boundary_table` in `boundaries.py`", default=None)
     prefilter: str = static(
         'prompt tokens are chosen per "kv_head", or "global": the same in all heads',
-        default="global", choices=("kv_head", "global"),
+        default="global",
+        choices=("kv_head", "global"),
     )
     kernel: int = static("max-pooling of the votes over neighbouring tokens", default=31, least=1, odd=True)
     num_sink: int = static("first stored tokens, always attended", default=32, least=0)
@@ -180,9 +181,7 @@ class SentenceKV(SlotMethod):
         """The queries that ask besides the step's own: those of the open sentence. A sum ranks as a mean, rounded less."""
         return aux.query_sum
 
-    def update(
-        self, cache: LayerStorage, aux: Sentences, step: Step, mass: Array | None
-    ) -> tuple[LayerStorage, Sentences]:
+    def update(self, cache: LayerStorage, aux: Sentences, step: Step, mass: Array | None) -> tuple[LayerStorage, Sentences]:
         tokens, event = step.position.shape[1], self._events(step)
         if tokens == 1:
             return cache, _absorb(cache.newest_key, aux, step.query[..., 0, :], cache.cursor, event[:, 0])
@@ -195,9 +194,7 @@ class SentenceKV(SlotMethod):
 
     def count(self, cache: LayerStorage, aux: Sentences, shared: Any) -> tuple[Array, Array]:
         """Count for a step that continues the open sentence, or begins a sentence if none is open."""
-        cursor, budget = (
-            jnp.broadcast_to(x, aux.length.shape) for x in (cache.cursor[:, None], jnp.asarray(self.budget))
-        )
+        cursor, budget = (jnp.broadcast_to(x, aux.length.shape) for x in (cache.cursor[:, None], jnp.asarray(self.budget)))
         high, space = bounds(cursor, jnp.maximum(aux.length, 1), budget, self._rules)
         slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
         inside = (slot >= self.num_sink) & (slot < high[..., None])
@@ -280,9 +277,7 @@ def _index(cache: LayerCache, label: Array, group: int) -> Sentences:
     )
 
 
-def _absorb(
-    keys: tuple[Array, Rows | None], aux: Sentences, query: Array, cursor: Array, event: Array
-) -> Sentences:
+def _absorb(keys: tuple[Array, Rows | None], aux: Sentences, query: Array, cursor: Array, event: Array) -> Sentences:
     """Add the token in the slot before ``cursor`` int32 [B], with rotated query [B, H, G, D], to the open sentence.
 
     ``keys`` are ``key`` and ``rows`` of the cache.
@@ -290,11 +285,4 @@ def _absorb(
     state = aux.sentence, aux.mean, aux.count, aux.query_sum, aux.key_sum, aux.length
     key, rows = keys
     sentence, mean, count, query_sum, key_sum, length = sentence_add(key, query, cursor, event, state, rows=rows)
-    return Sentences(
-        sentence=sentence,
-        mean=mean,
-        count=count,
-        query_sum=query_sum,
-        key_sum=key_sum,
-        length=length,
-    )
+    return Sentences(sentence=sentence, mean=mean, count=count, query_sum=query_sum, key_sum=key_sum, length=length)

@@ -112,8 +112,7 @@ class ShadowKV(LayerMethod):
 
     def init(self, spec: LayerSpec) -> ShadowState:
         return ShadowState(
-            cache=empty_storage(spec, spec.prompt_slots),
-            inv_freq=jnp.zeros((spec.batch, spec.head_dim // 2), jnp.float32),
+            cache=empty_storage(spec, spec.prompt_slots), inv_freq=jnp.zeros((spec.batch, spec.head_dim // 2), jnp.float32)
         )
 
     def attend(self, state: ShadowState, inputs: Inputs) -> tuple[Array, ShadowState]:

@@ -37,9 +37,7 @@ def bits_of(path: str, weight_dtype: str) -> int | None:
 
 def by_rows(path: str, param: Any) -> Any:
     """Move the axis that a product sums over to the end: [K, ...] to [..., K]; a table [V, d] stays."""
-    return (
-        param if path.endswith("embedding") else (np if isinstance(param, np.ndarray) else jnp).moveaxis(param, 0, -1)
-    )
+    return param if path.endswith("embedding") else (np if isinstance(param, np.ndarray) else jnp).moveaxis(param, 0, -1)
 
 
 def coded(path: str, param: Any, weight_dtype: str) -> Array | CodedMatrix:

@@ -61,9 +61,7 @@ def _by_group(row: Array) -> CodedMatrix:
     none = jnp.full_like(low, jnp.inf), jnp.zeros_like(x), low, low
     (_, codes, scale, least), _ = lax.scan(attempt, none, (jnp.stack(scales), jnp.stack(lows)))
     return CodedMatrix(
-        codes=packed(codes.reshape(-1).astype(jnp.uint8)),
-        scales=scale.astype(jnp.float16),
-        minima=least.astype(jnp.float16),
+        codes=packed(codes.reshape(-1).astype(jnp.uint8)), scales=scale.astype(jnp.float16), minima=least.astype(jnp.float16)
     )
 
 

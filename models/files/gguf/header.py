@@ -92,9 +92,7 @@ def _tensor(name: str, shape: tuple[int, ...], kind: int, begin: int) -> TensorI
         raise ValueError(f"is damaged or too new: the tensor {name} has the unknown type {kind}") from error
     block, size = gguf.GGML_QUANT_SIZES[known]
     if shape and shape[-1] % block:
-        raise ValueError(
-            f"is damaged: the tensor {name} {list(shape)} of type {known.name} has no whole blocks of {block}"
-        )
+        raise ValueError(f"is damaged: the tensor {name} {list(shape)} of type {known.name} has no whole blocks of {block}")
     return TensorInfo(shape, known, begin, math.prod(shape) // block * size)
 
 
@@ -129,9 +127,7 @@ class _Cursor:
         if kind == _ARRAY:
             item, length = self.number("I"), self.number("Q")
             if item in _NUMBERS:
-                return np.frombuffer(
-                    self.take(length * struct.calcsize("<" + _NUMBERS[item])), "<" + _NUMBERS[item]
-                ).tolist()
+                return np.frombuffer(self.take(length * struct.calcsize("<" + _NUMBERS[item])), "<" + _NUMBERS[item]).tolist()
             if depth == _DEEPEST:
                 raise ValueError(f"is damaged: the metadata has lists in lists, more than {_DEEPEST} deep")
             return [self.value(item, depth + 1) for _ in range(length)]

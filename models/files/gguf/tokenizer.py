@@ -48,9 +48,7 @@ def _byte_level(file: GGUFFile, split: Split) -> Tokenizer:
         raise ValueError(f"{file.path}: the tokenizer lacks {', '.join(f'tokenizer.ggml.{key}' for key in absent)}")
     tokens = file.metadata["tokenizer.ggml.tokens"]
     merges = [
-        (merge[:at], merge[at + 1 :])
-        for merge in file.metadata["tokenizer.ggml.merges"]
-        for at in [merge.find(" ", 1)]
+        (merge[:at], merge[at + 1 :]) for merge in file.metadata["tokenizer.ggml.merges"] for at in [merge.find(" ", 1)]
     ]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
@@ -84,9 +82,7 @@ def special_tokens(file: GGUFFile) -> dict[str, str]:
         if index is None:
             continue
         if not 0 <= index < len(tokens):
-            raise ValueError(
-                f"{file.path}: tokenizer.ggml.{key}_token_id must be an id of {len(tokens)} tokens, got {index}"
-            )
+            raise ValueError(f"{file.path}: tokenizer.ggml.{key}_token_id must be an id of {len(tokens)} tokens, got {index}")
         named[name] = tokens[index]
     return named
 
@@ -111,9 +107,7 @@ def _split(file: GGUFFile) -> Split:
         )
     kind = file.metadata.get("tokenizer.ggml.pre", "default")
     if kind not in SPLITS:
-        raise ValueError(
-            f"{file.path}: unsupported tokenizer.ggml.pre {kind!r}, expected one of {', '.join(sorted(SPLITS))}"
-        )
+        raise ValueError(f"{file.path}: unsupported tokenizer.ggml.pre {kind!r}, expected one of {', '.join(sorted(SPLITS))}")
     return SPLITS[kind]
 
 

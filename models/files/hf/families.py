@@ -193,9 +193,7 @@ def _slides(hf: dict[str, Any], family: Family, window: int | None) -> tuple[boo
     if named is not None:
         other = [name for name in named if name not in (_FULL, _SLIDING)]
         if len(named) != count or other:
-            raise ValueError(
-                f"layer_types must name {_FULL!r} or {_SLIDING!r} for each of {count} layers, got {named!r:.80}"
-            )
+            raise ValueError(f"layer_types must name {_FULL!r} or {_SLIDING!r} for each of {count} layers, got {named!r:.80}")
         return tuple(name == _SLIDING for name in named)
     if family.rotates == "listed":
         return tuple(not rotates for rotates in _listed(hf))

@@ -46,8 +46,7 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
     if type(hf["rope_interleave"]) is not bool:
         raise ValueError(f"rope_interleave must be true or false, got {hf['rope_interleave']!r:.60}")
     latent = Latent(
-        **{field: hf[key] for key, field in _OF_LATENT.items()},
-        interleaved=kind == "deepseek_v2" or hf["rope_interleave"],
+        **{field: hf[key] for key, field in _OF_LATENT.items()}, interleaved=kind == "deepseek_v2" or hf["rope_interleave"]
     )
     # The rest of the file is read as that of a model whose heads are the channels that rotate.
     fields = hf_families.read({**hf, "head_dim": latent.rotated, "num_key_value_heads": 1})

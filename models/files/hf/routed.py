@@ -75,9 +75,7 @@ def _mixed_layers(hf: dict[str, Any]) -> tuple[int, ...]:
     if named is None or hf["model_type"] != "glm4_moe_lite":
         return tuple(range(min(hf["first_k_dense_replace"], count), count))
     if not isinstance(named, list) or len(named) != count or any(name not in (_DENSE, _SPARSE) for name in named):
-        raise ValueError(
-            f"mlp_layer_types must name {_DENSE!r} or {_SPARSE!r} for each of {count} layers, got {named!r:.80}"
-        )
+        raise ValueError(f"mlp_layer_types must name {_DENSE!r} or {_SPARSE!r} for each of {count} layers, got {named!r:.80}")
     return tuple(layer for layer, name in enumerate(named) if name == _SPARSE)
 
 

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 
 
-def causal_convolution(
-    x: jax.Array, taps: jax.Array, before: jax.Array, real: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def causal_convolution(x: jax.Array, taps: jax.Array, before: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Compute the convolution of tokens with the tokens before them, and apply SiLU.
 
     Args:

@@ -28,11 +28,7 @@ def block_logits(index, flat, key, query_position, key_position, *, scale, block
     start = jnp.minimum(index * block, slots - block)
     part = jax.lax.dynamic_slice_in_dim(key, start, block, axis=2)
     logits = scale * jnp.einsum(
-        "bhmd,bhsd->bhms",
-        flat,
-        part,
-        precision=product_precision(flat.dtype),
-        preferred_element_type=jnp.float32,
+        "bhmd,bhsd->bhms", flat, part, precision=product_precision(flat.dtype), preferred_element_type=jnp.float32
     )
     position = jax.lax.dynamic_slice_in_dim(key_position, start, block, axis=2)
     fresh = start + jnp.arange(block) >= index * block

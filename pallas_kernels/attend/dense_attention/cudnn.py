@@ -44,9 +44,7 @@ def _attend(query, key, value, asked, held, first, *, scale):
     asked, first = (jnp.pad(x, [(0, 0), (0, more)], constant_values=-1) for x in (asked, first))
     held = jnp.pad(held, [(0, 0), (0, 0), (0, empty)], constant_values=-1)
     query = jnp.pad(query, [(0, 0)] * 3 + [(0, more), (0, 0)])
-    key, value = (
-        jnp.where(held[..., None] >= 0, jnp.pad(x, [(0, 0), (0, 0), (0, empty), (0, 0)]), 0) for x in (key, value)
-    )
+    key, value = (jnp.where(held[..., None] >= 0, jnp.pad(x, [(0, 0), (0, 0), (0, empty), (0, 0)]), 0) for x in (key, value))
     # KV heads are rows: each has a bias of its own, which its query heads share.
     shape = (rows * heads, 1, tokens + more, held.shape[2])
     hidden = float(jnp.finfo(query.dtype).min) / 4  # finite, because a query may see nothing

@@ -19,15 +19,7 @@ def dense_attention(query, key, value, *, query_position, key_position, query_fi
         """Add one more block of keys to the running softmax: earlier sums are rescaled to the new maximum."""
         (total, maximum, out), (flat, key, value, query_position, key_position, query_first) = carry, operands
         start, logits, visible = block_logits(
-            index,
-            flat,
-            key,
-            query_position,
-            key_position,
-            scale=scale,
-            block=block,
-            group=group,
-            query_first=query_first,
+            index, flat, key, query_position, key_position, scale=scale, block=block, group=group, query_first=query_first
         )
         logits = jnp.where(visible, logits, -jnp.inf)
         risen = jnp.maximum(maximum, jnp.max(logits, axis=-1))
@@ -38,11 +30,7 @@ def dense_attention(query, key, value, *, query_position, key_position, query_fi
         part = jax.lax.dynamic_slice_in_dim(value, start, block, axis=2)
         part = jnp.where(held[..., None], part, 0)  # a weight of 0 does not silence a NaN
         added = jnp.einsum(
-            "bhms,bhsd->bhmd",
-            weight.astype(value.dtype),
-            part,
-            precision=precision,
-            preferred_element_type=jnp.float32,
+            "bhms,bhsd->bhmd", weight.astype(value.dtype), part, precision=precision, preferred_element_type=jnp.float32
         )
         return total * decay + jnp.sum(weight, axis=-1), risen, out * decay[..., None] + added
 

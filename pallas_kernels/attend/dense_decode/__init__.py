@@ -28,17 +28,7 @@ def _joined(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(run)
     def joined(
-        query,
-        key,
-        value,
-        *,
-        partials=None,
-        gap=None,
-        rotation=None,
-        query_position=None,
-        parts=False,
-        mass=False,
-        **options,
+        query, key, value, *, partials=None, gap=None, rotation=None, query_position=None, parts=False, mass=False, **options
     ):
         if rotation is not None:
             key = rotated_keys(key, options["position"], rotation)
@@ -73,12 +63,8 @@ DENSE_DECODE = Operation(
     {
         "pallas_triton": Implementation(pallas_triton.dense_decode, ("gpu",), pallas_triton.check),
         # For comparison. Its check is stricter than the first, so the first runs wherever this one can.
-        "jax_triton": Implementation(
-            _joined(jax_triton.dense_decode), ("gpu",), _one_query_of_one_width(jax_triton.check)
-        ),
-        "pallas_tpu": Implementation(
-            _joined(pallas_tpu.dense_decode), ("tpu",), _one_query_of_one_width(pallas_tpu.check)
-        ),
+        "jax_triton": Implementation(_joined(jax_triton.dense_decode), ("gpu",), _one_query_of_one_width(jax_triton.check)),
+        "pallas_tpu": Implementation(_joined(pallas_tpu.dense_decode), ("tpu",), _one_query_of_one_width(pallas_tpu.check)),
         "xla": Implementation(_joined(reference.dense_decode)),
     },
     logits=True,

@@ -117,16 +117,10 @@ def _attend(query, key, value, position, limit, *, scale, block, interpret):
                 pl.BlockSpec((1, heads, block, dim), rows),
                 pl.BlockSpec((1, heads, block), lambda *at: rows(*at)[:3]),
             ],
-            out_specs=(
-                pl.BlockSpec((1, heads, group, dim), whole),
-                pl.BlockSpec((1, heads, group, 1), whole),
-            ),
+            out_specs=(pl.BlockSpec((1, heads, group, dim), whole), pl.BlockSpec((1, heads, group, 1), whole)),
             scratch_shapes=[plt.VMEM((heads, group, n), jnp.float32) for n in (1, 1, dim)],
         ),
-        out_shape=(
-            jax.ShapeDtypeStruct(query.shape, query.dtype),
-            jax.ShapeDtypeStruct((*query.shape[:3], 1), jnp.float32),
-        ),
+        out_shape=(jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct((*query.shape[:3], 1), jnp.float32)),
         cost_estimate=_cost(query, key),
         interpret=interpret,
         name="dense_decode",

@@ -174,9 +174,7 @@ def dense_decode(
         body = functools.partial(body, early=rotation.first)
     turned = () if rotation is None else (rotation.inv_freq, rotation.origin)
     operands, structure = jax.tree.flatten((query, *stored, position, limit, partials, gap, query_position, *turned))
-    whole = config.splits == 1 and not (
-        parts or mass
-    )  # then the kernel writes the result itself, and there is no merge
+    whole = config.splits == 1 and not (parts or mass)  # then the kernel writes the result itself, and there is no merge
     out, lse, *logits = triton_call(
         functools.partial(
             body,
@@ -234,9 +232,7 @@ def check(
     if width % LEAST or not 0 < width <= 256:
         raise NotImplementedError(f"got keys of {width} numbers, expected a multiple of {LEAST} up to 256")
     if rotation is not None and (width & (width - 1) or width < 2 * LEAST):
-        raise NotImplementedError(
-            f"got rotated keys of {width} numbers, expected a power of two of at least {2 * LEAST}"
-        )
+        raise NotImplementedError(f"got rotated keys of {width} numbers, expected a power of two of at least {2 * LEAST}")
     if slots < LEAST:
         raise NotImplementedError(f"got {slots} slots, expected at least {LEAST}")
     check_codes(key, value, packed=True)

@@ -36,9 +36,7 @@ def dense_decode(query, key, value, *, position, limit, scale, query_position=No
         query if several else query[..., None, :],
         whole(key),
         whole(value),
-        query_position=(
-            query_position if several else jnp.full((query.shape[0], 1), jnp.iinfo(jnp.int32).max, jnp.int32)
-        ),
+        query_position=(query_position if several else jnp.full((query.shape[0], 1), jnp.iinfo(jnp.int32).max, jnp.int32)),
         key_position=jnp.where(slot[None, None] < limit[:, None, None], position, -1),
         scale=scale,
         block=max(LEAST_BLOCK, BLOCK // query.shape[3]) if several else BLOCK,

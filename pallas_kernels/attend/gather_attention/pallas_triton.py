@@ -112,9 +112,7 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, int
         if rotating:
             place = entries.of_list(ref["place"], b, h, item).astype(jnp.float32)
             keys = rotated(*keys, place[:, None] * inv_freq[None, :])
-        logits = (
-            sum(plt.dot(q, k, trans_b=True, precision=precision) for q, k in zip(queries, keys, strict=True)) * scale
-        )
+        logits = sum(plt.dot(q, k, trans_b=True, precision=precision) for q, k in zip(queries, keys, strict=True)) * scale
         if isinstance(ref["key"], Quantised) and not _grouped(ref["key"]):
             logits = logits * ref["key"].scale[b, h, row].astype(jnp.float32)[None, :]
         if "bias" in ref:

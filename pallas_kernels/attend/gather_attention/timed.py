@@ -25,14 +25,7 @@ TIMED = Timed(
     label=label,
     sizes={"S": CONTEXT, "L": 2048, "P": 1, "F": lambda n: n.H, "rotate": False, "kind": None}
     | {"K": lambda n: max(1, n.L // n.P), "N": lambda n: n.S // n.P},
-    shapes=(
-        {},
-        {"B": 8},
-        {"P": 16},
-        {"P": 32, "F": 1},
-        {"L": 2688, "F": 1, "rotate": True},
-        {"kind": "int8"},
-    ),
+    shapes=({}, {"B": 8}, {"P": 16}, {"P": 32, "F": 1}, {"L": 2688, "F": 1, "rotate": True}, {"kind": "int8"}),
     tiny={"S": few, "L": few},
     arrays={
         "query": normal("B H G D"),

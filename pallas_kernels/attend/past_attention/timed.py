@@ -6,12 +6,7 @@ TIMED = Timed(
     label="{T} queries over {S} tokens",
     sizes={"T": 8192, "S": CONTEXT},
     tiny={"T": lambda T: T // 64, "S": few},
-    arrays={
-        "query": normal("B H G T D"),
-        "key": normal("B H S D"),
-        "value": normal("B H S D"),
-        "count": full("B", "S"),
-    },
+    arrays={"query": normal("B H G T D"), "key": normal("B H S D"), "value": normal("B H S D"), "count": full("B", "S")},
     options=lambda n: {"scale": n.scale},
     reads=("key", "value"),
 )

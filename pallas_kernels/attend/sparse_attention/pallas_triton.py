@@ -117,11 +117,7 @@ def _kernel(
     # The first tile has the block's first token, which all of its queries see: the maximum is finite from there on. A block
     # without a real token reads nothing.
     some = own * block < total
-    carry = (
-        jnp.zeros((block,), jnp.float32),
-        jnp.full((block,), -1e30, jnp.float32),
-        jnp.zeros((block, dim), jnp.float32),
-    )
+    carry = (jnp.zeros((block,), jnp.float32), jnp.full((block,), -1e30, jnp.float32), jnp.zeros((block, dim), jnp.float32))
     carry = jax.lax.fori_loop(0, jnp.where(some, jnp.int32(block // tile), 0), add_own, carry)
     listed = jnp.where(some, count_ref[number, at] * (block // tile), 0)
     carry = jax.lax.fori_loop(0, listed, add_listed, carry)

@@ -15,9 +15,7 @@ QUERIES = 512  # queries at once, about
 KEYS = 1024  # slots at once
 
 
-def sparse_attention(
-    query, key, value, *, distances, first, count, columns, num_columns, start, length, block, scale
-):
+def sparse_attention(query, key, value, *, distances, first, count, columns, num_columns, start, length, block, scale):
     """Attend causally to the listed blocks and columns, in plain JAX."""
     batch, heads, group, tokens, dim = query.shape
     slots, lists = key.shape[2], batch * heads * group
@@ -65,11 +63,7 @@ def sparse_attention(
             decay, weight = jnp.exp(maximum - shift), jnp.exp(logits - shift[..., None])
             v = jnp.where(real[:, None, :, None], v, 0)  # a weight of 0 does not silence a NaN
             added = jnp.einsum(
-                "bhgts,bhsd->bhgtd",
-                weight.astype(value.dtype),
-                v,
-                precision=precision,
-                preferred_element_type=jnp.float32,
+                "bhgts,bhsd->bhgtd", weight.astype(value.dtype), v, precision=precision, preferred_element_type=jnp.float32
             )
             return sums * decay + jnp.sum(weight, axis=-1), risen, out * decay[..., None] + added
 

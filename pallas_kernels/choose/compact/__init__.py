@@ -13,11 +13,7 @@ COMPACT = Operation.of("compact", pallas_triton, reference)
 
 @declared(COMPACT, derivative=INTEGERS)
 def compact(
-    mask: Annotated[Array, "bool ... S"],
-    capacity: int,
-    *,
-    implementation: str | None = None,
-    platform: str | None = None,
+    mask: Annotated[Array, "bool ... S"], capacity: int, *, implementation: str | None = None, platform: str | None = None
 ) -> tuple[Array, Array]:
     """List the first ``capacity`` true entries of each row of a mask.
 

@@ -124,10 +124,7 @@ def compact(mask, capacity, *, config: Config | None = None, interpret=False):
         functools.partial(_place, **cut, segments=segments),
         in_specs=in_specs,
         out_specs=[_row(capacity), _row(capacity)],
-        out_shape=[
-            jax.ShapeDtypeStruct((lists, capacity), jnp.int32),
-            jax.ShapeDtypeStruct((lists, capacity), jnp.bool_),
-        ],
+        out_shape=[jax.ShapeDtypeStruct((lists, capacity), jnp.int32), jax.ShapeDtypeStruct((lists, capacity), jnp.bool_)],
         name="compact",
     )(*operands)
     return listed.reshape(*mask.shape[:-1], capacity), keep.reshape(*mask.shape[:-1], capacity)

@@ -359,12 +359,7 @@ def _candidates(flat, budgets, budget_specs, common, config, interpret):
     )(*flat, *budgets)
     steps, segments = stretches(lists, slots, config)
     listed = jax.ShapeDtypeStruct((lists, segments * steps * config.tile), jnp.int32)
-    outs = (
-        jax.ShapeDtypeStruct((lists, segments), jnp.int32),
-        jax.ShapeDtypeStruct((lists, 2), jnp.int32),
-        listed,
-        listed,
-    )
+    outs = (jax.ShapeDtypeStruct((lists, segments), jnp.int32), jax.ShapeDtypeStruct((lists, 2), jnp.int32), listed, listed)
     candidates = triton_call(
         functools.partial(_filter, **common, slots=slots, tile=config.tile, steps=steps),
         grid=(lists, segments),

@@ -54,9 +54,7 @@ def _bytes_kernel(x_ref, codes_ref, scale_ref, out_ref, *, block, span, interpre
     total = lax.fori_loop(0, codes_ref.shape[1] // span, body, jnp.zeros((MOST_VECTORS, block), jnp.float32))
     scale = scale_ref[safe, 0].astype(jnp.float32) * (1 / UNIT["int8"])
     plt.store(
-        out_ref.at[rows[:, None], row[None, :]],
-        (total * scale[None, :]).astype(out_ref.dtype),
-        mask=x_mask & inside[None],
+        out_ref.at[rows[:, None], row[None, :]], (total * scale[None, :]).astype(out_ref.dtype), mask=x_mask & inside[None]
     )
 
 
@@ -123,9 +121,7 @@ def sizes(bits: int, rows: int) -> dict[str, int]:
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "block", "span", "num_warps", "num_stages", "interpret"))
-def coded_product(
-    x, matrix, *, dtype, block: int, span: int, num_warps: int = 4, num_stages: int = 4, interpret=False
-):
+def coded_product(x, matrix, *, dtype, block: int, span: int, num_warps: int = 4, num_stages: int = 4, interpret=False):
     """Multiply x [B, K] with a matrix of one axis N, ``block`` rows per program, ``span`` words of 16 bits at a time."""
     count = matrix.codes.shape[0]
     even_then_odd = x.reshape(len(x), -1, _PAIRS, 2).swapaxes(-1, -2).reshape(x.shape)

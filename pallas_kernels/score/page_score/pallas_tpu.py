@@ -124,11 +124,7 @@ def _score(query, low, high, limit, added, *, name, page_size, reduce, newest, b
         grid_spec=plt.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(batch, pl.cdiv(pages, block)),
-            in_specs=[
-                asked,
-                *[pl.BlockSpec((1, heads, block, dim), rows)] * len(bounds),
-                *[asked] * (len(queries) - 1),
-            ],
+            in_specs=[asked, *[pl.BlockSpec((1, heads, block, dim), rows)] * len(bounds), *[asked] * (len(queries) - 1)],
             out_specs=pl.BlockSpec((1, heads, block), lambda b, step, used, most: (b, 0, step)),
         ),
         out_shape=jax.ShapeDtypeStruct((batch, heads, pages), jnp.float32),

@@ -61,21 +61,7 @@ def _summed(query, vector):
 
 
 def _kernel(
-    limit_ref,
-    query_ref,
-    low_ref,
-    *refs,
-    group,
-    pages,
-    share,
-    page_size,
-    bounded,
-    added,
-    held,
-    least,
-    reduce,
-    newest,
-    block,
+    limit_ref, query_ref, low_ref, *refs, group, pages, share, page_size, bounded, added, held, least, reduce, newest, block
 ):
     # Of all lists: limit [L / share]. Of one list: query [Gp, D]; low [P, D]; high [P, D] if bounded; added [Gp, D] if given;
     # position [P] if held; out [P], or [G, P] of each query head. A program has `block` pages.

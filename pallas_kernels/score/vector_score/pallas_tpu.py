@@ -5,14 +5,10 @@ from __future__ import annotations
 from pallas_kernels.score.page_score.pallas_tpu import Config, check_scores, scores
 
 
-def vector_score(
-    query, vector, limit, *, added, reduce, position, first, config: Config | None = None, interpret=False
-):
+def vector_score(query, vector, limit, *, added, reduce, position, first, config: Config | None = None, interpret=False):
     """Multiply the queries with every vector in use; ``interpret`` as in ``pallas_call`` runs anywhere."""
     del position, first  # only for "each", which `check` refuses
-    return scores(
-        query, vector, None, limit, added, name="vector_score", reduce=reduce, config=config, interpret=interpret
-    )
+    return scores(query, vector, None, limit, added, name="vector_score", reduce=reduce, config=config, interpret=interpret)
 
 
 def check(query, vector, limit, *, added, reduce, position, first):

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pallas_kernels.score.page_score.pallas_triton import Config, check_scores, scores
 
 
-def vector_score(
-    query, vector, limit, *, added, reduce, position, first, config: Config | None = None, interpret=False
-):
+def vector_score(query, vector, limit, *, added, reduce, position, first, config: Config | None = None, interpret=False):
     """Multiply the queries with every vector in use; ``interpret=True`` runs anywhere, slowly."""
     options = {"added": added, "reduce": reduce, "position": position, "first": first, "config": config}
     return scores(query, vector, None, limit, name="vector_score", **options, interpret=interpret)

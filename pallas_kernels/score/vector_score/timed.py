@@ -6,12 +6,7 @@ TIMED = Timed(
     label="{S} tokens of each query head",
     sizes={"S": CONTEXT},
     tiny={"S": few},
-    arrays={
-        "query": normal("B H G D"),
-        "vector": normal("B H S D"),
-        "limit": full("B", "S"),
-        "position": counted("B H S"),
-    },
+    arrays={"query": normal("B H G D"), "vector": normal("B H S D"), "limit": full("B", "S"), "position": counted("B H S")},
     options=lambda n: {"reduce": "each", "first": 4},
     reads=("vector",),
 )

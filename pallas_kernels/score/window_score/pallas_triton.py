@@ -112,9 +112,7 @@ def _votes_kernel(
     shift = finite_or_zero(jnp.max(maximum, axis=0))
     total = jnp.sum(total_ref[...] * jnp.exp(maximum - shift[None, :]), axis=0)
     share = 1 / jnp.where(total > 0, total, 1)
-    logits, slot, real = _logits(
-        pl.program_id(1) * block, query, asked, key_ref, position_ref, scale=scale, block=block
-    )
+    logits, slot, real = _logits(pl.program_id(1) * block, query, asked, key_ref, position_ref, scale=scale, block=block)
     chance = jnp.exp(logits - shift[:, None]) * share[:, None]
     # Add up the rows of each head, which are the queries of its window.
     head = jnp.arange(query.shape[0], dtype=jnp.int32) // (query.shape[0] // group)
@@ -124,15 +122,7 @@ def _votes_kernel(
 
 
 def window_score(
-    query,
-    key,
-    *,
-    query_position,
-    key_position,
-    scale,
-    axis=None,
-    config: Config | None = None,
-    interpret: bool = False,
+    query, key, *, query_position, key_position, scale, axis=None, config: Config | None = None, interpret: bool = False
 ):
     """Sum the attention probability of each slot over the window of queries; ``interpret=True`` runs anywhere, slowly."""
     rows, heads, group, window, dim = query.shape

@@ -38,13 +38,7 @@ def evict_token(key, value, position, cursor, score, *, budget, gain=None, first
         freed = score.at[b, h, last].set(jnp.where(full[:, None], 0, score[b, h, last]))
         score = freed.at[b, h, target].set(score[b, h, last])
     key, value = jax.tree.map(lambda x: x.at[b, h, target].set(x[b, h, last]), (key, value))
-    return (
-        key,
-        value,
-        moved,
-        cursor - full.astype(jnp.int32),
-        score,
-    )
+    return (key, value, moved, cursor - full.astype(jnp.int32), score)
 
 
 def _oldest(position, may_go):

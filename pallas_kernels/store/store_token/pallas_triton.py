@@ -65,9 +65,7 @@ def _kernel(*refs, structure, group, rotating, sinks):
     def _():
         head = _counted(key_ref.shape[1])
         # Keys and values may have different numbers of copies, so each has a row of its own.
-        key_row, value_row = (
-            at if sinks is None else copy_row(at, sinks, ref.shape[2]) for ref in (key_ref, value_ref)
-        )
+        key_row, value_row = (at if sinks is None else copy_row(at, sinks, ref.shape[2]) for ref in (key_ref, value_ref))
         key, value = ([packed_ref[b, head, group + i, part] for part in halves] for i in (0, 1))
         for ref, row, new in ((key_ref, key_row, rotate(*key)), (value_ref, value_row, value)):
             if isinstance(ref, Quantised):

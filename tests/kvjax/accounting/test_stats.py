@@ -40,10 +40,7 @@ def test_quest_reads_the_bounds_of_its_pages_beside_what_it_attends_to():
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "quest",
-        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("tokenselect", "freekv", "pqcache", "retroinfer")),
-    ],
+    ["quest", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("tokenselect", "freekv", "pqcache", "retroinfer"))],
 )
 def test_only_rows_without_a_copy_cross_the_bus(name):
     knobs = {"num_dense_layers": 0} if name == "quest" else {}

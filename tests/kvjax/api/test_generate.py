@@ -143,9 +143,7 @@ class Accents:
     """Two tokens make one character, as bytes of UTF-8 do; a single token without its pair is U+FFFD."""
 
     def decode(self, ids):
-        return bytes(byte for at, _ in enumerate(ids) for byte in "é".encode()[at % 2 : at % 2 + 1]).decode(
-            errors="replace"
-        )
+        return bytes(byte for at, _ in enumerate(ids) for byte in "é".encode()[at % 2 : at % 2 + 1]).decode(errors="replace")
 
 
 class Names:
@@ -160,9 +158,7 @@ def test_stream_equals_generate(block, ends):
     ends = [int(free[0, 4])] if ends else []
     want, counts = ended(free, ends)
     rows = [[], [], []]
-    for piece in kvjax.stream(
-        tiny_params(), read("full"), max_new_tokens=N, block=block, eos_token_ids=ends, **options
-    ):
+    for piece in kvjax.stream(tiny_params(), read("full"), max_new_tokens=N, block=block, eos_token_ids=ends, **options):
         for row, new in zip(rows, piece, strict=True):
             assert len(new) <= block
             row += new
@@ -174,9 +170,7 @@ def test_stream_of_text_never_shows_half_a_character():
     pieces = list(
         kvjax.stream(tiny_params(), read("full"), max_new_tokens=N - 1, block=3, eos_token_ids=(), tokenizer=Accents())
     )
-    assert [piece[0] for piece in pieces] == ["é", "éé", "é\ufffd"], (
-        "held back, then caught up; the last one has no rest"
-    )
+    assert [piece[0] for piece in pieces] == ["é", "éé", "é\ufffd"], "held back, then caught up; the last one has no rest"
 
 
 def test_rows_and_texts_have_no_padding():
@@ -194,9 +188,7 @@ def test_stream_leaves_eos_out_of_text():
     free = free_run()
     stop = int(free[0, 3])
     pieces = list(
-        kvjax.stream(
-            tiny_params(), read("full"), max_new_tokens=N - 1, block=3, eos_token_ids=[stop], tokenizer=Names()
-        )
+        kvjax.stream(tiny_params(), read("full"), max_new_tokens=N - 1, block=3, eos_token_ids=[stop], tokenizer=Names())
     )
     want, counts = ended(free[:, :-1], [stop])
     for row in range(3):
@@ -254,9 +246,7 @@ def test_extending_by_nothing_changes_nothing():
 def test_tokens_may_be_lists_or_arrays():
     tokens, lengths = padded(prompts())
     lists = kvjax.prefill(tiny_params(), [list(p) for p in prompts()], config=ONE, max_new_tokens=24, pad_multiple=16)
-    array = kvjax.prefill(
-        tiny_params(), jnp.asarray(tokens), lengths=lengths, config=ONE, max_new_tokens=24, pad_multiple=16
-    )
+    array = kvjax.prefill(tiny_params(), jnp.asarray(tokens), lengths=lengths, config=ONE, max_new_tokens=24, pad_multiple=16)
     np.testing.assert_array_equal(lists.logits, array.logits)
     wide, length = kvjax.pad_tokens([[1, 2, 3], [4]], multiple=4)
     assert wide.tolist() == [[1, 2, 3, 0], [4, 0, 0, 0]] and length.tolist() == [3, 1]

@@ -32,18 +32,11 @@ SETTINGS = {
     "keydiff": [KeyDiff(budget=b, capacity=12, block=8) for b in (12, 5)],
     "streamingllm": [small(StreamingLLM, budget=b, capacity=12, chunk=8) for b in (6, 12)],
     "quest": [quest(b) for b in (4, 12)],
-    "stages": [
-        Stages(evict=SnapKV(budget=b, capacity=20, obs_window=5), retrieve=quest(r))
-        for b, r in ((20, 8), (10, 12))
-    ],
+    "stages": [Stages(evict=SnapKV(budget=b, capacity=20, obs_window=5), retrieve=quest(r)) for b, r in ((20, 8), (10, 12))],
     "thin_pages": [Stages(evict=small(ThinK, obs_window=5, num_recent=6), retrieve=quest(b)) for b in (4, 12)],
-    "periodic": [
-        Periodic(evict=SnapKV(budget=12, obs_window=5), budget=b, capacity=12, interval=2) for b in (7, 12)
-    ],
+    "periodic": [Periodic(evict=SnapKV(budget=12, obs_window=5), budget=b, capacity=12, interval=2) for b in (7, 12)],
     "headkv": [HeadKV(budget=b, capacity=12, obs_window=5, scores=((1.0, 4.0),)) for b in (7, 12)],
-    "layer_budgets": [
-        LayerBudgets(method=SnapKV(budget=b, capacity=20, obs_window=5), shares=(0.6,)) for b in (10, 20)
-    ],
+    "layer_budgets": [LayerBudgets(method=SnapKV(budget=b, capacity=20, obs_window=5), shares=(0.6,)) for b in (10, 20)],
     "twilight": [Twilight(method=quest(12), mass=mass) for mass in (0.3, 0.9)],
 }
 
@@ -91,9 +84,7 @@ def test_groups_are_reported_and_results_keep_their_order():
 def test_questions_follow_compression():
     questions = [[5, 9, 2], [8, 1], [4]]
     methods = SETTINGS["snapkv"]
-    for method, result in zip(
-        methods, run(methods, max_new_tokens=5, questions=questions, eos_token_ids=()), strict=True
-    ):
+    for method, result in zip(methods, run(methods, max_new_tokens=5, questions=questions, eos_token_ids=()), strict=True):
         cache = kvjax.extend(tiny_params(), read(method), questions)
         alone = kvjax.generate(tiny_params(), cache, max_new_tokens=5, eos_token_ids=())
         np.testing.assert_array_equal(result.tokens, alone.tokens)

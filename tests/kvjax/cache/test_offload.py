@@ -206,7 +206,9 @@ def test_a_wrapper_has_the_least_share_of_its_method():
         ),
         ("tokenselect", {}, [[3], [4] * 8, [5] * 9]),  # a chunk of the prompt with a single token
         pytest.param(
-            "sentencekv", {"lists": "q_head", "query": "finished"}, None,
+            "sentencekv",
+            {"lists": "q_head", "query": "finished"},
+            None,
             marks=[pytest.mark.xdist_group("sentencekv"), pytest.mark.thorough],
         ),
     ],
@@ -307,11 +309,7 @@ def test_wrappers_offload_scans_too(name):
 
     def wrapped(inner):
         evict = kvjax.methods.SnapKV(budget=20, obs_window=5)
-        return [
-            Stages(evict=evict, retrieve=inner),
-            DenseBelow(length=20, method=inner),
-            Twilight(method=inner, mass=0.7),
-        ]
+        return [Stages(evict=evict, retrieve=inner), DenseBelow(length=20, method=inner), Twilight(method=inner, mass=0.7)]
 
     for away, resident in zip(wrapped(example(name, offload=True)), wrapped(example(name)), strict=True):
         got, want = (go_on(chunked(method, config=model(name))) for method in (away, resident))
@@ -380,9 +378,7 @@ def test_too_little_memory_is_said_before_the_prompt_is_read(monkeypatch):
 
     monkeypatch.setattr(memory.jax, "local_devices", lambda: [Device()])
     TRACES.clear()
-    with pytest.raises(
-        MemoryError, match=r"ParisKV needs 0.0. MiB of device .* got 0.01 MiB of free device memory; shorten"
-    ):
+    with pytest.raises(MemoryError, match=r"ParisKV needs 0.0. MiB of device .* got 0.01 MiB of free device memory; shorten"):
         read(method)
     said["bytes_limit"] = 1 << 40
     monkeypatch.setattr(memory, "pin_host", lambda size, free: size // 2)

@@ -50,9 +50,7 @@ SIZES = {"batch": 2, "prompt_slots": 4096, "max_new_tokens": 64}
 def but_own(params, slow):
     """Parameters without the methods in `OWN`: the name ``slow`` runs with the slow tests, all other names thoroughly."""
     marks = {True: pytest.mark.slow, False: pytest.mark.thorough}
-    return [
-        pytest.param(*x.values, marks=[*x.marks, marks[x.values[0] == slow]]) for x in params if x.values[0] not in OWN
-    ]
+    return [pytest.param(*x.values, marks=[*x.marks, marks[x.values[0] == slow]]) for x in params if x.values[0] not in OWN]
 
 
 @functools.cache
@@ -196,9 +194,7 @@ def test_a_slot_takes_its_codes_and_their_scales():
     assert [row_bytes(128, "bfloat16", kind) for kind in (None, "k8v4", "int4")] == [512, 202, 138]
     assert [row_bytes(dim, "bfloat16", "k8v4") for dim in (64, 6)] == [64 + 32 + 2 + 8, 6 + 3 + 4]  # 6: one scale each
     paris = kvjax.make("pariskv", offload=True)
-    wide, codes = (
-        kvjax.memory_needed(paris, config, **SIZES, chunk_size=1024, kv_dtype=kind) for kind in (None, "int8")
-    )
+    wide, codes = (kvjax.memory_needed(paris, config, **SIZES, chunk_size=1024, kv_dtype=kind) for kind in (None, "int8"))
     assert wide.host == slots * 512 == 2 * codes.host and wide.staged == wide.host // config.num_layers
     assert codes.staged == codes.host // config.num_layers + 2 * 2 * 4096 * config.num_kv_heads * 256
     near = sum(paris.near(4160, 64))

@@ -112,9 +112,7 @@ def test_the_order_changes_nothing_under_wrappers(name):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "pattern", [Pattern("xattention", share=0.6), Pattern("flexprefill", share=0.6, min_budget=2)]
-)
+@pytest.mark.parametrize("pattern", [Pattern("xattention", share=0.6), Pattern("flexprefill", share=0.6, min_budget=2)])
 def test_patterns_that_follow_the_text_are_chosen_for_each_row_alone(pattern):
     """One layer keeps its prompt and another evicts, so rows are taken out of the storage of all."""
     given = SMALL_PATTERNS | {"pattern": pattern}

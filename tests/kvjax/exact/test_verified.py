@@ -144,9 +144,7 @@ def test_a_draft_that_is_always_wrong_is_given_up():
     assert again.tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    "name", ["snapkv", *(pytest.param(x, marks=pytest.mark.slow) for x in ("quest", "pqcache", "tova"))]
-)
+@pytest.mark.parametrize("name", ["snapkv", *(pytest.param(x, marks=pytest.mark.slow) for x in ("quest", "pqcache", "tova"))])
 def test_a_draft_that_is_given_up_is_told_of_fulls_tokens(name):
     """Its state is what it is when the tokens come one by one, so that a later call can draft."""
     draft = example(name)
@@ -236,9 +234,7 @@ def test_streams_sweeps_questions_and_saved_caches(tmp_path):
     np.testing.assert_array_equal(go_on(one).tokens, go_on(other).tokens)
     tokens, lengths = padded(prompts())
     several = [verified(SnapKV(budget=b, capacity=16, obs_window=5), worth=0.5) for b in (8, 16)]
-    for result in kvjax.sweep(
-        params(), tokens, several, config=model(), max_new_tokens=N, eos_token_ids=(), lengths=lengths
-    ):
+    for result in kvjax.sweep(params(), tokens, several, config=model(), max_new_tokens=N, eos_token_ids=(), lengths=lengths):
         np.testing.assert_array_equal(result.tokens, want)
 
 
@@ -276,8 +272,7 @@ def test_tokens_are_fulls_from_host_memory(name, kv_dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    ["stages", "per_layer", *(many(x) for x in ("thinned", "dense_below", "periodic", "layer_budgets", "twilight"))],
+    "name", ["stages", "per_layer", *(many(x) for x in ("thinned", "dense_below", "periodic", "layer_budgets", "twilight"))]
 )
 def test_wrappers_can_draft(name):
     out = go_on(read(verified(any_example(name)), 2), 2)
@@ -298,9 +293,7 @@ def test_the_judge_chooses_the_drafts_tokens():
 def test_layers_with_a_window_keep_it():
     config = _Windowed(num_layers=2, windows=(4, None))
     want = kvjax.generate(params(2), read(Full(), 2, config=config), max_new_tokens=N, eos_token_ids=())
-    out = kvjax.generate(
-        params(2), read(verified(example("snapkv")), 2, config=config), max_new_tokens=N, eos_token_ids=()
-    )
+    out = kvjax.generate(params(2), read(verified(example("snapkv")), 2, config=config), max_new_tokens=N, eos_token_ids=())
     np.testing.assert_array_equal(out.tokens, want.tokens)
 
 

@@ -42,9 +42,7 @@ def check(knobs, data, lengths, *, steps=STEPS, inv_freq=None, tolerance=1e-4, *
             for h in range(k.shape[1]):
                 attended = set(np.flatnonzero(got.attended[step, row, h]).tolist())
                 assert attended == want.attended[step][h], f"{label}, head {h}: attended"
-            np.testing.assert_allclose(
-                got.outputs[step, row], want.outputs[step], atol=tolerance, rtol=0, err_msg=label
-            )
+            np.testing.assert_allclose(got.outputs[step, row], want.outputs[step], atol=tolerance, rtol=0, err_msg=label)
         traces.append(want)
     return traces, got
 

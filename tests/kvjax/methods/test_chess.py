@@ -128,16 +128,13 @@ def check(knobs, data, lengths, driven, active=None):
             vectors = np.asarray(getattr(cache.shared.tree, name))[row]
             assert vectors.dtype == np.float32
             for index, vector in enumerate(vars(want)[name]):
-                np.testing.assert_allclose(
-                    vectors[index], vector, atol=1e-5, rtol=1e-5, err_msg=f"row {row}: {name} {index}"
-                )
+                np.testing.assert_allclose(vectors[index], vector, atol=1e-5, rtol=1e-5, err_msg=f"row {row}: {name} {index}")
         traces.append(want)
     return traces
 
 
 @pytest.mark.parametrize(
-    "name",
-    [x if x == "printed" or "together" in x else pytest.param(x, marks=pytest.mark.thorough) for x in READINGS],
+    "name", [x if x == "printed" or "together" in x else pytest.param(x, marks=pytest.mark.thorough) for x in READINGS]
 )
 def test_every_reading_equals_the_oracle(name):
     """Keys have a large mean in common, as a model's keys do, so that centring moves every list."""
@@ -232,9 +229,7 @@ def test_devices_that_divide_heads_have_parts_of_a_page_vector():
         return [PlainCache(key=k, value=v, position=position, cursor=cursor) for k, v in stored]
 
     pages = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), (key.shape[1], 3))
-    whole, *parts = (
-        page_tree.page_vectors(layers(heads), pages, 4, None) for heads in (slice(None), slice(1), slice(1, 2))
-    )
+    whole, *parts = (page_tree.page_vectors(layers(heads), pages, 4, None) for heads in (slice(None), slice(1), slice(1, 2)))
     np.testing.assert_array_equal(jnp.concatenate(parts, axis=2), whole)
 
 
@@ -273,8 +268,7 @@ def test_and_or_differ_per_row():
     player, _ = tape.record(*data)
     fired = {
         trigger: [
-            expected({"trigger": trigger, **tau}, player, data, row, n, STEPS).reconstructed
-            for row, n in enumerate(LENGTHS)
+            expected({"trigger": trigger, **tau}, player, data, row, n, STEPS).reconstructed for row, n in enumerate(LENGTHS)
         ]
         for trigger in ("and", "or")
     }

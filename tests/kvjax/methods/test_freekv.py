@@ -41,9 +41,7 @@ def test_the_share_of_corrected_heads():
         method = dataclasses.replace(example("freekv"), tau=tau)
         at = jnp.arange(SLOTS, dtype=jnp.int32)[None, None]
         stored = jnp.broadcast_to(at < LENGTHS[:, None, None], k.shape[:3])
-        cache = PlainCache(
-            key=k, value=v, position=jnp.where(stored, at, EMPTY), cursor=jnp.asarray(LENGTHS, jnp.int32)
-        )
+        cache = PlainCache(key=k, value=v, position=jnp.where(stored, at, EMPTY), cursor=jnp.asarray(LENGTHS, jnp.int32))
         nothing = jnp.zeros((3, 0), jnp.int32)
         prompt = Prompt(query=q[:, :, :, :0], query_position=nothing, mass=jnp.zeros((3, 2, 0)), tokens=nothing)
         order = jnp.arange(ASKED, dtype=jnp.int32)[None]

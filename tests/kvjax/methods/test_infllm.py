@@ -18,9 +18,7 @@ from tests.oracles import infllm as oracle
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-SPEC = LayerSpec(
-    batch=120, num_kv_heads=2, group_size=3, head_dim=4, dtype="bfloat16", prompt_slots=100, max_new_tokens=20
-)
+SPEC = LayerSpec(batch=120, num_kv_heads=2, group_size=3, head_dim=4, dtype="bfloat16", prompt_slots=100, max_new_tokens=20)
 
 
 def test_a_step_reads_its_tokens_and_a_representative_per_block():

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group(
 
 # ---- the static strategy against the oracle ----------------------------------------------------------------------
 
+
 @pytest.mark.thorough
 def test_one_block_when_the_fraction_is_less():
     """A tenth of eight blocks is one block; selection reads the block's own kept coordinates, not its tokens'."""
@@ -188,13 +189,7 @@ def test_state_after_two_thousand_tokens_equals_state_rebuilt():
 # ---- refusals -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("capacity", 0.05),
-        ("buffer", 20),
-    ],
-)
+@pytest.mark.parametrize("field, value", [("capacity", 0.05), ("buffer", 20)])
 def test_knobs_are_refused(field, value):
     with pytest.raises(ValueError, match=rf"MosaicKV: .*{field}") as error:
         small(MosaicKV, **{field: value})

@@ -282,10 +282,7 @@ def test_order_inside_the_zone_is_free(share):
             continue
         one, two = select(method, cache, aux, query), select(method, shuffled, other, query)
         assert positions(cache, one) == positions(shuffled, two)
-        outs = [
-            attend_selected(jnp.asarray(query), held, chosen)[0]
-            for held, chosen in ((cache, one), (shuffled, two))
-        ]
+        outs = [attend_selected(jnp.asarray(query), held, chosen)[0] for held, chosen in ((cache, one), (shuffled, two))]
         np.testing.assert_allclose(*outs, atol=1e-5, rtol=0)
         compared += 1
     assert compared >= 3

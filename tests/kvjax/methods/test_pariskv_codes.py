@@ -15,16 +15,7 @@ from kvjax.methods import ParisKV
 from kvjax.methods.pariskv import hashing
 from pallas_kernels.formats.sign_codes import random_planes
 from tests.harness import example
-from tests.kvjax.methods.pariskv_cases import (
-    DIMS,
-    assert_same_codes,
-    encoded,
-    estimated,
-    index,
-    positions,
-    select,
-    store,
-)
+from tests.kvjax.methods.pariskv_cases import DIMS, assert_same_codes, encoded, estimated, index, positions, select, store
 from tests.oracles import pariskv as plain
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("pariskv_codes")]
@@ -137,8 +128,7 @@ def low_rank(rng, keys, queries, dim):
 
 
 @pytest.mark.parametrize(
-    "make, coarse, final",
-    [pytest.param(gaussian, 0.735, 0.73, marks=pytest.mark.thorough), (low_rank, 0.985, 0.935)],
+    "make, coarse, final", [pytest.param(gaussian, 0.735, 0.73, marks=pytest.mark.thorough), (low_rank, 0.985, 0.935)]
 )
 @pytest.mark.slow
 def test_most_of_the_true_best_keys_are_picked(make, coarse, final):

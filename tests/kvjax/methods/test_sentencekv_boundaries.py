@@ -96,12 +96,7 @@ def test_tables_of_a_byte_level_tokenizer():
     for text, index in zip(ENDS + GOES_ON, at, strict=True):
         assert robust[index] == (text in ENDS), repr(text)
         assert code[index] == (text == "..."), repr(text)
-    assert marked(tokenizer, "code") == {
-        ".",
-        "!",
-        "?",
-        "...",
-    }  # entries with a space, newline or wide mark are not found
+    assert marked(tokenizer, "code") == {".", "!", "?", "..."}  # entries with a space, newline or wide mark are not found
 
 
 def test_tables_of_a_vocabulary_of_plain_strings():

@@ -39,9 +39,7 @@ def shapes(run):
 
 def test_per_layer_picks_by_index_and_from_the_end():
     method = PerLayer(layers={0: SNAP, -1: H2O(budget=12)}, default=Full())
-    assert (
-        method.for_layer(0, 3) == SNAP and method.for_layer(1, 3) == Full() and method.for_layer(2, 3) == H2O(budget=12)
-    )
+    assert method.for_layer(0, 3) == SNAP and method.for_layer(1, 3) == Full() and method.for_layer(2, 3) == H2O(budget=12)
 
 
 def test_per_layer_storage_differs_by_layer():

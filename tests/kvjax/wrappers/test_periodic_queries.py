@@ -72,7 +72,9 @@ def blocks_of(method, q, k, v, inv_freq):
 RUN = jax.jit(blocks_of, static_argnums=0)
 
 
-@pytest.mark.parametrize("evict", [
+@pytest.mark.parametrize(
+    "evict",
+    [
         pytest.param(TriAttention(budget=9, interval=None), marks=pytest.mark.thorough),
         small(ExpectedAttention, budget=9, num_sink=2),
     ],

@@ -22,17 +22,7 @@ from kvjax.methods import H2O, Full, KeyDiff, Quest, ShadowKV, SnapKV
 from kvjax.testing.model import TinyModel
 from kvjax.wrappers import DenseBelow, Pattern, PerLayer, Prefill, Stages, Twilight, patterns
 from pallas_kernels.attend.prefix_attention import prefix_attention
-from tests.harness import (
-    SMALL_PATTERNS,
-    TINY,
-    any_example,
-    drive,
-    frequencies,
-    generous,
-    random_tokens,
-    read,
-    tiny_params,
-)
+from tests.harness import SMALL_PATTERNS, TINY, any_example, drive, frequencies, generous, random_tokens, read, tiny_params
 from tests.oracles import adaptive_prompt as oracle
 from tests.oracles import minference
 from tests.oracles.plain import rotate_all

@@ -5,17 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvjax.methods import (
-    SOCKET,
-    Full,
-    MagicPIG,
-    ParisKV,
-    Quest,
-    RetrievalAttention,
-    RetroInfer,
-    SnapKV,
-    TokenSelect,
-)
+from kvjax.methods import SOCKET, Full, MagicPIG, ParisKV, Quest, RetrievalAttention, RetroInfer, SnapKV, TokenSelect
 from kvjax.protocol.families import Retrieval
 from kvjax.protocol.typing import pytree
 from kvjax.testing.layer import frequencies

@@ -51,13 +51,7 @@ def oracle(query, key, value, seen):
 @pytest.mark.parametrize(
     ("group", "length", "dim", "slots"),
     one_shape(
-        (3, 5, 32, 75),
-        (1, 1, 32, 75),
-        (4, 2, 128, 64),
-        (6, 8, 32, 130),
-        (4, 6, 128, 300),
-        (8, 8, 64, 33),
-        (4, 7, 16, 17),
+        (3, 5, 32, 75), (1, 1, 32, 75), (4, 2, 128, 64), (6, 8, 32, 130), (4, 6, 128, 300), (8, 8, 64, 33), (4, 7, 16, 17)
     ),
 )
 def test_several_queries_equal_float64(name, dtype, group, length, dim, slots):
@@ -82,9 +76,7 @@ def test_parts_partials_and_a_gap_with_several_queries(name):
     partials = jnp.asarray(beside), jnp.asarray(lse, jnp.float32)
     want = joined(partials, *oracle(query, key, value, seen))
     got = compiled(RUN[name], scale=SCALE)(query, key, value, **rest, gap=jnp.asarray(gap), partials=partials)
-    parts = compiled(RUN[name], scale=SCALE, parts=True)(
-        query, key, value, **rest, gap=jnp.asarray(gap), partials=partials
-    )
+    parts = compiled(RUN[name], scale=SCALE, parts=True)(query, key, value, **rest, gap=jnp.asarray(gap), partials=partials)
     assert parts[0].shape == (2, 2, parts[1].shape[2], 3, 5, 32) and parts[0].dtype == jnp.float32
     for result in (got, merge_partials(*(jnp.moveaxis(x, 2, 0) for x in parts))):
         close(result, want, "float32")
@@ -104,9 +96,7 @@ def test_several_queries_on_codes_equal_dequantised_rows(name, dtype, length):
 
 
 @every_body
-@pytest.mark.parametrize(
-    ("kind", "group", "length"), one_shape((None, 3, 5), (None, 4, 1), ("int8", 4, 5), ("int8", 6, 8))
-)
+@pytest.mark.parametrize(("kind", "group", "length"), one_shape((None, 3, 5), (None, 4, 1), ("int8", 4, 5), ("int8", 6, 8)))
 def test_what_each_slot_receives_from_the_first_query(name, kind, group, length):
     """In bfloat16, codes have a kernel of their own. In one row the first query is padding, and no slot receives anything."""
     (query, key, value), rest, seen = cache(6, group, length, dtype="float32" if kind is None else "bfloat16")

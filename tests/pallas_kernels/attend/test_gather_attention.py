@@ -158,8 +158,7 @@ def pages(seed, page, shared, listed=5, heads=2, slots=90, rows=2, dim=32, group
 
 @every_body
 @pytest.mark.parametrize(
-    ("page", "shared"),
-    [(8, False), (16, True), *(pytest.param(*x, marks=thorough) for x in ((64, True), (10, False)))],
+    ("page", "shared"), [(8, False), (16, True), *(pytest.param(*x, marks=thorough) for x in ((64, True), (10, False)))]
 )
 def test_lists_of_pages_equal_float64(name, page, shared):
     args, position, seen = pages(page, page, shared)
@@ -190,9 +189,7 @@ def test_keys_rotated_when_read(name, dtype):
     first, second = np.split(np.asarray(key, np.float64), 2, axis=-1)
     rotated_keys = (first + 1j * second) * np.exp(1j * at[..., None] * np.asarray(inv_freq, np.float64))
     expected = gather_oracle(query, np.concatenate([rotated_keys.real, rotated_keys.imag], -1), value, slots, mask)
-    out, lse = compiled(GATHER[name], scale=SCALE)(
-        query, key, value, slots, mask, place=place, inv_freq=inv_freq
-    )
+    out, lse = compiled(GATHER[name], scale=SCALE)(query, key, value, slots, mask, place=place, inv_freq=inv_freq)
     # An angle of 5000 radians in float32 is 2e-4 radians off.
     tolerance = {"float32": 1e-3, "bfloat16": 3e-2}[dtype]
     alike((out, lse), expected, rtol=tolerance, atol=tolerance)
@@ -279,10 +276,7 @@ def test_the_kernel_is_in_the_compiled_program():
 
 @every_body
 @pytest.mark.parametrize("values_only", [False, True])
-@pytest.mark.parametrize(
-    ("sinks", "recent", "page"),
-    one_shape((16, 32, 8), (8, 24, 1), (0, 16, 1), (5, 91, 1)),
-)
+@pytest.mark.parametrize(("sinks", "recent", "page"), one_shape((16, 32, 8), (8, 24, 1), (0, 16, 1), (5, 91, 1)))
 def test_rows_in_host_memory_equal_resident_rows(name, values_only, sinks, recent, page):
     """The numbers of a resident cache: a row with a copy is read on the device, and every other row in host memory."""
     query, key, value, slots, mask, _ = lists(9, slots=96)

@@ -107,9 +107,7 @@ def test_pages_with_empty_slots(name):
     ]
     stored = [dataclasses.replace(x, scale=jnp.where(jnp.asarray(position) < 0, jnp.nan, x.scale)) for x in stored]
     run = run_of(name, scale=SCALE, page_size=page)
-    got = run(
-        query, *stored, jnp.asarray(np.where(mask, items, 2**30)), jnp.asarray(mask), position=jnp.asarray(position)
-    )
+    got = run(query, *stored, jnp.asarray(np.where(mask, items, 2**30)), jnp.asarray(mask), position=jnp.asarray(position))
     close(got, expected(query, exact, slots, held), "bfloat16")
 
 
@@ -129,9 +127,7 @@ def test_mixing_takes_no_launch_beside_the_kernel(dtype):
     query, stored, items, mask, _ = drawn(MIXED8)
     stored = [dataclasses.replace(x, of=dtype) for x in stored]
     with assume_machine("gpu", (9, 0)):
-        traced = jax.make_jaxpr(lambda *args: gather_attention(*args, scale=SCALE))(
-            query.astype(dtype), *stored, items, mask
-        )
+        traced = jax.make_jaxpr(lambda *args: gather_attention(*args, scale=SCALE))(query.astype(dtype), *stored, items, mask)
     names = [x.primitive.name for x in _equations(traced.jaxpr)]
     assert names.count("pallas_call") == 1
     assert names.count("dot_general") == (0 if dtype == "bfloat16" else 2)

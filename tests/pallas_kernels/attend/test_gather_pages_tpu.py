@@ -20,9 +20,7 @@ TPU = plt.InterpretParams(detect_races=True)
 
 
 def attend(args, position, page_size, config=SMALL, interpret=True):
-    run = compiled(
-        pallas_tpu.gather_attention, scale=SCALE, page_size=page_size, config=config, interpret=interpret
-    )
+    run = compiled(pallas_tpu.gather_attention, scale=SCALE, page_size=page_size, config=config, interpret=interpret)
     return run(*args, position=position)
 
 

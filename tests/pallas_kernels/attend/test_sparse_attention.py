@@ -12,15 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attend.sparse_attention import pallas_triton, reference
-from tests.pallas_kernels.cases import (
-    SCALE,
-    close,
-    compiled,
-    every_kernel,
-    implementations,
-    softmax_attention,
-    thorough,
-)
+from tests.pallas_kernels.cases import SCALE, close, compiled, every_kernel, implementations, softmax_attention, thorough
 
 RUN = implementations("sparse_attention", config=pallas_triton.Config(tile=16))
 
@@ -33,9 +25,7 @@ def problem(seed, dtype="float32", rows=3, heads=2, group=2, dim=16, start=64, t
     rng = np.random.default_rng(seed)
     slots, blocks = start + tokens + extra, -(-tokens // block)
     length = np.array([tokens, tokens - block // 2 - 1, 1])[:rows]
-    query, key, value = (
-        rng.normal(size=(rows, heads, *shape, dim)) for shape in ((group, tokens), (slots,), (slots,))
-    )
+    query, key, value = (rng.normal(size=(rows, heads, *shape, dim)) for shape in ((group, tokens), (slots,), (slots,)))
     real = np.arange(tokens) < length[:, None]
     query = np.where(real[:, None, None, :, None], query, np.nan)
     stored = np.arange(slots) < start + length[:, None]

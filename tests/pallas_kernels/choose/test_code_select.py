@@ -49,11 +49,7 @@ def expected(query, centroids, numbers, stop, length, wanted, first, capacity, r
 @pytest.mark.parametrize(
     ("count", "parts", "slots", "first", "capacity", "room"),
     one_shape(
-        (4, 2, 300, 3, 40, 9),
-        (5, 2, 500, 0, 100, 0),
-        (3, 3, 200, 70, 1, 4),
-        (2, 1, 130, 1, 200, 70),
-        (8, 2, 64, 2, 7, 5),
+        (4, 2, 300, 3, 40, 9), (5, 2, 500, 0, 100, 0), (3, 3, 200, 70, 1, 4), (2, 1, 130, 1, 200, 70), (8, 2, 64, 2, 7, 5)
     ),
 )
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])

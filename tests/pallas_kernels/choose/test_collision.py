@@ -15,7 +15,6 @@ PIECES = ((60, 0.5, 0.5), (100, 0.3, 0.25), (150, 0.25, 0.2), (None, 0.2, 0.1)) 
 TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
 
 
-
 SMALL = pallas_triton.Config(block=64, tile=64)
 
 
@@ -118,9 +117,7 @@ def test_clusters_of_one_score_and_block_stand_in_order(limits, interpret, monke
     query = jnp.where((jnp.arange(32) % 8 > 1)[None, None, None], arrays[0], 0.0)
     size = 64 if interpret else 128
     config = pallas_triton.Config(block=size, tile=size)
-    _, slots, count = pallas_triton.collision(
-        query, *arrays[1:], first=3, capacity=40, config=config, interpret=interpret
-    )
+    _, slots, count = pallas_triton.collision(query, *arrays[1:], first=3, capacity=40, config=config, interpret=interpret)
     for b, h in np.ndindex(zone.shape[:2]):
         want = oracle(rotated(query[b, h], None), np.asarray(arrays[3][b, h]), zone[b, h], 40)
         np.testing.assert_array_equal(slots[b, h, : count[b, h]], want)

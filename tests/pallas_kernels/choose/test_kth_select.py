@@ -59,9 +59,7 @@ def scores(kind, shape, seed=0):
     elif kind == "equal":
         score = np.full(shape, -3.0, np.float32)
     elif kind == "extreme":
-        values = np.asarray(
-            [np.inf, np.finfo(np.float32).min, np.finfo(np.float32).max, 1e-45, -1e-45, 0.0, -0.0], "f4"
-        )
+        values = np.asarray([np.inf, np.finfo(np.float32).min, np.finfo(np.float32).max, 1e-45, -1e-45, 0.0, -0.0], "f4")
         score = rng.choice(values, shape)
     elif kind == "denormal":
         score = rng.choice(np.asarray([-2e-45, -1e-45, 0.0, -0.0, 1e-45, 2e-45, 1e-40], "f4"), shape)
@@ -81,19 +79,7 @@ def scores(kind, shape, seed=0):
     return score
 
 
-KINDS = [
-    "normal",
-    "ties",
-    "equal",
-    "extreme",
-    "denormal",
-    "sorted",
-    "one segment",
-    "one node",
-    "few",
-    "forced",
-    "tiny range",
-]
+KINDS = ["normal", "ties", "equal", "extreme", "denormal", "sorted", "one segment", "one node", "few", "forced", "tiny range"]
 
 
 @pytest.mark.parametrize(
@@ -118,8 +104,7 @@ def test_lists_equal_a_stable_sort(name, kind):
 
 @pytest.mark.parametrize("name", SELECT_NAMES)
 @pytest.mark.parametrize(
-    ("slots", "budget", "capacity"),
-    one_shape((64, 100, 31), (7, 5, 20), (1, 1, 1), (17, 17, 17), (97, 64, 97)),
+    ("slots", "budget", "capacity"), one_shape((64, 100, 31), (7, 5, 20), (1, 1, 1), (17, 17, 17), (97, 64, 97))
 )
 def test_rows_and_lists_of_any_size(name, slots, budget, capacity):
     score = scores("normal", (1, 3, slots))
@@ -128,8 +113,7 @@ def test_rows_and_lists_of_any_size(name, slots, budget, capacity):
 
 
 @pytest.mark.parametrize(  # jax_triton has no batching rule
-    "name",
-    ["interpreted", *(pytest.param(x, marks=thorough) for x in ("xla", *DIVIDED)), SELECT_NAMES[-2]],
+    "name", ["interpreted", *(pytest.param(x, marks=thorough) for x in ("xla", *DIVIDED)), SELECT_NAMES[-2]]
 )
 def test_a_mapped_call_equals_calls_one_by_one(name):
     score = np.stack([scores("ties", (1, 2, 90), seed) for seed in range(3)])
@@ -185,8 +169,7 @@ def of_shares(logits, lse):
 
 
 @pytest.mark.parametrize(  # jax_triton does not take them
-    "name",
-    [*SELECT_NAMES[:3], pytest.param("interpreted, many segments", marks=thorough), SELECT_NAMES[-2]],
+    "name", [*SELECT_NAMES[:3], pytest.param("interpreted, many segments", marks=thorough), SELECT_NAMES[-2]]
 )
 @pytest.mark.parametrize(("group", "slots"), one_shape((3, 301), (1, 17), (8, 90)))
 def test_the_largest_shares_of_query_heads(name, group, slots):

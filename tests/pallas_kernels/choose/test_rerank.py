@@ -17,7 +17,6 @@ REGIONS = Regions(sinks=3, best=10, tail=20, size=50)
 SCALE = 0.25
 
 
-
 def run(name, config=None, regions=REGIONS):
     fixed = {"regions": regions, "scale": SCALE}
     if name == "pallas_triton" and config is not None:
@@ -26,9 +25,7 @@ def run(name, config=None, regions=REGIONS):
     return compiled(table[name], **fixed)
 
 
-def problem(
-    seed, *, dim=32, slots=200, room=70, cursor=(200, 190), stop=(150, 170), count=((70, 33), (5, 0)), ties=False
-):
+def problem(seed, *, dim=32, slots=200, room=70, cursor=(200, 190), stop=(150, 170), count=((70, 33), (5, 0)), ties=False):
     """Codes of random keys with holes in the second head; entries that are no candidates, and empty slots, hold garbage."""
     rng = np.random.default_rng(seed)
     rows, heads = np.shape(count)

@@ -14,15 +14,7 @@ import pytest
 
 from pallas_kernels.formats.coded_matrix import CHUNK, GROUP, CodedMatrix, decoded, levels, packed, taken
 from pallas_kernels.layer.coded_product import coded_product, few_vectors
-from tests.pallas_kernels.cases import (
-    NAMES,
-    NEEDS_GPU,
-    NEEDS_JAX_TRITON,
-    compiled,
-    every_body,
-    implementations,
-    one_shape,
-)
+from tests.pallas_kernels.cases import NAMES, NEEDS_GPU, NEEDS_JAX_TRITON, compiled, every_body, implementations, one_shape
 
 RUN = implementations("coded_product") | {"jax_triton": functools.partial(coded_product, implementation="jax_triton")}
 RUN = {name: functools.partial(run, dtype=jnp.float32) for name, run in RUN.items()}

@@ -43,8 +43,7 @@ def oracle(query, key, query_position, key_position):
 @with_blocks
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("group", "window", "dim", "slots"),
-    one_shape((3, 5, 16, 75), (4, 5, 64, 75), (3, 8, 16, 32), (1, 1, 128, 7)),
+    ("group", "window", "dim", "slots"), one_shape((3, 5, 16, 75), (4, 5, 64, 75), (3, 8, 16, 32), (1, 1, 128, 7))
 )
 def test_probabilities_equal_float64(name, dtype, group, window, dim, slots):
     arrays, positions = problem(window, group=group, window=window, dim=dim, slots=slots, dtype=dtype)

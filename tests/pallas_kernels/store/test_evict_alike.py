@@ -141,9 +141,7 @@ def test_the_sum_keeps_no_error_of_10000_steps(name):
         (key, value, position, cursor, total, done), (new, index) = carry, given
         key = key.at[:, :, cursor[0]].set(new)
         position = position.at[:, :, cursor[0]].set(index)
-        kept = EVICT[name](
-            key, value, position, cursor + 1, total, done, newest=jnp.full((batch,), index), budget=slots - 1
-        )
+        kept = EVICT[name](key, value, position, cursor + 1, total, done, newest=jnp.full((batch,), index), budget=slots - 1)
         return tuple(kept), None
 
     zeros = jnp.zeros((batch, 2, slots, dim))

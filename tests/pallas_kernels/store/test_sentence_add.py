@@ -7,16 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.choose.sentencekv.sentence_cut import CLOSES, JOINS
-from tests.pallas_kernels.cases import (
-    alike,
-    compiled,
-    every_body,
-    every_kernel,
-    implementations,
-    near,
-    offloaded,
-    one_by_one,
-)
+from tests.pallas_kernels.cases import alike, compiled, every_body, every_kernel, implementations, near, offloaded, one_by_one
 
 ADD = implementations("sentence_add")
 

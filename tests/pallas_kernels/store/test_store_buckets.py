@@ -7,16 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats.sign_codes import BLOCK
-from tests.pallas_kernels.cases import (
-    compiled,
-    every_body,
-    implementations,
-    near,
-    offloaded,
-    on_gpu,
-    one_by_one,
-    one_shape,
-)
+from tests.pallas_kernels.cases import compiled, every_body, implementations, near, offloaded, on_gpu, one_by_one, one_shape
 
 
 def storing(name):

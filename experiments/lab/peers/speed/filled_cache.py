@@ -26,9 +26,7 @@ def random_layers(model: transformers.PreTrainedModel, batch: int, length: int) 
         yield tuple(torch.randn(shape, dtype=model.dtype, device=model.device) for _ in range(2))
 
 
-def pressed_layers(
-    model: transformers.PreTrainedModel, method: str, batch: int, length: int, budget: int
-) -> Iterator[Layer]:
+def pressed_layers(model: transformers.PreTrainedModel, method: str, batch: int, length: int, budget: int) -> Iterator[Layer]:
     """Yield the keys and values [B, H, budget, D] that a press of kvpress keeps of every layer.
 
     A press compresses each layer once, at the prompt's end. From then on, plain `generate` decodes over the tokens that the

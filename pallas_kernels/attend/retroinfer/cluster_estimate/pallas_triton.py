@@ -84,10 +84,7 @@ def cluster_estimate(logits, chosen, left_out, size, value_sum, *, config: Confi
     return triton_call(
         functools.partial(_kernel, block=config.block, steps=pl.cdiv(clusters, config.block * config.splits)),
         grid=parts[:3],
-        out_shape=(
-            jax.ShapeDtypeStruct((*parts, dim), jnp.float32),
-            jax.ShapeDtypeStruct(parts, jnp.float32),
-        ),
+        out_shape=(jax.ShapeDtypeStruct((*parts, dim), jnp.float32), jax.ShapeDtypeStruct(parts, jnp.float32)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,

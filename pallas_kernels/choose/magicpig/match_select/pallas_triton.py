@@ -88,9 +88,7 @@ def _list(
             put(own_ref, g * entries + first + place, (word >> g) & 1 > 0, keep, interpret)
 
 
-def match_select(
-    query, ids, near, length, *, first, capacity, room, num_bits, config: Config | None = None, interpret=False
-):
+def match_select(query, ids, near, length, *, first, capacity, room, num_bits, config: Config | None = None, interpret=False):
     """List the first, the sampled and the last slots of each KV head; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, tables, held = ids.shape
     config = default_config(batch * heads, held, tables) if config is None else config

@@ -186,9 +186,7 @@ def _tables_kernel(*refs, rotate, capacity, rivals, interpret):
         count_ref[b, h] = jnp.minimum(portion(share(1), zone), capacity)
 
 
-def _votes_kernel(
-    table_ref, ids_ref, position_ref, stop_ref, zone_ref, *refs, first, threads, interpret
-):
+def _votes_kernel(table_ref, ids_ref, position_ref, stop_ref, zone_ref, *refs, first, threads, interpret):
     # Of one list: table [N * 64] words, ids [S, N], position [S]; the first slot of the zone [], if it is not known before.
     # Results of this block: votes + 1 [block]; reach [COUNTS], how many of its keys have each number of votes + 1 or more.
     # Result of all blocks: total [B, H, COUNTS], the sums of reach.
@@ -327,9 +325,7 @@ def collision(
     tables = batch * heads * slices
     warps, rivals = 4 if tables <= SMALL else 1, FEWER if SMALL < tables <= AT_ONCE else RIVALS
     table, rotated, zone, count, total, _ = triton_call(
-        functools.partial(
-            _tables_kernel, rotate=signs is not None, capacity=capacity, rivals=rivals, interpret=interpret
-        ),
+        functools.partial(_tables_kernel, rotate=signs is not None, capacity=capacity, rivals=rivals, interpret=interpret),
         grid=(batch, heads, slices),
         out_shape=(
             jax.ShapeDtypeStruct((batch, heads, slices * CLUSTERS // BYTES), jnp.int32),

@@ -5,13 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from pallas_kernels.choose.compact import compact
-from pallas_kernels.choose.pariskv.collision.votes import (
-    candidate_cut,
-    cluster_scores,
-    collision_votes,
-    sizes,
-    tier_weights,
-)
+from pallas_kernels.choose.pariskv.collision.votes import candidate_cut, cluster_scores, collision_votes, sizes, tier_weights
 from pallas_kernels.formats.key_codes import rotation
 
 

@@ -66,9 +66,7 @@ def default_config(candidates: int, best: int, lists: int = 1) -> Config | None:
     return Config(part=part, parts=1 if lists * candidates <= 1 << 17 else 4, num_warps=part // 16, chunk=chunk)
 
 
-def _estimate_kernel(
-    query_ref, slots_ref, count_ref, rows_ref, key_ref, *most_ref, config, scale, interpret
-):
+def _estimate_kernel(query_ref, slots_ref, count_ref, rows_ref, key_ref, *most_ref, config, scale, interpret):
     # Of one list: query [D], slots [C], rows [S, D]. Of all lists: count [B, H]. Results of this program: keys of its
     # candidates, and the greatest key of each chunk if there are two searches.
     b, h, program = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -197,12 +195,7 @@ def _keys(query, slots, count, rows, config, two, scale, interpret):
     return triton_call(
         functools.partial(_estimate_kernel, config=config, scale=scale, interpret=interpret),
         grid=(batch, heads, programs),
-        in_specs=[
-            of_head(query),
-            of_head(slots),
-            whole(count),
-            of_head(rows),
-        ],
+        in_specs=[of_head(query), of_head(slots), whole(count), of_head(rows)],
         out_specs=[pl.BlockSpec((None, None, size), lambda b, h, i: (b, h, i)) for size in sizes],
         out_shape=[jax.ShapeDtypeStruct((batch, heads, programs * size), jnp.int32) for size in sizes],
         name="rerank_estimates",

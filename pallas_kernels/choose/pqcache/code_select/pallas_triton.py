@@ -189,9 +189,7 @@ def code_select(
     threads = min(32 * config.num_warps, block)
     common = {"interpret": interpret, "num_warps": threads // 32}
     counted, table = triton_call(
-        functools.partial(
-            _count, first=first, bits=bits, blocks=blocks, block=block, threads=threads, interpret=interpret
-        ),
+        functools.partial(_count, first=first, bits=bits, blocks=blocks, block=block, threads=threads, interpret=interpret),
         grid=(batch, heads, blocks),
         in_specs=[*map(of_head, (query, centroids, ids)), own_row],
         out_specs=[pl.BlockSpec((None, None, None, codes), lambda b, h, i: (b, h, i, 0)), of_head(table)],
@@ -229,9 +227,7 @@ def check(query, centroids, ids, stop, length, wanted, *, first, capacity, room)
     if query.shape[2] > MOST_HEADS:
         raise NotImplementedError(f"got groups of {query.shape[2]} query heads, expected at most {MOST_HEADS}")
     if codes > MOST_CODES:
-        raise NotImplementedError(
-            f"got {parts} parts of {count} centroids, which are {codes} codes, expected {MOST_CODES}"
-        )
+        raise NotImplementedError(f"got {parts} parts of {count} centroids, which are {codes} codes, expected {MOST_CODES}")
     check_bytes(ids)
     if not ids.size or ids.shape[2] > 1 << 26:
         raise NotImplementedError(f"got ids {ids.shape}, expected 1 to {1 << 26} groups of slots")

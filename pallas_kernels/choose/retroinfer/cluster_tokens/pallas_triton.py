@@ -53,9 +53,7 @@ def _kernel(
     plt.store(mask_ref.at[b, h, entry], at_end | of_cluster, mask=inside)
 
 
-def cluster_tokens(
-    listed, ends, start, order, near, count, *, first, most, newest, block: int = BLOCK, interpret=False
-):
+def cluster_tokens(listed, ends, start, order, near, count, *, first, most, newest, block: int = BLOCK, interpret=False):
     """List the tokens of the listed clusters and of both ends of the row; ``interpret=True`` runs anywhere, slowly."""
     shape = (*listed.shape[:2], first + most + newest)
     return triton_call(

@@ -41,9 +41,7 @@ def _kernel(query_ref, key_ref, centre_ref, own_ref, near_ref, *refs, first, num
 
     @pl.when(some)
     def compare():
-        at, channel = (
-            jnp.broadcast_to(x, (block, dim)) for x in (slot[:, None], jnp.arange(dim, dtype=jnp.int32)[None, :])
-        )
+        at, channel = (jnp.broadcast_to(x, (block, dim)) for x in (slot[:, None], jnp.arange(dim, dtype=jnp.int32)[None, :]))
         key = plt.load(key_ref.at[at, channel], mask=jnp.broadcast_to(sampled[:, None], at.shape), other=0.0)
         # The group is filled up to the least size of a product by repeating its last head.
         many = jnp.arange(max(head.shape[0], 16), dtype=jnp.int32)
@@ -69,9 +67,7 @@ def sampled_bias(query, key, centre, slots, own, near, *, first, num_tables, num
     block = _block(group, query.shape[3], query.dtype)
     lists = [] if slots is None else [slots]
     return triton_call(
-        functools.partial(
-            _kernel, first=first, num_tables=num_tables, num_bits=num_bits, block=block, interpret=interpret
-        ),
+        functools.partial(_kernel, first=first, num_tables=num_tables, num_bits=num_bits, block=block, interpret=interpret),
         grid=(batch, heads, pl.cdiv(entries, block)),
         in_specs=[*map(of_head, (query, key, centre, own)), whole(near), *map(of_head, lists)],
         out_specs=of_head(own),

@@ -93,11 +93,7 @@ def newest_repeat(key, valid, *, threshold, config: Config | None = None, interp
     found = triton_call(
         functools.partial(_kernel, block=config.block, tile=config.tile, strip=config.strip),
         grid=(pl.cdiv(slots, config.block), lists),
-        in_specs=[
-            pl.BlockSpec((None, slots, dim), lambda i, j: (j, 0, 0)),
-            of_list,
-            pl.BlockSpec((1,), lambda i, j: (0,)),
-        ],
+        in_specs=[pl.BlockSpec((None, slots, dim), lambda i, j: (j, 0, 0)), of_list, pl.BlockSpec((1,), lambda i, j: (0,))],
         out_specs=of_list,
         out_shape=jax.ShapeDtypeStruct((lists, slots), jnp.int32),
         name="newest_repeat",

@@ -50,9 +50,7 @@ class Config:
     def __post_init__(self):
         for field in ("block", "splits", "merge_block"):
             if (value := vars(self)[field]) & (value - 1) or value < (16 if field == "block" else 1):
-                raise ValueError(
-                    f"token_vote: got {field}={value}, expected a power of two, of at least 16 for the block"
-                )
+                raise ValueError(f"token_vote: got {field}={value}, expected a power of two, of at least 16 for the block")
 
 
 def default_config(lists: int, tokens: int) -> Config:

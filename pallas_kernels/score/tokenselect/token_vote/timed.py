@@ -9,11 +9,7 @@ TIMED = Timed(
     sizes={"S": CONTEXT},
     shapes=({}, {"S": 8 * CONTEXT}),
     tiny={"S": few},
-    arrays={
-        "query": lambda d: normal("B H G D")(d).astype(jnp.float32),
-        "key": normal("B H S D"),
-        "stop": full("B", "S"),
-    },
+    arrays={"query": lambda d: normal("B H G D")(d).astype(jnp.float32), "key": normal("B H S D"), "stop": full("B", "S")},
     options=lambda n: {"start": 0},
     reads=("key",),
     tolerance=1e-3,

@@ -71,9 +71,7 @@ def _largest(y, rank, channels):
     return (jnp.sum(first.astype(jnp.int32), axis=1) < rank).astype(jnp.int32)
 
 
-def pack_token(
-    key, value, stored, place, packed, last, basis_key, basis_value, store, *, granule, channels, interpret=False
-):
+def pack_token(key, value, stored, place, packed, last, basis_key, basis_value, store, *, granule, channels, interpret=False):
     """Pack one token of a buffer and the mean of its block into a store; ``interpret=True`` runs anywhere, slowly."""
     rows, heads = key.shape[:2]
     lists = rows * heads

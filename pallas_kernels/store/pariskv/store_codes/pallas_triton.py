@@ -101,12 +101,7 @@ def store_codes(
             interpret=interpret,
         ),
         grid=(batch,),
-        in_specs=[
-            *(of_row(x) for x in small[:2]),
-            *(whole(x) for x in small[2:]),
-            *map(of_row, index),
-            whole(stop),
-        ],
+        in_specs=[*(of_row(x) for x in small[:2]), *(whole(x) for x in small[2:]), *map(of_row, index), whole(stop)],
         out_specs=[*map(of_row, index), whole(stop)],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*index, stop)],
         input_output_aliases={len(small) + i: i for i in range(len(index) + 1)},

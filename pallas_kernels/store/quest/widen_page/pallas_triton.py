@@ -12,9 +12,7 @@ from pallas_kernels._triton.pallas import pl
 from pallas_kernels.host import copy_row, sinks_of
 
 
-def _kernel(
-    cursor_ref, key_ref, position_ref, old_low_ref, old_high_ref, low_ref, high_ref, *, heads, page_size, sinks
-):
+def _kernel(cursor_ref, key_ref, position_ref, old_low_ref, old_high_ref, low_ref, high_ref, *, heads, page_size, sinks):
     # Of all rows: cursor [B]. Of one list: key [S, D], or copies [R, D]; position [S]; low and high [P, D], before and after,
     # in the same memory.
     cursor = cursor_ref[pl.program_id(0) // heads]
