@@ -1,7 +1,5 @@
 """Settings of all kernel tests: many small programs, so compile them quickly; bodies that are tried everywhere."""
 
-from __future__ import annotations
-
 import pytest
 
 
@@ -18,7 +16,8 @@ def pytest_generate_tests(metafunc):
     more = dict.fromkeys(name for table in used for name, run in table.items() if getattr(run, "everywhere", False))
     marks = metafunc.definition.own_markers
     for index, mark in enumerate(marks):
-        if mark.name == "parametrize" and mark.args[0] == "name" and more:
+        if mark.name == "parametrize" and mark.args[0] in ("name", ("name", "dtype")) and more:
             names = [getattr(value, "values", (value,))[0] for value in mark.args[1]]
+            added = more if mark.args[0] == "name" else [(name, "float32") for name in more]
             if "interpreted" in names:
-                marks[index] = pytest.mark.parametrize("name", [*mark.args[1], *more]).mark
+                marks[index] = pytest.mark.parametrize(mark.args[0], [*mark.args[1], *added]).mark

@@ -4,8 +4,6 @@ The interpreter keeps the memories of a TPU apart. Fast memory is NaN before a c
 when the kernel waits for it. A read outside of an array, or while the array is written, is an error.
 """
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ from jax.experimental.pallas import tpu as plt
 
 from pallas_kernels.attend.gather_attention import pallas_tpu
 from tests.pallas_kernels.attend.test_gather_attention import pages
-from tests.pallas_kernels.cases import SCALE, alike, close, compiled, one_by_one, softmax_attention, thorough
+from tests.pallas_kernels.cases import SCALE, close, compiled, softmax_attention, thorough
 
 SMALL = pallas_tpu.Config(block=128, buffers=2)
 TPU = plt.InterpretParams(detect_races=True)
@@ -61,20 +59,6 @@ def test_attention_equals_float64(dtype, page_size, listed, slots, shared, group
     assert out.dtype == dtype and lse.dtype == jnp.float32
     close((out, lse), expected(args, seen), dtype)
     assert not np.any(out[1, 0]) and np.all(lse[1, 0] == -np.inf)
-
-
-@pytest.mark.thorough
-def test_blocks_and_buffers_change_nothing_but_rounding():
-    args, position, _ = pages(2, 16, False, 24, slots=400, dim=128)
-    whole = attend(args, position, 16, pallas_tpu.Config())
-    for block, buffers in ((128, 2), (256, 4), (512, 8)):
-        alike(whole, attend(args, position, 16, pallas_tpu.Config(block, buffers)), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.thorough
-def test_a_mapped_call_equals_calls_one_by_one():
-    calls = [pages(seed, 16, False, slots=96, rows=1, dim=128)[:2] for seed in (1, 2)]
-    one_by_one(lambda args, position: attend(args, position, 16, interpret=True), *calls)
 
 
 def test_an_empty_list_gives_zeros():
