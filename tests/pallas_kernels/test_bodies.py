@@ -50,7 +50,7 @@ def operation(name, back_end, body, shape):
 def test_a_row_is_what_it_is_alone_and_mapped(name, back_end, body):
     rows = ROWS.get(name, "B")
     shape, one = (small(name, wide=back_end == "pallas_tpu", **{rows: size}) for size in (3, 1))
-    arrays, structure = jax.tree.flatten(shape.draw(jax.random.key(0)))
+    arrays, structure = jax.tree.flatten(jax.jit(shape.draw)(jax.random.key(0)))
     own = [x.shape != y.shape for x, y in zip(arrays, jax.tree.leaves(arguments(one)), strict=True)]
     together, alone = operation(name, back_end, body, shape), operation(name, back_end, body, one)
 
@@ -66,7 +66,7 @@ def test_a_row_is_what_it_is_alone_and_mapped(name, back_end, body):
 @kernels(NUMBERS, {"evict_token", "kth_select"})
 def test_numbers_mapped_alone_equal_calls_in_a_loop(name, back_end, body):
     shape = small(name)
-    arrays = shape.draw(jax.random.key(0)) | {
+    arrays = jax.jit(shape.draw)(jax.random.key(0)) | {
         at: jnp.asarray(shape.options[at]) for at in NUMBERS[name] if at in shape.options
     }
     numbers = {at: jnp.stack([arrays[at], (arrays[at] / 2).astype(arrays[at].dtype)]) for at in NUMBERS[name]}
@@ -87,7 +87,7 @@ def test_copies_of_an_offloaded_cache_do_as_well(name, stores):
     """Keys and values have different numbers of copies."""
     shape = small(stores, B=3, dtype="float32")
     cursor = jnp.asarray([16, 12, 9], jnp.int32)
-    arrays = {**shape.draw(jax.random.key(0)), "cursor": cursor}
+    arrays = {**jax.jit(shape.draw)(jax.random.key(0)), "cursor": cursor}
     if "active" in arrays:
         arrays["active"] = cursor[:, None] - 1
     copies = {x: near(arrays[x], cursor, size) for x, size in (("key", 6), ("value", 9)) if x in arrays}

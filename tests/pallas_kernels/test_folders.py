@@ -92,7 +92,7 @@ def test_no_kernel_imports_timed_shapes():
 def test_an_operation_that_says_so_is_differentiable(name):
     """All arrays are traced. The gradient of the sum of all finite floats is finite and not zero everywhere."""
     shape = small(name)
-    arrays, options = shape.draw(jax.random.key(0)), shape.options
+    arrays, options = jax.jit(shape.draw)(jax.random.key(0)), shape.options
     moved = {at: x for at, x in arrays.items() if jnp.issubdtype(jax.tree.leaves(x)[0].dtype, jnp.floating)}
     rest = {at: x for at, x in arrays.items() if at not in moved}
 
