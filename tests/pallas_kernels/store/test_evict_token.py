@@ -55,8 +55,8 @@ def oracle(key, value, position, cursor, score, *, budget, gain=None, first=0, r
 
 
 KNOBS = {
-    "by score": {"budget": 12, "recent": 0},
-    "nothing over budget": {"budget": 21, "recent": 0},
+    "by score": {"budget": 12},
+    "nothing over budget": {"budget": 21},
     "the newest and the first are safe": {"budget": 12, "first": 4, "recent": 9},
     "nothing may go": {"budget": 12, "recent": 1000},
 }
