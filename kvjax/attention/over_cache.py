@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -14,7 +12,7 @@ from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerStorage
 from kvjax.cache.divided import FEW, merged
 from kvjax.cache.packed_keys import ThinCache, pick_channels
-from kvjax.protocol.typing import EMPTY, pytree, static
+from kvjax.protocol.typing import pytree, static
 from kvjax.selection import page_slots
 from pallas_kernels.attend.causal_attention import causal_attention
 from pallas_kernels.attend.dense_attention import dense_attention
@@ -22,9 +20,8 @@ from pallas_kernels.attend.dense_decode import dense_decode
 from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.attend.past_attention import past_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention
-from pallas_kernels.numerics import finite_or_zero, merge_pair, merge_with, product_precision
+from pallas_kernels.numerics import merge_pair
 from pallas_kernels.score.column_mass import column_mass
-from pallas_kernels.soft_cap import capped
 
 _LOGITS = 1 << 20  # the most logits, slots x queries, that dense attention holds at once per query head
 
@@ -59,30 +56,12 @@ class Selection:
         return slots, mask & inside & jnp.take_along_axis(cache.valid, slots, axis=2)
 
 
-_MASKED = jax.make_user_context(False)  # a value of this kind is part of the key of every trace that JAX keeps
-
-
-def masked_attention() -> contextlib.AbstractContextManager[None]:
-    """Make attention over chosen slots dense with a mask within this context: the slow reference of the same mathematics."""
-    return _MASKED(True)
-
-
-def is_masked() -> bool:
-    """Tell whether this is in the context of `masked_attention`."""
-    return _MASKED.value
-
-
 def attend_selected(query: Array, cache: LayerStorage, chosen: Selection) -> tuple[Array, Array]:
     """Attend with one query [B, H, G, D] to chosen slots: output [B, H, G, D] and lse float32 [B, H, G].
 
     If the slots are divided over devices, ``chosen`` has slots of this device, and the result covers the slots of all
     devices.
     """
-    if is_masked():
-        out, lse = _attend_masked(query, cache, chosen)
-        return (out, lse) if chosen.partials is None else merge_with(out, lse, *chosen.partials)
-    if cache.older is not None:
-        return _attend_widened(query, cast("ThinCache", cache), chosen)
     out, lse = gather_attention(
         query,
         *cache.stored,
@@ -96,59 +75,6 @@ def attend_selected(query: Array, cache: LayerStorage, chosen: Selection) -> tup
         partials=chosen.partials,
     )
     return merged(out, lse, cache)
-
-
-def _attend_widened(query: Array, cache: ThinCache, chosen: Selection) -> tuple[Array, Array]:
-    """Run `attend_selected` where keys of the first slots have only some channels: on copies of the chosen rows."""
-    slots, mask = chosen.tokens(cache)
-    copies = jnp.broadcast_to(jnp.arange(slots.shape[2], dtype=jnp.int32), slots.shape)
-    out, lse = gather_attention(
-        query,
-        *cache.listed(jnp.where(mask, slots, 0)),
-        copies,
-        mask,
-        scale=1 / math.sqrt(query.shape[-1]),
-        bias=chosen.bias,
-        partials=chosen.partials,
-    )
-    return out, lse
-
-
-def _attend_masked(query: Array, cache: LayerStorage, chosen: Selection) -> tuple[Array, Array]:
-    """Run `attend_selected` with a mask, without the partial softmaxes."""
-    cache = cache.resident()
-    slots, mask = chosen.tokens(cache)
-    b, h = jnp.arange(query.shape[0])[:, None, None], jnp.arange(query.shape[1])[None, :, None]
-    if chosen.bias is not None:
-        heads, group = jnp.arange(query.shape[2])[None, None, :, None], (b[..., None], h[..., None])
-        none = jnp.full((*query.shape[:3], cache.num_slots), -jnp.inf, jnp.float32)
-        bias = jnp.where(mask[:, :, None], chosen.bias, -jnp.inf)
-        return _attend_biased(query, cache, none.at[*group, heads, slots[:, :, None]].max(bias))
-    kept = jnp.zeros(cache.position.shape, bool).at[b, h, slots].max(mask)
-    position = jnp.where(kept, cache.position, EMPTY)
-    newest = cache.position.max(axis=(1, 2))[:, None]
-    out, lse = dense_attention(
-        query[..., None, :],
-        cache.key,
-        cache.value,
-        query_position=newest,
-        key_position=position,
-        scale=1 / math.sqrt(query.shape[-1]),
-    )
-    return merged(out[..., 0, :], lse[..., 0], cache)
-
-
-def _attend_biased(query: Array, cache: LayerStorage, bias: Array) -> tuple[Array, Array]:
-    """Run `attend_selected` over all slots with a ``bias`` float32 [B, H, G, S] of their logits."""
-    exact = product_precision(query.dtype)
-    logits = jnp.einsum("bhgd,bhsd->bhgs", query, cache.key, precision=exact, preferred_element_type=jnp.float32)
-    logits = capped(logits / math.sqrt(query.shape[-1]))
-    logits = jnp.where(bias > -jnp.inf, logits + bias, -jnp.inf)  # no NaN of an empty slot
-    lse = jax.nn.logsumexp(logits, axis=3)
-    weight = jnp.exp(logits - finite_or_zero(lse)[..., None])
-    value = jnp.where(cache.valid[..., None], cache.value.astype(jnp.float32), 0)
-    out = jnp.sum(weight[..., None] * value[:, :, None], axis=3)  # as a matrix product it would copy all values
-    return out.astype(query.dtype), lse
 
 
 def attend_held(query: Array, cache: LayerStorage, gap: Array | None = None) -> tuple[Array, Array]:

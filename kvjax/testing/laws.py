@@ -12,14 +12,14 @@ import numpy as np
 
 from kvjax.api.fork import fork
 from kvjax.api.generate import generate
-from kvjax.attention.over_cache import masked_attention
 from kvjax.cache import LayerCache, PlainCache
 from kvjax.cache.latent import LatentCache
 from kvjax.decoding.decode import run_step
 from kvjax.decoding.recurrent import row_bytes
-from kvjax.protocol.method import Method, with_inner
+from kvjax.protocol.method import Method, Step, with_inner
 from kvjax.protocol.typing import layer_recurrence, layer_windows, pytree, values_are_keys
-from kvjax.testing.layer import Drive
+from kvjax.rope import rotate
+from kvjax.testing.layer import Drive, frequencies
 from kvjax.testing.subject import LAYER_STEPS, LENGTHS, QUESTIONS, STEPS, Subject
 
 
@@ -115,11 +115,25 @@ def scores_are_numbers(subject: Subject) -> None:
         _must(not any(seen), f"{cls.__name__}.score returned NaN for a stored token or page")
 
 
-def mask_mode_equals_gather_mode(subject: Subject) -> None:
-    """Check that dense attention with a mask gives the same as gathering, for methods that choose slots."""
-    with masked_attention():
-        masked = subject.drive()
-    same(masked, subject.plain, lengths=subject.lengths)
+def outputs_are_attention_over_the_chosen(subject: Subject) -> None:
+    """Check that a step gives float64 attention over the tokens that it chose, each once, for methods with plain logits."""
+    layer: Any = subject.layer
+    got, (q, k, v) = subject.plain, subject.rows
+    if not layer.slotted or layer.packs or layer.extrapolates:
+        return
+    query, at = jnp.zeros((*q.shape[:3], 1, q.shape[4])), jnp.zeros((len(q), 1), jnp.int32)
+    step = Step(query=query, position=at, tokens=at, shared=None, guess=query)
+    chosen = jax.eval_shape(layer.select, got.state.cache, got.state.aux, step)
+    if chosen is not None and (chosen.bias is not None or chosen.partials is not None):  # logits of its own
+        return
+    inv_freq, at = frequencies(q.shape[-1]), np.arange(q.shape[-2], dtype=np.int32)
+    q, k = (np.asarray(rotate(jnp.asarray(x), at, inv_freq), np.float64) for x in (q, k))
+    for step, row in np.ndindex(got.outputs.shape[:2]):
+        logits = np.einsum("hgd,hsd->hgs", q[row, :, :, subject.lengths[row] + step], k[row]) / np.sqrt(q.shape[-1])
+        logits = np.where(got.attended[step, row][:, None], logits, -np.inf)
+        weight = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        want = np.einsum("hgs,hsd->hgd", weight / weight.sum(axis=-1, keepdims=True), v[row])
+        _close(got.outputs[step, row], want, 1e-4)
 
 
 def cost_counts_what_is_attended(subject: Subject) -> None:

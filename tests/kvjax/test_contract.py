@@ -49,15 +49,7 @@ SLOTTED = [x for x in ALL if x in ONE_LAYER or (x not in METHODS and any_example
 # retrieved as pages are, and their oracles say which.
 MOST_UNLIKE = ("tova", "quest", "mosaickv")
 # Quest and the examples of wrappers around it: a choice, because their tests know Quest's budget and index.
-SELECTING = [group(name) for name in ("quest", "stages", "thin_pages", "dense_below", "twilight")]
-
-
-def has_a_mask(name):
-    """Whether the example chooses slots, so that a mask can do the same."""
-    return getattr(any_example(name), "selects", False)
-
-
-MASKED = [x for x in SLOTTED if has_a_mask(x.values[0])]  # Chess: test_chess.py
+SELECTING = [group(name) for name in ("quest", "stages", "dense_below", "twilight")]
 
 
 def has_other_bytes(method):
@@ -97,7 +89,7 @@ LAWS = {
     laws.permuting_heads_permutes_the_output: law(SLOTTED),
     laws.equal_query_heads_attend_as_one: law(SLOTTED),
     laws.prompt_chunks_do_not_change_results: repeated(SLOTTED, but=("tova",)),  # test_offload.py reads others in chunks
-    laws.mask_mode_equals_gather_mode: repeated(MASKED, but=("quest", "mosaickv")),
+    laws.outputs_are_attention_over_the_chosen: law(SLOTTED),
     laws.everything_kept_equals_full: repeated(ALL, but=MOST_UNLIKE),
     laws.setting_does_something: law([x for x in ALL if x.values[0] not in ("full", "verified")]),  # their answers are Full's
     laws.ragged_rows_equal_alone: law(ALL),
@@ -151,7 +143,7 @@ def test_jit_equals_eager(name):
 def test_selection_is_sound(name):
     """No slot twice, all valid, never more than the budget nor less than it can have."""
     got = plain(name)
-    budget = {"quest": 12, "stages": 8, "thin_pages": 8, "dense_below": 20, "twilight": 12}[name]
+    budget = {"quest": 12, "stages": 8, "dense_below": 20, "twilight": 12}[name]
     for step, row, head in np.ndindex(STEPS, len(LENGTHS), 2):
         chosen = got.chosen[step, row, head][got.chosen[step, row, head] >= 0]
         assert len(set(chosen.tolist())) == len(chosen)
@@ -169,7 +161,6 @@ def test_index_updated_equals_index_rebuilt(name):
         "quest": lambda: (method, state.aux),
         "dense_below": lambda: (method.method, state.aux),
         "stages": lambda: (method.retrieve, state.aux[1]),
-        "thin_pages": lambda: (method.retrieve, state.aux[1]),
         "twilight": lambda: (method.method, state.aux.inner),
     }[name]()
     assert isinstance(inner, Retrieval)
@@ -205,7 +196,7 @@ def test_cost_counts_what_is_attended(name):
     under_test = subject(name)
     got, method, seen = under_test.plain, under_test.layer, laws.seen_at_the_end(under_test)
     cost = method.cost(got.state, None)
-    if name in ("stages", "thin_pages"):  # an upper bound where an eviction or packing left holes in pages
+    if name == "stages":  # an upper bound where an eviction left holes in pages
         assert (np.asarray(cost.attended) >= seen.mean(axis=1)).all()
     else:
         laws.cost_counts_what_is_attended(under_test)

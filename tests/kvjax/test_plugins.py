@@ -237,14 +237,6 @@ def test_every_command_types_the_knobs_of_a_class_that_it_is_the_first_to_name(t
     run_python(FIRST_USES, tmp_path)
 
 
-@pytest.mark.slow
-def test_the_sweep_of_the_page_runs(tmp_path):
-    (tmp_path / "my.py").write_text(SPREAD)
-    words = "eval --methods my:Spread --grid width=0,1,2 --set spread.budget=64 --lengths 512 --samples 1 --tasks passkey"
-    run_python(f"from kvjax.__main__ import main; assert main({[*words.split(), '--out', 'runs']}) == 0", tmp_path)
-    assert "Spread(width=2)" in (tmp_path / "runs" / "table.md").read_text()
-
-
 def run_python(program: str, directory: pathlib.Path) -> str:
     """Run a program in a new process, in a directory; return its output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -261,8 +253,6 @@ def test_ls_lists_a_method_from_outside(capsys):
     text = capsys.readouterr().out
     assert text.startswith(f"Newest (--method {PATH})") and "no paper" in text and "arxiv.org" not in text
     assert "Keep the newest tokens of a prompt." in text and "budget=1024" in text and "or Newest(KNOB=VALUE)" in text
-    assert main(["ls"]) == 0
-    assert f"\nnewest  [no paper]  from {PATH}\n" in capsys.readouterr().out
     assert main(["ls", "--json"]) == 0
     listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
     assert listed["newest"]["path"] == PATH and listed["newest"]["outside"] and not listed["quest"]["outside"]
@@ -323,7 +313,7 @@ def test_a_score_that_reads_empty_slots_breaks_a_law():
 
 @pytest.mark.thorough
 def test_a_method_outside_obeys_the_laws():
-    assert len(check_method(Newest, budget=12)) == len(check_method(Newest)) == 16
+    assert len(check_method(Newest, budget=12)) == len(check_method(Newest)) == 17
 
 
 # ---- the package's home for models ----------------------------------------------------------------------------------
@@ -354,13 +344,10 @@ except ImportError as error:
 """
 
 
-@pytest.mark.parametrize("file", ["models.py", "models/__init__.py"])
-def test_a_users_own_models_is_named(file, tmp_path):
+def test_a_users_own_models_is_named(tmp_path):
     """In a new process, whether the user has imported it already or not."""
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).write_text("MINE = 1\n")
-    named = tmp_path / (file if file == "models.py" else "models")
-    run_python(f"HOME, FILE = {str(ROOT)!r}, {str(named)!r}\n{HIDING}", tmp_path)
+    (tmp_path / "models.py").write_text("MINE = 1\n")
+    run_python(f"HOME, FILE = {str(ROOT)!r}, {str(tmp_path / 'models.py')!r}\n{HIDING}", tmp_path)
 
 
 # ---- python -m kvjax ------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.api.sweep import group_by_structure
-from kvjax.methods import H2O, Full, HeadKV, KeyDiff, Quest, SnapKV, StreamingLLM, ThinK
+from kvjax.methods import H2O, Full, HeadKV, KeyDiff, Quest, SnapKV, StreamingLLM
 from kvjax.wrappers import LayerBudgets, Periodic, Stages, Twilight
 from tests import harness
 from tests.harness import TRACES, group, padded, prompts, repeated, small, tiny_params
@@ -33,7 +33,6 @@ SETTINGS = {
     "streamingllm": [small(StreamingLLM, budget=b, capacity=12, chunk=8) for b in (6, 12)],
     "quest": [quest(b) for b in (4, 12)],
     "stages": [Stages(evict=SnapKV(budget=b, capacity=20, obs_window=5), retrieve=quest(r)) for b, r in ((20, 8), (10, 12))],
-    "thin_pages": [Stages(evict=small(ThinK, obs_window=5, num_recent=6), retrieve=quest(b)) for b in (4, 12)],
     "periodic": [Periodic(evict=SnapKV(budget=12, obs_window=5), budget=b, capacity=12, interval=2) for b in (7, 12)],
     "headkv": [HeadKV(budget=b, capacity=12, obs_window=5, scores=((1.0, 4.0),)) for b in (7, 12)],
     "layer_budgets": [LayerBudgets(method=SnapKV(budget=b, capacity=20, obs_window=5), shares=(0.6,)) for b in (10, 20)],

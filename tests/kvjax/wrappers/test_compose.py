@@ -197,7 +197,6 @@ def test_stages_answers_by_the_method_that_does_it():
 def test_what_a_wrapper_states_stays():
     """Class attributes, properties and fields are not replaced; `help` says where a declaration is explained."""
     assert Twilight(method=QUEST).obs_window == 1 > QUEST.obs_window
-    assert DenseBelow(length=9, method=QUEST).thin_block is None and QUEST.thin_block == 4
     assert "`kvjax.protocol.method.Method.evicts`" in inspect.getdoc(Twilight.evicts)
     assert inspect.getdoc(Prefill.compress) == inspect.getdoc(SlotMethod.compress)
 
