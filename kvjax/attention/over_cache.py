@@ -85,42 +85,11 @@ def attend_held(query: Array, cache: LayerStorage, gap: Array | None = None) -> 
     if cache.older is not None:
         return _attend_thin(query, cast("ThinCache", cache))
     cache = cache.resident()
-    out, lse = _over_slots(query, cache, gap=gap)
+    out, lse = attend_slots(query, cache, gap=gap)
     return merged(out, lse, cache)
 
 
-def attend_held_mass(query: Array, cache: LayerStorage, gap: Array | None = None) -> tuple[Array, Array, Array]:
-    """Run `attend_held`, and sum the attention probability of each slot over the group: float32 [B, H, S].
-
-    The sum is made of the logits that attention computes, so no key is read twice. All slots of the rows are on this device.
-    """
-    out, lse, mass = _over_slots(query, cache.resident(), gap=gap, mass=True)
-    return out, lse, mass
-
-
-def attend_few_mass(query: Array, cache: LayerStorage, position: Array) -> tuple[Array, Array, Array]:
-    """Run `attend_all`, and sum the attention probability of each slot over the group, for the first query alone.
-
-    It is made of the logits that attention computes, as in `attend_held_mass`. There are at most `FEW` queries, and all
-    slots of the rows are on this device.
-
-    Returns:
-        The output [B, H, G, T, D], lse float32 [B, H, G, T], and the mass float32 [B, H, S].
-    """
-    out, lse, mass = _over_slots(query, cache.resident(), mass=True, position=position)
-    return out, lse, mass
-
-
-def attend_held_parts(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
-    """Run `attend_held` in N partial softmaxes, for an operation that merges them: float32 [B, H, N, G, D] and [B, H, N, G].
-
-    The cache is resident, and all slots of its rows are on this device.
-    """
-    out, lse = _over_slots(query, cache, parts=True)
-    return out, lse
-
-
-def _over_slots(
+def attend_slots(
     query: Array,
     cache: LayerStorage,
     *,
@@ -129,7 +98,20 @@ def _over_slots(
     mass: bool = False,
     position: Array | None = None,
 ) -> tuple[Array, ...]:
-    """Run `dense_decode` over the slots of a resident cache that are on this device, with queries at positions or one."""
+    """Attend to the stored tokens on this device, by `dense_decode`; the cache is resident.
+
+    Args:
+        query: [B, H, G, D], of the newest token; or [B, H, G, T, D] at ``position`` int32 [B, T], of at most `FEW` tokens.
+        gap: as in `attend_held`.
+        parts: whether to return N partial softmaxes, for an operation that merges them: float32 [B, H, N, G, D] and
+            [B, H, N, G]. All slots of the rows are on this device.
+        mass: whether to return the attention probability of each slot too, float32 [B, H, S], summed over the group and for
+            the first query alone. It is made of the logits that attention computes, so no key is read twice. All slots of
+            the rows are on this device.
+
+    Returns:
+        The output in the shape of the query, and lse float32 without the last axis.
+    """
     return dense_decode(
         query,
         *cache.stored,
@@ -167,7 +149,7 @@ def attend_all(query: Array, cache: LayerStorage, position: Array) -> tuple[Arra
     cache = cache.resident()
     tokens = query.shape[3]
     if 0 < tokens <= FEW:  # a decode kernel reads the cache once for them, and codes as they are
-        out, lse = _over_slots(query, cache, position=position)
+        out, lse = attend_slots(query, cache, position=position)
         return merged(out, lse, cache)
     block = max(1024, _LOGITS // max(tokens, 1))  # all slots at once for one query, block by block for many
     out, lse = dense_attention(
@@ -197,7 +179,7 @@ def attend_stored(
     if query.shape[3] > 1:
         out, lse = attend_all(query, cache, position)
     elif observes and cache.parts == 1 and sinks is None:
-        out, _, mass = attend_held_mass(query[..., 0, :], cache, gap)
+        out, _, mass = attend_slots(query[..., 0, :], cache.resident(), gap=gap, mass=True)
         return out[..., None, :], mass
     else:
         out, lse = attend_held(query[..., 0, :], cache, gap)

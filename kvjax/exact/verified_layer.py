@@ -8,7 +8,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.attention.over_cache import attend_few_mass, attend_stored
+from kvjax.attention.over_cache import attend_slots, attend_stored
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
 from kvjax.cache.divided import FEW
 from kvjax.exact.rewind import rewound
@@ -121,7 +121,7 @@ class VerifiedLayer(LayerMethod):
         observes = self.shares and 0 < draft.observes <= inputs.position.shape[1]
         # Sinks change the softmax after its sum over slots, so a mass that is summed with it would leave them out.
         if observes and several and cache.parts == 1 and inputs.position.shape[1] <= FEW and inputs.sinks is None:
-            out, _, mass = attend_few_mass(query, cache, inputs.position)
+            out, _, mass = attend_slots(query, cache.resident(), mass=True, position=inputs.position)
         else:
             out, mass = attend_stored(query, cache, inputs.position, observes, sinks=inputs.sinks)
         if mass is not None:  # read before rejected tokens lose their positions, or XLA copies the positions of all slots

@@ -43,19 +43,14 @@ def test_random_rows_at_every_edge(name):
     assert run_in_fours(name, oracle(name).KNOBS, *rows, frequencies(16)) == len(rows[-1]) * STEPS
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("heads, groups, dim", SHAPES)
-@pytest.mark.parametrize("name", ONE_LAYER)
+@pytest.mark.parametrize(
+    "heads, groups, dim", [SHAPES[0], *(pytest.param(*x, marks=pytest.mark.thorough) for x in SHAPES[1:])]
+)
+@pytest.mark.parametrize("name", repeated(ONE_LAYER, but=["quest"]))
 def test_other_heads_and_dimensions(name, heads, groups, dim):
     q, k, v, lengths = batch(name, heads, groups, dim, seed=groups)
     knobs = knobs_of(name, heads)
     assert run(name, knobs, q, k, v, lengths, frequencies(dim)) == len(lengths) * STEPS
-
-
-@pytest.mark.xdist_group("quest")
-def test_one_query_head_for_each_kv_head():
-    q, k, v, lengths = batch("quest", 2, 1, 64, seed=1)
-    run("quest", oracle("quest").KNOBS, q, k, v, lengths, frequencies(64))
 
 
 @pytest.mark.parametrize("name", repeated(ONE_LAYER, but=[x for x in NAMES if x not in ELSEWHERE]))

@@ -151,16 +151,15 @@ class Names:
         return "".join(f"<{token}>" for token in ids)
 
 
-@pytest.mark.parametrize("block, ends", [pytest.param(5, False, marks=pytest.mark.thorough), (4, True)])
-def test_stream_equals_generate(block, ends):
+def test_stream_equals_generate():
     options = {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "key": jax.random.key(3)}
     free = np.asarray(run(eos_token_ids=(), **options).tokens)
-    ends = [int(free[0, 4])] if ends else []
+    ends = [int(free[0, 4])]
     want, counts = ended(free, ends)
     rows = [[], [], []]
-    for piece in kvjax.stream(tiny_params(), read("full"), max_new_tokens=N, block=block, eos_token_ids=ends, **options):
+    for piece in kvjax.stream(tiny_params(), read("full"), max_new_tokens=N, block=4, eos_token_ids=ends, **options):
         for row, new in zip(rows, piece, strict=True):
-            assert len(new) <= block
+            assert len(new) <= 4
             row += new
     for at, row in enumerate(rows):
         assert row == want[at, : counts[at]].tolist()
@@ -197,23 +196,6 @@ def test_stream_leaves_eos_out_of_text():
 
 
 # ---- turns, forks, single steps -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_many_questions_about_one_context():
-    """Prefill once, fork, ask: each copy answers as it does where all copies are asked its question."""
-    questions = [[5, 9, 2], [8, 1, 30], [4]]
-    cache = read(example("snapkv"), [prompts()[0]])
-    tokens, lengths = padded(questions, 3)
-
-    def answers(rows):
-        asked = kvjax.extend(tiny_params(), kvjax.fork(cache, 3), tokens[rows], lengths=lengths[rows])
-        return np.asarray(kvjax.generate(tiny_params(), asked, max_new_tokens=5, eos_token_ids=()).tokens)
-
-    together = answers([0, 1, 2])
-    assert len({tuple(row) for row in together.tolist()}) == 3
-    for row in range(3):
-        np.testing.assert_array_equal(answers([row] * 3), together[[row] * 3])
 
 
 def test_generating_goes_on_after_another_turn():
@@ -327,12 +309,9 @@ def test_a_method_may_be_named():
     assert kvjax.generate(tiny_params(), cache, method="full", max_new_tokens=N).tokens.shape == (3, N)
 
 
-@pytest.mark.parametrize(
-    "name", ["quest", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("h2o", "streamingllm", "snapkv", "keydiff"))]
-)
-def test_a_huge_budget_costs_no_more_than_the_tokens(name):
+def test_a_huge_budget_costs_no_more_than_the_tokens():
     full = kvjax.generate(tiny_params(), read("full"), max_new_tokens=N, eos_token_ids=())
-    huge = kvjax.generate(tiny_params(), read(kvjax.make(name, budget=10**9)), max_new_tokens=N, eos_token_ids=())
+    huge = kvjax.generate(tiny_params(), read(kvjax.make("quest", budget=10**9)), max_new_tokens=N, eos_token_ids=())
     np.testing.assert_array_equal(huge.tokens, full.tokens)
     assert huge.stats.resident_bytes <= 1.3 * full.stats.resident_bytes  # metadata
     assert bool(huge.stats.is_no_op.all())

@@ -19,7 +19,7 @@ from kvjax.protocol.typing import pytree
 from kvjax.wrappers import DenseBelow, PerLayer, Prefill, Stages, Twilight
 from kvjax.wrappers.compose import Answer, answers, passes
 from tests.harness import WRAPPERS, example, read, small, stored, tiny_params
-from tests.kvjax.cases import ONE, N, go_on
+from tests.kvjax.cases import ONE, go_on
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -47,11 +47,6 @@ def test_per_layer_storage_differs_by_layer():
     assert [stored(layer).num_slots for layer in cache.layers] == [12 + 8, 20 + 24]
 
 
-@pytest.mark.thorough
-def test_per_layer_of_one_method_is_that_method():
-    np.testing.assert_array_equal(tokens(PerLayer(layers={0: SNAP}, default=SNAP)), tokens(SNAP))
-
-
 def test_per_layer_reaches_into_wrappers():
     """A wrapper's inner layers are resolved by the real layer index."""
     dense_first = PerLayer(layers={}, default=Quest(budget=8, page_size=4, num_dense_layers=1))
@@ -77,35 +72,12 @@ def test_stages_hold_the_compressed_cache_only():
     assert int(stored(both.layers[0]).valid.sum(axis=2).max()) <= 20
 
 
-@pytest.mark.slow
-def test_three_stages_and_a_wrapper_in_a_wrapper():
-    inner = DenseBelow(length=10, method=QUEST)
-    method = PerLayer(layers={0: Full()}, default=Stages(evict=SNAP, retrieve=inner))
-    got = shapes(lambda: go_on(read(method)).tokens)
-    assert got.shape == (3, N)
-
-
 def test_wrappers_are_pytrees_of_their_inner_numbers():
     """Nested hyper-parameters are leaves that a sweep can stack."""
     stages = Stages(evict=SNAP, retrieve=QUEST)
     assert sorted(jax.tree.leaves(stages)) == [8, 20]
     doubled = jax.tree.map(lambda x: x // 2, stages)
     assert doubled.evict.budget == 10 and doubled.retrieve.budget == 4 and doubled.evict.capacity == 20
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: Stages(evict=H2O(budget=12), retrieve=QUEST),
-        lambda: Stages(evict=SNAP, retrieve=SNAP),
-        lambda: Stages(evict=StreamingLLM(budget=12), retrieve=QUEST),
-        lambda: DenseBelow(length=8, method=SNAP),
-        lambda: DenseBelow(length=8, method=StreamingLLM(budget=12)),
-    ],
-)
-def test_impossible_pairs_are_refused_at_construction(build):
-    with pytest.raises(ValueError, match="Stages|DenseBelow"):
-        build()
 
 
 # ---- what wrappers answer -------------------------------------------------------------------------------------------

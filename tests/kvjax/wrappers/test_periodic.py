@@ -251,25 +251,6 @@ def test_a_long_generation_keeps_its_bytes():
     np.testing.assert_array_equal(stored(after).position.max(axis=2)[:, 0], length + steps - 1)
 
 
-@pytest.mark.thorough
-def test_ten_thousand_tokens_in_calls_of_any_length():
-    """Questions are read in blocks of the interval; the counter of a row goes on from call to call."""
-    tiny = TinyModel(num_layers=2, max_position_embeddings=1 << 16)
-    params = tiny.random_params()
-    method = PerLayer(layers={0: Periodic(evict=Knorm(budget=6), interval=3)}, default=RKV(budget=12, interval=7))
-    cache = kvjax.prefill(params, [[5] * 20, [7] * 3], config=tiny, method=method, max_new_tokens=10_000, pad_multiple=1)
-    arrays = [x.shape for x in jax.tree.leaves(cache.layers)]
-    for _ in range(5):
-        cache = kvjax.extend(params, cache, [[1, 2, 3, 4, 5, 6, 7, 8, 9], [4]])
-        out = kvjax.generate(params, cache, max_new_tokens=1999, eos_token_ids=())
-        cache = out.cache
-        assert [x.shape for x in jax.tree.leaves(cache.layers)] == arrays
-        for layer, most in zip(cache.layers, (6 + 3, 12 + 7), strict=True):
-            assert np.asarray(stored(layer).valid.sum(axis=2)).max() < most
-        assert np.asarray(out.stats.attended).max() < (9 + 19) / 2
-    np.testing.assert_array_equal(cache.length, [20 + 5 * 2008, 3 + 5 * 2000])
-
-
 def test_a_step_asks_once_whether_rows_are_due():
     """A condition in each layer would copy the layer's cache in every step, and may wait for the host there."""
     tiny = TinyModel(num_layers=3)
