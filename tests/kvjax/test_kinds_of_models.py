@@ -121,7 +121,7 @@ def test_full_in_chunks_is_the_definition(kind, chunk_size):
     check_definition(kind, chunk_size=chunk_size)
 
 
-KEPT = LAWFUL | {("sinks", "quest"), ("cap", "snapkv")}
+KEPT = LAWFUL | {("sinks", "quest")}
 
 
 @pytest.mark.parametrize(("kind", "name"), chosen([pair for pair in PAIRS if pair[1] != "full"], KEPT))

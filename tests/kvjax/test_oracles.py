@@ -46,6 +46,7 @@ def test_random_rows_at_every_edge(name):
 @pytest.mark.parametrize(
     "heads, groups, dim", [SHAPES[0], *(pytest.param(*x, marks=pytest.mark.thorough) for x in SHAPES[1:])]
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("name", repeated(ONE_LAYER, but=["quest"]))
 def test_other_heads_and_dimensions(name, heads, groups, dim):
     q, k, v, lengths = batch(name, heads, groups, dim, seed=groups)
@@ -65,10 +66,8 @@ def test_ties_and_zero_keys_equal_the_oracle(name):
     run_in_fours(name, oracle(name).KNOBS, q, k, v, lengths, np.zeros(dim // 2, np.float32))
 
 
-@pytest.mark.parametrize(
-    "name",
-    repeated(ONE_LAYER, but=("h2o", "quest")),  # the methods that keep more than tokens have longer tests of their own
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", repeated(ONE_LAYER, but=("h2o", "quest")))
 def test_hundreds_of_decode_steps_equal_the_oracle(name):
     """Hundreds of decode steps: errors in eviction order or metadata would pile up."""
     lengths = np.array([33, 7])
@@ -109,7 +108,7 @@ VARIANTS = {
         *(({"block_size": 8, "fraction": 0.1}, {}), ({"block_size": 2, "buffer": 2, "channels": 0.125}, {})),
     ],
 }
-ALWAYS = {"snapkv": 1, "h2o": 2, "selfextend": 3, "tokenselect": 1}  # how many of them do not need --thorough
+ALWAYS = {"h2o": 2, "selfextend": 3}  # how many of them do not need --thorough
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from kvjax.protocol.slots import SlotMethod
 from kvjax.protocol.typing import pytree
 from kvjax.wrappers import DenseBelow, PerLayer, Prefill, Stages, Twilight
 from kvjax.wrappers.compose import Answer, answers, passes
-from tests.harness import WRAPPERS, example, read, small, stored, tiny_params
+from tests.harness import WRAPPERS, read, small, stored, tiny_params
 from tests.kvjax.cases import ONE, go_on
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -53,11 +53,6 @@ def test_per_layer_reaches_into_wrappers():
     assert dense_first.for_layer(0, 2) == Full() and dense_first.for_layer(1, 2).page_size == 4
     stages = Stages(evict=SNAP, retrieve=Quest(budget=8, page_size=4, num_dense_layers=1))
     assert stages.for_layer(0, 2).retrieve == Full() and stages.for_layer(1, 2).retrieve.page_size == 4
-
-
-def test_quest_dense_layers_are_full():
-    dense = example("quest", num_dense_layers=1)
-    np.testing.assert_array_equal(tokens(dense, config=ONE), tokens(Full(), config=ONE))
 
 
 @pytest.mark.thorough
