@@ -186,10 +186,16 @@ class VerifiedLayer(LayerMethod):
         if most is None or most >= tokens:
             return self.draft.attend(state, inputs)[1]
         count = -(-tokens // most)
-        padded = _padded(inputs, count * most)
+        more = count * most - tokens
+
+        def pad(x: Array, axis: int, fill: int) -> Array:
+            return jnp.pad(x, [(0, more * (at == axis)) for at in range(x.ndim)], constant_values=fill)
+
+        padded = _each(inputs, pad)
 
         def body(index: Array, state: Any) -> Any:
-            _, state = self.draft.attend(state, _piece(padded, index * most, most))
+            piece = _each(padded, lambda x, axis, _: lax.dynamic_slice_in_dim(x, index * most, most, axis))
+            _, state = self.draft.attend(state, piece)
             due = self.draft.due(state)
             if due is None:
                 return state
@@ -262,22 +268,7 @@ def _for_draft(inputs: Inputs) -> Inputs:
     return dataclasses.replace(inputs, shared=inputs.shared.draft)
 
 
-def _padded(inputs: Inputs, tokens: int) -> Inputs:
-    """Pad the tokens of ``inputs`` to ``tokens``."""
-    more = tokens - inputs.position.shape[1]
-    return _each(inputs, lambda x, axis, fill: jnp.pad(x, _widths(x, axis, more), constant_values=fill))
-
-
-def _piece(inputs: Inputs, start: Array, size: int) -> Inputs:
-    """Slice ``size`` tokens of ``inputs``."""
-    return _each(inputs, lambda x, axis, fill: lax.dynamic_slice_in_dim(x, start, size, axis))
-
-
 def _each(inputs: Inputs, change: Any) -> Inputs:
     """Apply ``change(array, axis of tokens, fill of padding)`` to every array that has tokens."""
     axes = {"query": (3, 0), "key": (2, 0), "value": (2, 0), "position": (1, -1), "tokens": (1, 0)}
     return dataclasses.replace(inputs, **{name: change(vars(inputs)[name], *how) for name, how in axes.items()})
-
-
-def _widths(x: Array, axis: int, more: int) -> list[tuple[int, int]]:
-    return [(0, more if at == axis else 0) for at in range(x.ndim)]

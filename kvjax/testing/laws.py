@@ -16,7 +16,7 @@ from kvjax.cache import LayerCache, PlainCache
 from kvjax.cache.latent import LatentCache
 from kvjax.decoding.decode import run_step
 from kvjax.decoding.recurrent import row_bytes
-from kvjax.protocol.method import Method, Step, with_inner
+from kvjax.protocol.method import Step, with_inner
 from kvjax.protocol.typing import layer_recurrence, layer_windows, pytree, values_are_keys
 from kvjax.rope import rotate
 from kvjax.testing.layer import Drive, frequencies
@@ -63,18 +63,13 @@ def rows_are_independent(subject: Subject) -> None:
 
 def permuting_heads_permutes_the_output(subject: Subject) -> None:
     """Check that permuting heads permutes the output: no head is special, unless the knobs say so."""
-    if any(_tells_heads_apart(method) for method in with_inner(subject.method)):
-        return
+    knobs = [value for method in with_inner(subject.method) for value in vars(method).values() if isinstance(value, tuple)]
+    if any(not isinstance(entry, (int, float, jax.Array)) for value in knobs for entry in value):
+        return  # a knob has an entry for each head: a table of scores, or several patterns
     q, k, v = (x[:, ::-1] for x in subject.rows)
     got, want = subject.drive(q, k, v), subject.plain
     _close(got.outputs[:, :, ::-1], want.outputs, 1e-5)
     np.testing.assert_array_equal(got.attended[:, :, ::-1], want.attended)
-
-
-def _tells_heads_apart(method: Method) -> bool:
-    # A knob has an entry for each head: a table of scores, or several patterns.
-    tuples = [value for value in vars(method).values() if isinstance(value, tuple)]
-    return any(not isinstance(entry, (int, float, jax.Array)) for value in tuples for entry in value)
 
 
 def equal_query_heads_attend_as_one(subject: Subject) -> None:

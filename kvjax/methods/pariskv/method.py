@@ -252,7 +252,7 @@ class ParisKV(SlotMethod):
         slices = aux.ids.shape[3]
         metadata = zone * slices + candidates * aux.rows.shape[3]
         attended = total(jnp.sum(kept, axis=2, dtype=jnp.int32), cache) + jnp.minimum(candidates, self.budget)
-        dense = self._dense(cache, aux)[:, None]
+        dense = ((cache.cursor < self._enough()) | (aux.stop <= self.num_sink))[:, None]  # rows that attend to all tokens
         return jnp.where(dense, stored, attended), jnp.where(dense, none, metadata.astype(jnp.float32))
 
     def counters(self, aux: Index, shared: Any) -> dict[str, Array]:
@@ -295,10 +295,6 @@ class ParisKV(SlotMethod):
     def _enough(self) -> Array:
         """Compute the least number of stored tokens with which a row selects, int32."""
         return jnp.maximum(self.dense_below, self.num_sink + self.num_local + 2 * self.budget)
-
-    def _dense(self, cache: LayerStorage, aux: Index) -> Array:
-        """Mark the rows that attend to all tokens, bool [B]."""
-        return (cache.cursor < self._enough()) | (aux.stop <= self.num_sink)
 
     def _signs(self, dim: int) -> Array | None:
         """Draw the signs of the randomized Hadamard rotation; a subclass for ablations has no rotation and returns None."""
