@@ -212,7 +212,7 @@ def test_generating_goes_on_after_another_turn():
 
 
 def test_decode_step_moves_active_rows_only():
-    cache = read(example("quest"))
+    cache = read("full")
     before = jax.tree.map(np.asarray, (cache.layers, cache.logits, cache.length))
     after = kvjax.decode_step(tiny_params(), cache, np.array([1, 2, 3]), active=np.array([True, False, True]))
     assert (after.length - before[2]).tolist() == [1, 0, 1]

@@ -15,7 +15,7 @@ from kvjax.accounting import memory
 from kvjax.accounting.memory import memory_needed, placed_bytes
 from kvjax.cache.quantised import KV_DTYPES
 from kvjax.decoding.layers import is_offloaded
-from kvjax.wrappers import DenseBelow, LayerBudgets, Periodic, PerLayer, Prefill, Stages, Twilight
+from kvjax.wrappers import DenseBelow, Periodic, PerLayer, Stages, Twilight
 from tests.harness import NAMES, TINY, TRACES, WRAPPERS, example, group, prompts, read, repeated, tiny_params
 from tests.kvjax.cases import N, ask, base, ended, go_on, model
 
@@ -155,7 +155,7 @@ def test_a_share_is_the_nearest_number_of_last_layers():
 def test_the_least_share_that_fits(monkeypatch):
     """The share itself fits, and a share of one layer less does not; at the ends the share is all layers or none."""
     sizes = {"batch": 2, "prompt_slots": 1024, "max_new_tokens": 8}
-    model = dataclasses.replace(TINY, num_layers=3)
+    model = dataclasses.replace(TINY, num_layers=4)
 
     def total(share):
         needed = memory_needed(example("pariskv", offload=share), model, **sizes)
@@ -165,15 +165,15 @@ def test_the_least_share_that_fits(monkeypatch):
         made = example(method) if method == "pariskv" else method
         return kvjax.offload_share(made, model, **sizes, device_bytes=size + 100, spare=100)
 
-    assert share(total(2 / 3)) == share(total(1 / 3) - 1) == 2 / 3
+    assert share(total(3 / 4)) == share(total(2 / 4) - 1) == 3 / 4
     assert share(total(0)) == 0 and share(total(1)) == 1
     with pytest.raises(MemoryError, match=r"ParisKV with offload=True needs .* and 0.00 MiB for activations, got 0.\d\d MiB"):
         share(total(1) - 1)
     for wrong in ("full", Periodic(evict=example("snapkv")), PerLayer(layers={}, default=example("snapkv"))):
         with pytest.raises(ValueError, match=r"a field offload, or a wrapper around one, got (Full|P\w+); .*: .*, ParisKV"):
             share(1 << 40, wrong)
-    monkeypatch.setattr(memory, "free_bytes", lambda mesh: total(2 / 3) + 100)
-    assert kvjax.offload_share(example("pariskv"), model, **sizes, spare=100) == 2 / 3
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: total(3 / 4) + 100)
+    assert kvjax.offload_share(example("pariskv"), model, **sizes, spare=100) == 3 / 4
     monkeypatch.setattr(memory, "free_bytes", lambda mesh: None)
     with pytest.raises(ValueError, match="does not say how much memory is free: pass device_bytes"):
         kvjax.offload_share(example("pariskv"), model, **sizes)
@@ -182,21 +182,19 @@ def test_the_least_share_that_fits(monkeypatch):
 def test_a_wrapper_has_the_least_share_of_its_method():
     """The wrapper's bytes count, because a wrapper may store more than its method."""
     sizes = {"batch": 2, "prompt_slots": 1024, "max_new_tokens": 8}
-    model, paris = dataclasses.replace(TINY, num_layers=2), example("pariskv")
+    model, paris = dataclasses.replace(TINY, num_layers=4), example("pariskv")
 
     def wrapped(method):
         yield Twilight(method=method)
-        yield Prefill(method=DenseBelow(method=method, length=9))
         yield Stages(evict=example("snapkv", budget=1000, capacity=1000), retrieve=method)
         yield PerLayer(layers={0: kvjax.methods.Full()}, default=method)
-        yield LayerBudgets(method=method, shares=(1.0,) * 2)
 
     for made, half in zip(wrapped(paris), wrapped(dataclasses.replace(paris, offload=1 / 2)), strict=True):
         needed = memory_needed(half, model, **sizes)
         size = needed.device + needed.staged
         assert made.offloaded(1 / 2) == half and not made.offload
         assert kvjax.offload_share(made, model, **sizes, device_bytes=size, spare=0) == 1 / 2
-        assert kvjax.offload_share(half, model, **sizes, device_bytes=size - 1, spare=0) == 1
+        assert kvjax.offload_share(half, model, **sizes, device_bytes=size - 1, spare=0) == 3 / 4
 
 
 @pytest.mark.parametrize(
