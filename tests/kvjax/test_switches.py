@@ -79,7 +79,7 @@ def test_tokens_are_the_same_under_x64():
             kvjax.prefill(tiny_params(), jnp.asarray([[2**33]]), **where)
 
 
-@pytest.mark.parametrize("name", [group("quest"), group("freekv")])
+@pytest.mark.parametrize("name", repeated([group("quest"), group("freekv")], but=("quest",)))
 def test_debug_nans_does_not_stop_an_empty_page(name):
     with jax.debug_nans(True):
         go_on(read(any_example(name), config=model(name)))
