@@ -138,25 +138,21 @@ def any_example(name: str) -> Any:
 def generous(name: str) -> Any:
     """The example with room for everything in any test here; None if nothing limits it."""
     big = 96
-    if name == "verified":
-        return kvjax.Verified(draft=SnapKV(budget=big, obs_window=5), depth=2, worth=None)
-    if name == "stages":
-        return Stages(evict=SnapKV(budget=big, obs_window=5), retrieve=Quest(budget=big, page_size=4, num_dense_layers=0))
-    if name == "thinned":
-        return Stages(evict=SnapKV(budget=big, obs_window=5), retrieve=small(ThinK, channels=1.0, obs_window=5))
-    if name == "per_layer":
-        return PerLayer(layers={0: small(StreamingLLM, budget=big, chunk=8)}, default=H2O(budget=big))
-    if name == "periodic":
-        return Periodic(evict=SnapKV(budget=big, obs_window=5), interval=4)
-    if name == "layer_budgets":
-        return LayerBudgets(method=SnapKV(budget=2 * big, obs_window=5), shares=(0.5, 1.5))
-    if name == "dense_below":
-        return DenseBelow(length=big, method=Quest(budget=8, page_size=4, num_dense_layers=0))
-    if name == "prefill":  # fewer diagonals than slots, or the prompt would be read densely
-        inner = SnapKV(budget=big, obs_window=5)
-        return Prefill(method=inner, pattern=Pattern(diagonals=60), **SMALL_PATTERNS)
-    if name == "twilight":
-        return Twilight(method=Quest(budget=big, page_size=4, num_dense_layers=0), mass=1.0)
+    snapkv, quest = SnapKV(budget=big, obs_window=5), Quest(budget=big, page_size=4, num_dense_layers=0)
+    wrappers = {
+        "verified": kvjax.Verified(draft=snapkv, depth=2, worth=None),
+        "stages": Stages(evict=snapkv, retrieve=quest),
+        "thinned": Stages(evict=snapkv, retrieve=small(ThinK, channels=1.0, obs_window=5)),
+        "per_layer": PerLayer(layers={0: small(StreamingLLM, budget=big, chunk=8)}, default=H2O(budget=big)),
+        "periodic": Periodic(evict=snapkv, interval=4),
+        "layer_budgets": LayerBudgets(method=SnapKV(budget=2 * big, obs_window=5), shares=(0.5, 1.5)),
+        "dense_below": DenseBelow(length=big, method=Quest(budget=8, page_size=4, num_dense_layers=0)),
+        # Fewer diagonals than slots, or the prompt would be read densely.
+        "prefill": Prefill(method=snapkv, pattern=Pattern(diagonals=60), **SMALL_PATTERNS),
+        "twilight": Twilight(method=quest, mass=1.0),
+    }
+    if name in wrappers:
+        return wrappers[name]
     everything = {
         "chess": {"ratios": (1.0, 1.0, 1.0)},
         "duoattention": {"num_recent": big},

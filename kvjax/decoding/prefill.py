@@ -60,13 +60,18 @@ class Order:
         return self.chunk * self.chunks
 
 
-def reading_order(each: Sequence[Sequence[LayerMethod]], batch: int, padded: int, chunk_size: int) -> Order:
-    """Choose the order for ``batch`` prompts of ``padded`` tokens; ``each`` has, for every method, its layers' methods."""
-    methods = [m for layers in each for m in layers]
+def prompt_blocks(methods: Sequence[LayerMethod], padded: int, chunk_size: int) -> tuple[int, int]:
+    """Return the tokens per chunk and the number of chunks of a prompt of ``padded`` tokens."""
     # A method's own block is part of its definition. The caller may choose only if there is none.
     own = [block for m in methods if (block := m.max_tokens(in_prompt=True)) is not None]
     chunk = min(*own, padded) if own else min(chunk_size, padded)
-    chunks = -(-padded // chunk)
+    return chunk, -(-padded // chunk)
+
+
+def reading_order(each: Sequence[Sequence[LayerMethod]], batch: int, padded: int, chunk_size: int) -> Order:
+    """Choose the order for ``batch`` prompts of ``padded`` tokens; ``each`` has, for every method, its layers' methods."""
+    methods = [m for layers in each for m in layers]
+    chunk, chunks = prompt_blocks(methods, padded, chunk_size)
     groups = -(-batch // max(chunk_size // chunk, 1))
     rows = -(-batch // groups)
     groups = -(-batch // rows)
