@@ -125,7 +125,7 @@ class SpeedSettings(RowSettings):
         largest_batch: look for the largest batch instead of --batches
         most_rows: with --largest-batch: where to begin at most (default 64)
         acceptance: comma-separated, for methods named verified_METHOD: the share of drafted tokens that are kept at each
-            place, as `experiments.lab.exact` measures it on real text; so many tokens are drafted in each pass
+            place; so many tokens are drafted in each pass
         weight_dtype: keep kernels and tables in int8 or int4; the rows' model is named MODEL@WEIGHT_DTYPE
 
     Raises:
