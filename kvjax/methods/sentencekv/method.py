@@ -163,9 +163,8 @@ class SentenceKV(SlotMethod):
 
     def select(self, cache: LayerStorage, aux: Sentences, step: Step) -> Selection:
         """Select the best sentences, and the step's own token, in none before `update`, as a recent token or with all."""
-        score = vector_score(
-            step.query[..., 0, :], aux.mean, aux.count, added=aux.query_sum
-        )  # a sum ranks as a mean, rounded less
+        # The queries of the open sentence ask too. A sum ranks as a mean, rounded less.
+        score = vector_score(step.query[..., 0, :], aux.mean, aux.count, added=aux.query_sum)
         slots, listed = sentence_cut(
             score,
             aux.sentence,
