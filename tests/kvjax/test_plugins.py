@@ -102,7 +102,6 @@ def test_a_registered_method_has_a_name():
     ("cls", "error", "told"),
     [
         (3, TypeError, "a method must be a subclass of kvjax.protocol.method.Method, got 3"),
-        (dict, TypeError, "a method must be a subclass of kvjax.protocol.method.Method, got the class dict"),
         (Quest, ValueError, "expected a method that kvjax does not have, got its own Quest"),
         (Eviction, TypeError, "must be a final class, got Eviction, which lacks score"),
         (type("Bare", (Newest,), {}), TypeError, "must be decorated with kvjax.protocol.typing.pytree, got Bare without it"),
@@ -144,10 +143,8 @@ def test_a_path_names_a_method():
     ("path", "told"),
     [
         ("nowhere.methods:Newest", "there is no module 'nowhere', which 'nowhere.methods:Newest' needs"),
-        ("tests.nowhere:Newest", "there is no module 'tests.nowhere'"),
         ("tests.outside_method:Newst", "has no class 'Newst' .did you mean 'Newest'..*, which 'tests.outside_method:Newst'"),
         ("tests/outside_method.py:Newest", "is named package.module:Class, got 'tests/outside_method.py:Newest'"),
-        ("tests.outside_method:", "is named package.module:Class, got"),
     ],
 )
 def test_wrong_paths_are_refused(path, told):

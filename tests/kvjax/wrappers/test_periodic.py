@@ -34,7 +34,7 @@ from kvjax.testing.layer import stored
 from kvjax.testing.model import TinyModel
 from kvjax.wrappers import DenseBelow, Periodic, PerLayer, Stages
 from tests.harness import example, frequencies, oracle, random_tokens, small
-from tests.oracles import adakv, expectedattention, headkv, rkv, snapkv
+from tests.oracles import adakv, expectedattention, headkv, snapkv
 from tests.oracles.plain import best, keep_again, rotate_all, softmax
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -188,20 +188,6 @@ def wanted(at, row, length):
     kept = rule(given, [list(range(length))] * len(k), length - 1, **knobs)
     again = functools.partial(rule, given, **{**knobs, **later})
     return keep_again(given.rotated_q, given.rotated_k, given.v, length, interval, kept, again)
-
-
-@pytest.mark.thorough
-def test_redundancy_equals_the_oracle():
-    """Also with keys that repeat each other, and empty slots behind them."""
-    key = np.array(rows()[1][:1, :, :40])
-    key[:, :, 20:] = key[:, :, :20]
-    valid = jnp.broadcast_to(jnp.arange(40)[None, None] < 37, key.shape[:3])
-    for threshold in (0, 0.3, 0.9):
-        got = small(RKV, threshold=threshold)._redundancy(jnp.where(valid[..., None], key, 0), valid)
-        for head in range(key.shape[1]):
-            want = rkv.redundancy(np.asarray(key[0, head, :37], np.float64), threshold)
-            np.testing.assert_allclose(got[0, head, :37], want, atol=1e-7)
-        assert not np.asarray(got[..., 37:]).any()
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------
