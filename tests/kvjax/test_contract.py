@@ -200,27 +200,20 @@ def test_dense_below_switches_per_row():
 def test_cost_counts_what_is_attended(name):
     """`Cost` is of the state as it stands: what the last step attended, less what it then evicted."""
     under_test = subject(name)
-    got, method, seen = under_test.plain, under_test.layer, laws.seen_at_the_end(under_test)
-    cost = method.cost(got.state, None)
+    cost, seen = under_test.layer.cost(under_test.plain.state, None), laws.seen_at_the_end(under_test)
     if name == "stages":  # an upper bound where an eviction left holes in pages
         assert (np.asarray(cost.attended) >= seen.mean(axis=1)).all()
-    else:
-        laws.cost_counts_what_is_attended(under_test)
-        row = 2 * 16 * 4
-        cache = stored(got.state)
-        extra = (
-            np.zeros(len(LENGTHS))
-            if method.composable is False and name != "keydiff"
-            else np.asarray(method.count(cache, got.state.aux, None)[1]).sum(axis=1)
-        )
-        if not has_other_bytes(any_example(name)):
-            np.testing.assert_allclose(cost.bytes_read, seen.sum(axis=1) * row + extra)
-    if name == "quest":  # two bounds of every page in use
-        np.testing.assert_array_equal(extra, 2 * np.ceil((LENGTHS + STEPS) / 4) * 2 * 16 * 4)
-    if name == "keydiff":  # two numbers for each of a sum
-        np.testing.assert_array_equal(extra, 2 * 2 * 16 * 4)
-    if name == "h2o":  # one accumulated probability per stored token
-        np.testing.assert_array_equal(extra, seen.sum(axis=1) * 4)
+        return
+    laws.cost_counts_what_is_attended(under_test)
+    if not has_other_bytes(any_example(name)):
+        np.testing.assert_allclose(cost.kv_bytes, seen.sum(axis=1) * 2 * 16 * 4)
+    metadata = {
+        "quest": 2 * np.ceil((LENGTHS + STEPS) / 4) * 2 * 16 * 4,  # two bounds of every page in use
+        "keydiff": np.full(len(LENGTHS), 2 * 2 * 16 * 4),  # two numbers for each of a sum
+        "h2o": seen.sum(axis=1) * 4,  # one accumulated probability per stored token
+    }
+    if name in metadata:
+        np.testing.assert_array_equal(cost.metadata_bytes, metadata[name])
 
 
 # ---- the whole model ----------------------------------------------------------------------------------------------

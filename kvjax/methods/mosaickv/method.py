@@ -142,7 +142,10 @@ class MosaicKV(LayerMethod):
         position = jnp.where(early, inputs.position, EMPTY) if layout.dynamic else inputs.position
         store = write(layout, cache, state.store, key, inputs.value, position)
         if query.shape[3] == 1:
-            out = self._decode(layout, store, cache, query[..., 0, :])[..., None, :]
+            parts = projected(store, query[..., 0, :])
+            out = attend_listed(layout, store, cache, query[..., 0, :], parts, *self._select(layout, store, parts))[
+                ..., None, :
+            ]
         else:  # several tokens at once attend to all stored tokens
             keep = jnp.broadcast_to(visible_blocks(layout, store), store.block.values.shape[:3])
             out = attend_packed(layout, store, cache, query, inputs.position, keep[:, :, None])
@@ -248,12 +251,6 @@ class MosaicKV(LayerMethod):
             scale=1 / math.sqrt(query.shape[-1]),
         )
         return out, MosaicState(cache=cache)
-
-    def _decode(self, layout: Layout, store: Store, cache: LayerStorage, query: Array) -> Array:
-        """Attend to the best blocks and the buffer with one rotated query [B, H, G, D] per head: [B, H, G, D]."""
-        parts = projected(store, query)
-        blocks, count = self._select(layout, store, parts)
-        return attend_listed(layout, store, cache, query, parts, blocks, count)
 
     def _select(self, layout: Layout, store: Store, parts: Array) -> tuple[Array, Array]:
         """Select the best blocks for queries ``parts`` from `projected`.

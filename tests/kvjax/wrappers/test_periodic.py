@@ -28,12 +28,13 @@ from kvjax.methods import (
     Quest,
     SnapKV,
 )
-from kvjax.protocol.method import Inputs, LayerSpec, num_bytes, settle_due
+from kvjax.protocol.method import LayerSpec, num_bytes, settle_due
 from kvjax.protocol.typing import EMPTY
 from kvjax.testing.layer import stored
 from kvjax.testing.model import TinyModel
 from kvjax.wrappers import DenseBelow, Periodic, PerLayer, Stages
 from tests.harness import example, frequencies, oracle, random_tokens, small
+from tests.kvjax.cases import layer_inputs
 from tests.oracles import adakv, expectedattention, headkv, snapkv
 from tests.oracles.plain import best, keep_again, rotate_all, softmax
 
@@ -132,15 +133,7 @@ def positions(methods, q, k, v, inv_freq):
         max_new_tokens=STEPS,
     )  # fmt: skip
     lengths = jnp.asarray(LENGTHS, jnp.int32)
-
-    def inputs(at, position, start=None):
-        def pick(x):
-            return jnp.take_along_axis(x, at.reshape(len(at), *(1,) * (x.ndim - 3), -1, 1), axis=-2)
-
-        return Inputs(
-            query=pick(q), key=pick(k), value=pick(v), position=position, tokens=at, inv_freq=inv_freq, shared=None,
-            start=start,
-        )  # fmt: skip
+    inputs = functools.partial(layer_inputs, (q, k, v, inv_freq))
 
     whole = jnp.broadcast_to(jnp.arange(PROMPT, dtype=jnp.int32)[None], (len(LENGTHS), PROMPT))
     given = inputs(whole, jnp.where(whole < lengths[:, None], whole, EMPTY), 0)
