@@ -121,7 +121,7 @@ def outputs_are_attention_over_the_chosen(subject: Subject) -> None:
     chosen = jax.eval_shape(layer.select, got.state.cache, got.state.aux, step)
     if chosen is not None and (chosen.bias is not None or chosen.partials is not None):  # logits of its own
         return
-    inv_freq, at = frequencies(q.shape[-1]), np.arange(q.shape[-2], dtype=np.int32)
+    inv_freq, at = frequencies(q.shape[-1]), jnp.arange(q.shape[-2], dtype=jnp.int32)
     q, k = (np.asarray(rotate(jnp.asarray(x), at, inv_freq), np.float64) for x in (q, k))
     for step, row in np.ndindex(got.outputs.shape[:2]):
         logits = np.einsum("hgd,hsd->hgs", q[row, :, :, subject.lengths[row] + step], k[row]) / np.sqrt(q.shape[-1])
