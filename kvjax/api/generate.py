@@ -34,7 +34,7 @@ from kvjax.decoding.checks import (
 )
 from kvjax.decoding.sampling import Sampler
 from kvjax.mesh.sharding import place_rows, readable
-from kvjax.protocol.describe import count_rows, describe_numbers, is_known, on_device
+from kvjax.protocol.describe import count_rows, describe_numbers, is_known, on_device, tracing
 from kvjax.protocol.fields import positive_int, shown
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model, pytree, traced
@@ -160,7 +160,7 @@ def generate(
     eos = eos_array(eos_token_ids, cache.model)
     most = None if limits is None else int32_rows("limits", limits, cache.batch, max_new_tokens, "max_new_tokens")
     cache = _ready(params, cache, method, max_new_tokens if most is None else most)
-    in_trace = not is_known(params, cache, sampler, key, eos, most)
+    in_trace = tracing() or not is_known(params, cache, sampler, key, eos, most)
     done, most = place_rows(cache.plan, as_jax(np.zeros(cache.batch, bool)), most)
     args = params, cache, sampler, key, eos, done, most
     stop_early = (eos.size > 0 or most is not None) and not in_trace
@@ -201,7 +201,7 @@ def stream(
     check_alive(cache)
     eos = eos_array(eos_token_ids, cache.model)
     cache = _ready(params, cache, method, max_new_tokens)
-    if not is_known(params, cache, sampler, key, eos):
+    if tracing() or not is_known(params, cache, sampler, key, eos):
         raise ValueError("stream yields values as they are made, got traced values: call generate inside jit and vmap")
     return _streamed(params, cache, sampler, key, eos, max_new_tokens, tokenizer, block)
 

@@ -28,7 +28,7 @@ from kvjax.decoding.checks import (
 )
 from kvjax.decoding.layers import shares_prefill
 from kvjax.mesh.sharding import place_rows, plan_of
-from kvjax.protocol.describe import describe, is_known, on_device
+from kvjax.protocol.describe import describe, is_known, on_device, tracing
 from kvjax.protocol.fields import positive_int, shown
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model
@@ -191,7 +191,7 @@ def prefill_each(
         check_fits(length, max_new_tokens, config, method)
     padded, length = place_rows(plan, padded, length)
     large = len(chosen) > 1 or chosen[0].offload or plan is not None
-    if large and is_known(padded, jax.device_put(0)):  # inside jit the number is traced
+    if large and is_known(padded) and not tracing():
         sizes = {"batch": len(padded), "prompt_slots": padded.shape[1], "max_new_tokens": max_new_tokens}
         mesh = None if plan is None else plan.mesh
         check_memory(chosen, config, mesh, kv_dtype, sizes | {"chunk_size": chunk_size}, share_storage)

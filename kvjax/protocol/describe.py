@@ -25,6 +25,11 @@ def is_known(*trees: Any) -> bool:
     return not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees))
 
 
+def tracing() -> bool:
+    """Tell whether JAX traces what is called now: then the results of all operations are traced."""
+    return isinstance(jax.device_put(0), Tracer)
+
+
 @contextlib.contextmanager
 def at_once() -> Iterator[None]:
     """Run operations on known values at once, inside a trace too.
