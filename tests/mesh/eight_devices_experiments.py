@@ -1,4 +1,4 @@
-"""Commands with ``--mesh``: what only a process with many devices can show. `test_commands.py` runs it on eight of a CPU.
+"""Commands with ``--mesh``: what only a process with many devices can show. `test_devices.py` runs it on eight of a CPU.
 
 ``python -m tests.mesh.eight_devices_experiments check ...`` runs these checks and prints a JSON object: by the name of
 each, the text of its exception, or null.

@@ -22,6 +22,9 @@ from models.files.adapter import (
     save_adapter,
     stretched,
 )
+from tests.models.test_experts import MIXTRAL
+from tests.models.test_latent import CONFIG as WITH_LATENT
+from tests.tiny_models import vivid_params
 
 pytestmark = pytest.mark.usefixtures("quick_compile")  # tests/models/test_parity.py compiles as users do
 
@@ -33,16 +36,14 @@ CONFIG = models.ModelConfig(
 
 @pytest.fixture(scope="module")
 def params():
-    return models.random_params(CONFIG, jax.random.key(0))
+    return vivid_params(CONFIG)
 
 
 @pytest.fixture(scope="module")
 def factors(params):
     """Factors that change every kernel."""
-    made = init_adapter(params, CONFIG.num_layers, 3, jax.random.key(1))
-    leaves, tree = jax.tree.flatten(made)
-    keys = jax.random.split(jax.random.key(2), len(leaves))
-    return tree.unflatten([leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys)])
+    rng, made = np.random.default_rng(1), init_adapter(params, CONFIG.num_layers, 3, jax.random.key(1))
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x) + 0.1 * rng.normal(size=x.shape), jnp.float32), made)
 
 
 def about(params, **changed):
@@ -87,7 +88,7 @@ def test_fingerprint_tells_models_apart(params):
     other = jax.tree.map(lambda x: x, params)
     other["layers_1"]["mlp_norm"]["scale"] = 1.01 * params["layers_1"]["mlp_norm"]["scale"]
     assert fingerprint(other) != fingerprint(params)
-    wider = models.random_params(dataclasses.replace(CONFIG, vocab_size=65), jax.random.key(0))
+    wider = vivid_params(dataclasses.replace(CONFIG, vocab_size=65))
     assert fingerprint(wider) != fingerprint(params)
 
 
@@ -95,7 +96,7 @@ def test_adapter_of_another_base_is_refused(tmp_path, params, factors):
     save_adapter(tmp_path, factors, about(params, base="smollm2", fingerprint="0" * 16))
     with pytest.raises(ValueError, match=r"was trained on smollm2 \(fingerprint 0{16}\), and cannot be applied"):
         apply_adapter(params, CONFIG, tmp_path)
-    codes = models.random_params(CONFIG, jax.random.key(0), weight_dtype="int8")
+    codes = models.param_shapes(CONFIG, "int8")
     with pytest.raises(TypeError, match="an adapter needs parameters as numbers, got codes: from_pretrained adds it before"):
         apply_adapter(codes, CONFIG, tmp_path)
 
@@ -137,6 +138,17 @@ def test_factors_of_another_shape_are_refused(params, factors):
         merge_adapter(params, scalar)
     with pytest.raises(ValueError, match="missing mlp/down/a; missing mlp/down/b"):
         merge_adapter(params, {"attention": factors["attention"], "mlp": {"gate_up": factors["mlp"]["gate_up"]}})
+
+
+@pytest.mark.parametrize(
+    ("config", "part"), [(MIXTRAL, "experts"), (WITH_LATENT, "latent attention")], ids=["mixtral", "latent"]
+)
+def test_a_model_without_one_matrix_for_each_projection_is_refused(config, part):
+    params = vivid_params(config)
+    with pytest.raises(ValueError, match=f"one matrix for each projection, got a model with {part}"):
+        init_adapter(params, config.num_layers, 4, jax.random.key(0))
+    with pytest.raises(ValueError, match=f"the model has {part}"):
+        merge_adapter(params, {"attention": {}})
 
 
 def test_stretching_leaves_fast_frequencies(params):

@@ -15,7 +15,7 @@ from models.files import adapter
 from models.files.eight_bits import BLOCK, SCALE, pack, pack_file
 from models.files.tables.checkpoint import EMBEDDING, checkpoint_table
 from models.files.tensors import SafeTensors
-from tests.tiny_models import BUILTIN
+from tests.tiny_models import BUILTIN, vivid_params
 
 CONFIG = models.ModelConfig(
     vocab_size=96, hidden_size=64, intermediate_size=128, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=32,
@@ -27,7 +27,7 @@ CONFIG = models.ModelConfig(
 def directories(tmp_path_factory):
     """A tiny checkpoint in float32, and the same in 8 bits."""
     whole = tmp_path_factory.mktemp("models") / "whole"
-    models.save_pretrained(whole, models.random_params(CONFIG, jax.random.key(0)), CONFIG)
+    models.save_pretrained(whole, vivid_params(CONFIG), CONFIG)
     packed = whole.parent / "packed"
     shutil.copytree(whole, packed)
     pack_file(whole / "model.safetensors", packed / "model.safetensors", 32)
@@ -83,7 +83,7 @@ def test_scales_that_do_not_fit_are_named(directories, tmp_path, change, said):
 
 
 def test_an_adapter_in_8_bits_loads_as_its_numbers(tmp_path):
-    params = models.random_params(CONFIG, jax.random.key(0))
+    params = vivid_params(CONFIG)
     factors = jax.tree.map(lambda x: x + 0.01, adapter.init_adapter(params, 1, 32, jax.random.key(1)))
     adapter.save_adapter(tmp_path, factors, adapter.AdapterConfig(base="b", fingerprint="f", rank=32, stretch=1.0))
     before = adapter.load_adapter(tmp_path)[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -12,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 import models
 from models.files import four_bits
 from tests.models.test_families import generator
+from tests.tiny_models import vivid_params
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_local_experts": 3}
 VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
@@ -52,7 +52,7 @@ def write(directory, change=None):
         **generator().TINY, **SIZES, "model_type": "gpt_oss", "num_experts_per_tok": 2, "sliding_window": 6,
         "layer_types": ["sliding_attention", "full_attention"],
     })  # fmt: skip
-    params = models.random_params(config, jax.random.key(0))
+    params = vivid_params(config)
     models.save_pretrained(directory, params, config)
     plain = load_file(directory / "model.safetensors")
     stored = dict(plain)

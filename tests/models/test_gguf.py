@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 from safetensors import safe_open
+from safetensors.numpy import save_file
 
 import kvjax
 import models
@@ -18,13 +19,14 @@ from models.files import gguf as gguf_files
 from models.files.tables.checkpoint import checkpoint_table
 from tests.models import gguf_writing
 from tests.models.gguf_writing import QUANTS
-from tests.models.test_parity import GOLDENS, TOLERANCE, ours, read_golden
+from tests.models.test_families import edges, generator
+from tests.models.test_parity import GOLDENS, TOLERANCE, read_golden
 from tests.tiny_models import run
 
 pytestmark = pytest.mark.usefixtures("quick_compile")  # tests/models/test_parity.py compiles as users do
 
 GGUF_GOLDENS = GOLDENS / "gguf"
-FAMILIES = sorted(path.stem for path in GGUF_GOLDENS.glob("*.npz"))
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def golden(family):
@@ -43,49 +45,105 @@ def digest(array):
     return hashlib.sha256(np.ascontiguousarray(array, np.float32).tobytes()).hexdigest()[:16]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_equals_what_transformers_reads(family, tmp_path):
-    """Every bit of the weights, and the logits, of files with seven types of tensors."""
+def from_golden(family, folder):
+    """What transformers reads of a file, and what we read of it."""
     expected = golden(family)
-    path = tmp_path / "tiny.gguf"
-    path.write_bytes(expected["gguf"].tobytes())
-    params, config = models.from_pretrained(path)
+    (folder / "tiny.gguf").write_bytes(expected["gguf"].tobytes())
+    return expected, *models.from_pretrained(folder / "tiny.gguf")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_equal_what_transformers_reads(family, tmp_path):
+    """Every bit, of files with seven types of tensors."""
+    expected, params, config = from_golden(family, tmp_path)
     sums = {name: digest(tensor) for name, tensor in tensors_of(params, config)}
     assert sums == json.loads(str(expected["sums"]))
-    logits = run(config, params, jnp.asarray(expected["tokens"], jnp.int32))
-    np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=TOLERANCE)
     assert config.tie_word_embeddings == (family == "qwen2")
 
 
-def as_gguf(path, family):
-    """One of the golden float16 checkpoints of test_parity.py as a GGUF file; returns its golden and its config.json."""
-    arrays = read_golden(family)
-    hf = json.loads(str(arrays["config"]))
-    weights = {name.removeprefix("weight:"): arrays[name] for name in arrays if name.startswith("weight:")}
-    tensors = gguf_writing.stored(hf, weights)
-    kinds = {name: QUANTS.F16 for name, value in tensors.items() if value.ndim == 2}
-    eos = hf["eos_token_id"] if isinstance(hf["eos_token_id"], list) else [hf["eos_token_id"]]
-    keys = dict(zip(("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"), (i for i in eos if i is not None)))
-    gguf_writing.write(path, {**gguf_writing.metadata(hf), **keys}, tensors, kinds)
-    return arrays, hf
+@pytest.mark.parametrize("family", [pytest.param(x, marks=[pytest.mark.thorough] * (x != "qwen2")) for x in FAMILIES])
+def test_logits_equal_those_of_transformers(family, tmp_path):
+    expected, params, config = from_golden(family, tmp_path)
+    logits = run(config, params, jnp.asarray(expected["tokens"], jnp.int32))
+    np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=TOLERANCE)
 
 
-PLAIN = ["llama", "llama3_rope_tied", "mistral", "mistral_window", "qwen2_bias", "qwen3_qk_norm", "qwen3_tied", "yi"]
+PLAIN = ("llama", "llama3_rope_tied", "mistral", "mistral_window", "qwen2_bias", "qwen3_qk_norm", "qwen3_tied", "yi")
+NEXT = {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"], "mlp_only_layers": []}
+# What a file does not say: every sixth layer of Gemma 3 is full, its scale is of its heads, gpt-oss clamps at 7 and its YaRN
+# has the usual bounds, Qwen3-Next has experts in all layers.
+CHANGES = {
+    "gemma3_text": {"layer_types": ["sliding_attention"] * 3, "query_pre_attn_scalar": 8},
+    "gpt_oss": {
+        "swiglu_limit": 7.0, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "truncate": False,
+                            "original_max_position_embeddings": 16},
+    },
+    "phi3": {},
+    "phi4_longrope": {},
+    "qwen3_next": NEXT,
+    "qwen3_next wide": {**NEXT, "hidden_size": 32, "moe_intermediate_size": 32},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("family", PLAIN)
-def test_equals_the_checkpoint_it_was_made_of(family, tmp_path):
-    """Config, llama3 frequencies and every layer, where the file is lossless."""
-    arrays, hf = as_gguf(tmp_path / "x.gguf", family)
+def checkpoint(name):
+    """The config.json and the tensors of a golden's model of `test_parity.py` or `test_families.py`, as files can say it."""
+    if name in PLAIN:
+        arrays = read_golden(name)
+        weights = {key.removeprefix("weight:"): arrays[key] for key in arrays if key.startswith("weight:")}
+        return json.loads(str(arrays["config"])), weights
+    hf = edges(name.removesuffix(" wide"), **CHANGES[name])
+    table = checkpoint_table(models.ModelConfig.from_hf(hf))
+    return hf, generator().weights({part: leaf.file_shape(i) for leaf in table for i, part in enumerate(leaf.names)})
+
+
+def write_both(folder, name, kind=QUANTS.F32, *, legacy=False, more=None, **changes):
+    """The model of `checkpoint` in ``folder/hf``, and in ``folder/x.gguf`` with matrices of a type, more tensors and keys."""
+    hf, weights = checkpoint(name)
+    block = gguf.GGML_QUANT_SIZES[kind][0]
+
+    def rounded(x):
+        x = np.ascontiguousarray(x, np.float32)
+        is_coded = x.ndim > 1 and len(x) > 1 and x.shape[-1] % block == 0
+        return gguf.dequantize(gguf.quantize(x, kind), kind) if is_coded else x
+
+    (folder / "hf").mkdir()
+    (folder / "hf" / "config.json").write_text(json.dumps(hf))
+    save_file({key: rounded(x) for key, x in weights.items()}, folder / "hf" / "model.safetensors")
+    tensors = {key: x for key, x in (gguf_writing.stored(hf, weights, legacy) | (more or {})).items() if x is not None}
+    kinds = {key: kind for key, x in tensors.items() if x.ndim > 1 and x.shape[-1] % block == 0}
+    values = gguf_writing.metadata(hf)
+    values |= {f"{values['general.architecture']}.{key}": value for key, value in changes.items()}
+    values = {key: value for key, value in values.items() if value is not None}
+    gguf_writing.write(folder / "x.gguf", values, tensors, kinds)
+    return values["general.architecture"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "legacy"),
+    [
+        *((name, "F16", False) for name in PLAIN),
+        *((name, "F32", False) for name in CHANGES),
+        *(("qwen3_next wide", kind, False) for kind in ("F16", "Q8_0")),
+        ("qwen3_next", "F32", True),
+    ],
+)
+def test_a_file_is_the_checkpoint_it_was_made_of(name, kind, legacy, tmp_path):
+    """Config and parameters; `test_parity.py` and `test_families.py` compare the checkpoints' logits with transformers.
+
+    The legacy file has a layer more, which predicts the token after the next and is not read, and llama.cpp's interval of 4.
+    """
+    predicting = {"block_count": 5, "nextn_predict_layers": 1, "full_attention_interval": None} if legacy else {}
+    more = {"blk.4.nextn.eh_proj.weight": np.ones((16, 32), np.float32)} if legacy else {}
+    arch = write_both(tmp_path, name, QUANTS[kind], legacy=legacy, more=more, **predicting)
     params, config = models.from_pretrained(tmp_path)  # a directory that holds one
-    assert config == models.ModelConfig.from_hf(hf, "float32")
-    if family in ("llama3_rope_tied", "qwen3_qk_norm"):  # the others' layers are those of the test above
-        hidden, logits = ours(params, config, arrays["tokens"])
-        np.testing.assert_allclose(hidden, arrays["hidden"], rtol=0, atol=TOLERANCE)
-        np.testing.assert_allclose(logits, arrays["logits"], rtol=0, atol=TOLERANCE)
-    else:
-        for name, tensor in tensors_of(params, config):
-            np.testing.assert_array_equal(tensor, arrays[f"weight:{name}"].astype(np.float32), err_msg=name)
+    wanted, of_hf = models.from_pretrained(tmp_path / "hf", "float32")
+    assert config == of_hf
+    flat, expected = (flatten_dict(tree, sep="/") for tree in (params, wanted))
+    assert flat.keys() == expected.keys()
+    for path, value in expected.items():  # 1 is added and taken away again, and a logarithm is of an exponential
+        atol = 5e-7 if arch in ("gemma3", "qwen3next") else 0
+        np.testing.assert_allclose(flat[path], value, rtol=0, atol=atol, err_msg=path)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +217,7 @@ def test_codes_in_nvfp4_are_multiplied_by_their_factors(matrices, tmp_path):
 
 
 def test_weights_take_the_dtype_asked_for(tmp_path):
-    as_gguf(tmp_path / "x.gguf", "qwen3_tied")
+    write_both(tmp_path, "qwen3_tied", QUANTS.F16)
     assert models.from_pretrained(tmp_path / "x.gguf")[1].dtype == "float32"  # which float16 needs
     params, config = models.from_pretrained(tmp_path / "x.gguf", "bfloat16")
     assert config.dtype == "bfloat16" and params["embed"]["embedding"].dtype == jnp.bfloat16

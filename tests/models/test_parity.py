@@ -20,7 +20,7 @@ from tests.tiny_models import dense_attend
 
 GOLDENS = goldens.FOLDER / "models"
 FAMILIES = sorted(path.stem for path in GOLDENS.glob("*.npz"))
-REPEATED = ("qwen3_moe_tied", "yi", "mistral")  # what other families show together; mistral_window is a mistral too
+REPEATED = ("qwen3_moe_tied", "qwen3_tied", "yi", "mistral")  # what others show together; mistral_window is a mistral too
 SETTINGS = [pytest.param(name, marks=[pytest.mark.thorough] * (name in REPEATED)) for name in FAMILIES]
 TOLERANCE = 1e-4  # absolute, on residual streams and logits of size 1 to 10
 
