@@ -243,8 +243,6 @@ def check_refusals(folder):
     three = Mesh(jax.devices()[:3], ("model",))
     with refused("cannot be split over 3 devices .*: expected a number of devices that divides"):
         models.shard_params(whole, three)
-    with refused("takes a sharding or a mesh, got both"):
-        models.random_params(WIDE, jax.random.key(0), on(8, 1), mesh=on(8, 1))
 
 
 def run(name):

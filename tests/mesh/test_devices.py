@@ -14,15 +14,13 @@ from tests.mesh import two_processes
 from tests.mesh.eight_devices import CONFIG, READS_CHUNKS, STEPS, params, read
 from tests.mesh.processes import found_in, run_two
 
-# The checks of a program that the default suite runs, and the mark of the others. Of methods: one that decides by a sum over
-# all heads, and one that decides by all slots in two ways.
+# The checks of a program that the default suite runs, and the mark of the others. TokenSelect decides by sums over all heads,
+# and by all slots in two ways.
 PROGRAMS = {
-    "eight_devices": (
-        ("check_refusals", "tova on data=2 model=4", "check_divided_refusals", "quest on slots=4"), pytest.mark.thorough,
-    ),
+    "eight_devices": (("check_refusals", "tokenselect on slots=2 model=4"), pytest.mark.thorough),
     "eight_devices_experiments": (("check_eval", "check_sums"), pytest.mark.thorough),
     "eight_devices_models": ((), pytest.mark.slow),
-}  # fmt: skip
+}
 OF_TWO = ("pariskv on data=2 model=2", "full on slots=4", "snapkv on data=2 slots=2", "check_saved", "check_refusals")
 
 

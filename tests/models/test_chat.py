@@ -135,32 +135,22 @@ def test_a_template_cannot_leave_its_sandbox_or_fail_otherwise(template):
         models.ChatTemplate(template).render([USER])
 
 
-def test_around_is_what_stands_around(family):
-    name, directory, theirs = family
-    before, after = models.ChatTemplate.from_directory(directory).around()
-    expected = {
-        "llama": (
-            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n",
-            "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-        ),
-        "qwen": ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"),
-        "mistral": ("<s>[INST] ", " [/INST]"),
-    }
-    assert (before, after) == expected[name]
-    whole = theirs.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
-    assert before + USER["content"] + after == whole
-
-
-def test_between_is_what_stands_between_an_answer_and_the_next_question(family):
+def test_around_and_between_are_what_stands_around_and_between_messages(family):
     name, directory, theirs = family
     chat = models.ChatTemplate.from_directory(directory)
     (before, after), between = chat.around(), chat.between()
     expected = {
-        "llama": "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n",
-        "qwen": "<|im_end|>\n<|im_start|>user\n",
-        "mistral": "</s>[INST] ",
+        "llama": (
+            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n",
+            "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+            "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n",
+        ),
+        "qwen": ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>\n<|im_start|>user\n"),
+        "mistral": ("<s>[INST] ", " [/INST]", "</s>[INST] "),
     }
-    assert between == expected[name]
+    assert (before, after, between) == expected[name]
+    whole = theirs.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
+    assert before + USER["content"] + after == whole
     talk = [USER, {"role": "assistant", "content": "An answer."}, {"role": "user", "content": "And then?"}]
     whole = theirs.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
     said = " An answer." if name == "mistral" else "An answer."  # its template writes the space of an earlier answer

@@ -16,8 +16,7 @@ import kvjax
 from experiments.speed.roofline import of_device
 from kvjax import memory_needed
 from models import ModelConfig, from_pretrained, load, param_shapes, random_params, save_pretrained
-from models.files.coded.parameters import coded, in_floats
-from models.files.coded.rounding import rounded
+from models.files.coded import coded, in_floats, rounded
 from models.files.gguf import codes as gguf_codes
 from models.files.tables.checkpoint import checkpoint_table
 from models.layers.modules import product

@@ -153,9 +153,9 @@ def test_llama3_rule_is_found_again(rule):
     factor, low, high, old, theta, head_dim = rule
     numbers = dict(factor=factor, low_freq_factor=low, high_freq_factor=high, original_max_position_embeddings=old)
     factors = gguf_writing.llama3_factors({**numbers, "rope_theta": theta}, head_dim)
-    found = gguf_files.rope.scaling_from_factors(factors.astype(np.float64), head_dim, theta)
+    found = gguf_files.families.scaling_from_factors(factors.astype(np.float64), head_dim, theta)
     assert found == models.RopeScaling(**numbers)
-    assert gguf_files.rope.scaling_from_factors(np.ones(head_dim // 2), head_dim, theta) is None
+    assert gguf_files.families.scaling_from_factors(np.ones(head_dim // 2), head_dim, theta) is None
 
 
 # The step of each type in units of a block's largest number (types around zero) or of its range (types with a minimum).

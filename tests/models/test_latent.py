@@ -19,8 +19,8 @@ import models
 from experiments.speed.filled_cache import filled_cache
 from kvjax.attention.over_cache import attend_held
 from kvjax.cache.latent import LatentCache
+from models.layers.experts import choose
 from models.layers.latent import latents_of, whole_key
-from models.layers.router import choose
 from models.sizes.experts import Experts, Router
 from models.sizes.latent import Latent, query_scale
 from models.sizes.parts import LayerRope

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.layers.linear.convolution import causal_convolution
 from models.layers.linear.delta import gated_delta, unit_lower_inverse
+from models.layers.linear.layer import causal_convolution
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 ROWS, HEADS, GROUP, KEY, VALUE = 2, 2, 3, 5, 4
