@@ -26,7 +26,7 @@ from pallas_kernels.machine import say_once
 from .config import ModelConfig
 from .files import gguf as gguf_files
 from .files.adapter import DESCRIPTION, apply_adapter
-from .files.coded import check_weight_dtype, code_params, coded_kernel, coded_shapes, in_floats, random_codes
+from .files.coded import check_weight_dtype, code_params, coded, coded_shapes, in_floats, random_codes
 from .files.directories import checkpoint_directory, locate_gguf, read_json
 from .files.end_tokens import end_ids
 from .files.hf.checks import eos_ids
@@ -246,7 +246,7 @@ def _assemble(
             shape = leaf.shape
             if weight_dtype is not None and leaf.has_codes:
                 numbers = None if coder else parts(leaf, dtype)((slice(None),) * len(shape))
-                param = coder(cast("Leaf", leaf)) if coder else coded_kernel(leaf.path, numbers, weight_dtype)
+                param = coder(cast("Leaf", leaf)) if coder else coded(leaf.path, numbers, weight_dtype)
                 param = param if mesh is None else placed(leaf.path, param, mesh)
             elif mesh is None:
                 param = jnp.asarray(parts(leaf, dtype)((slice(None),) * len(shape)))

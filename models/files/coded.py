@@ -50,15 +50,10 @@ def by_rows(path: str, param: Any) -> Any:
     return param if path.endswith("embedding") else (np if isinstance(param, np.ndarray) else jnp).moveaxis(param, 0, -1)
 
 
-def coded(path: str, param: Any, weight_dtype: str) -> Array | CodedMatrix:
-    """Round a parameter of floats on the default device; norms and biases stay."""
+def coded(path: str, param: Any, weight_dtype: str) -> Any:
+    """Round a parameter of floats on the default device to a `CodedMatrix`; norms and biases stay arrays."""
     bits = bits_of(path, weight_dtype)
     return jnp.asarray(param) if bits is None else rounded(jnp.asarray(by_rows(path, param)), bits)
-
-
-def coded_kernel(path: str, param: Any, weight_dtype: str) -> CodedMatrix:
-    """Round a kernel or a table as `coded` does."""
-    return cast("CodedMatrix", coded(path, param, weight_dtype))
 
 
 def in_floats(path: str, param: Any, dtype: Any) -> Any:

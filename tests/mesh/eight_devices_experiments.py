@@ -203,4 +203,4 @@ def check_speed():
 
 
 if __name__ == "__main__":
-    report(lambda name: globals()[name](), sys.argv[1:], strict=False)
+    report(lambda name: globals()[name](), sys.argv[1:])

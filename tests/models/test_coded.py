@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-import kvjax
 from experiments.speed.roofline import of_device
 from kvjax import memory_needed
 from models import ModelConfig, from_pretrained, load, param_shapes, random_params, save_pretrained
@@ -22,8 +21,8 @@ from models.files.tables.checkpoint import checkpoint_table
 from models.layers.modules import product
 from pallas_kernels.formats.coded_matrix import CodedMatrix, decoded
 from tests.models import gguf_writing
-from tests.models.test_experts import MIXTRAL
 from tests.models.test_latent import CONFIG as WITH_LATENT
+from tests.models.test_weights import CONFIGS
 from tests.tiny_models import run
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -124,8 +123,6 @@ def test_memory_cost_and_floor_count_codes(weight_dtype):
     sizes = {"batch": 2, "prompt_slots": 16, "max_new_tokens": 4}
     needed = memory_needed("full", CONFIG, **sizes, params=param_shapes(CONFIG, weight_dtype))
     assert needed.weights == held and CONFIG.weight_bytes(of_device(params), 2) == read
-    cache = kvjax.prefill(params, [[1, 2, 3], [4, 5]], config=CONFIG, method="full", max_new_tokens=4)
-    assert kvjax.generate(params, cache, max_new_tokens=2, eos_token_ids=()).stats.weight_bytes == read
 
 
 @every_dtype
@@ -159,7 +156,7 @@ def test_a_model_by_name_is_adapted_before_it_is_rounded():
 def test_unknown_names_experts_and_latents_are_refused(directory):
     with pytest.raises(ValueError, match="weight_dtype must be one of int8, int4 or None, got 'int3'"):
         from_pretrained(directory, weight_dtype="int3")
-    for config, part in ((MIXTRAL, "experts, got Experts"), (WITH_LATENT, "latent attention, got Latent")):
+    for config, part in ((CONFIGS["mixtral"], "experts, got Experts"), (WITH_LATENT, "latent attention, got Latent")):
         with pytest.raises(ValueError, match=f"weight_dtype='int8' needs a model without {part}"):
             param_shapes(config, "int8")
     short = {"embedding": coded("embed/embedding", np.zeros((8, 128), np.float32), "int8")}

@@ -121,6 +121,8 @@ def assert_is_written(config):
             ({"num_local_experts": 4}, experts(0, 1)),
             ({"num_experts": 4, "num_local_experts": 4, "mlp_only_layers": [0]}, experts(1)),
             ({"num_experts": 4, "decoder_sparse_step": 2}, experts(1)),
+            ({"num_experts": 0}, {"experts": None}),
+            ({"num_experts": 4, "mlp_only_layers": [0, 1]}, {"experts": None}),
             ({"num_experts": 4, "mlp_only_layers": None, "decoder_sparse_step": 3, "num_hidden_layers": 7}, experts(2, 5)),
         )),
         *(("mixtral", {"num_experts_per_tok": 2, key: 4},
@@ -229,17 +231,6 @@ def test_two_keys_for_the_rotation_must_agree(change):
     assert same.rope_scaling == YARN and same.rope_theta == 1e6
     with pytest.raises(ValueError, match=f"rope_parameters and rope_scaling differ.*{next(iter(change))}"):
         ModelConfig.from_hf({**HF, "rope_parameters": rule, "rope_scaling": rule | change})
-
-
-def test_a_dynamic_rule_is_written_with_the_context_where_it_begins():
-    config = ModelConfig(
-        **{**TINY, "max_position_embeddings": 64},
-        rope_scaling=DynamicScaling(factor=2.0, original_max_position_embeddings=32),
-    )
-    written = config.to_hf()
-    assert written["max_position_embeddings"] == 32
-    assert "original_max_position_embeddings" not in written["rope_parameters"]
-    assert ModelConfig.from_hf(written) == config
 
 
 def test_windows_in_some_layers_need_a_family_that_has_them():

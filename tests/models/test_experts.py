@@ -14,13 +14,6 @@ from models import ModelConfig
 from models.layers.experts import all_experts, grouped, mix, one_by_one, route
 from models.sizes.experts import Experts
 from tests.models.test_config_files import PUBLISHED
-from tests.tiny_models import HF, TINY
-
-SPARSE = Experts(num_experts=4, num_experts_per_tok=2, intermediate_size=24, norm_topk_prob=False, layers=(1,))
-EVERY = Experts(num_experts=4, num_experts_per_tok=2, intermediate_size=48, norm_topk_prob=True, layers=(0, 1))
-QWEN = ModelConfig(**TINY, qk_norm=True, experts=SPARSE)
-MIXTRAL = ModelConfig(**TINY, experts=EVERY, tie_word_embeddings=True)
-MOE = {**HF, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
 def oracle(x, router, gate_up, down, k, normalised):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
 import json
@@ -18,9 +17,9 @@ import models
 from models import sharding
 from models.files.tables.checkpoint import checkpoint_table
 from models.files.tables.families import channel_order
-from models.sizes.experts import Experts
-from tests import goldens, tiny_models
+from tests import goldens
 from tests.models.test_parity import ours
+from tests.models.test_weights import CONFIGS
 from tests.tiny_models import run
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -154,24 +153,11 @@ def test_tensors_of_a_head_for_several_tokens_are_not_read(name, unread, unused,
         models.from_pretrained(tmp_path)
 
 
-TINY_CONFIGS = {
-    **tiny_models.FAMILIES,
-    "mixtral": dataclasses.replace(
-        tiny_models.FAMILIES["llama"],
-        experts=Experts(num_experts=3, num_experts_per_tok=2, intermediate_size=48, norm_topk_prob=True, layers=(0, 1)),
-    ),
-    "mixed": dataclasses.replace(
-        tiny_models.FAMILIES["qwen3"],
-        experts=Experts(num_experts=4, num_experts_per_tok=2, intermediate_size=16, norm_topk_prob=True, layers=(1,)),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", [*TINY_CONFIGS, "phi3", "glm4", "olmo3", "qwen3_5_text", *EXPERTS])
+@pytest.mark.parametrize("name", [*CONFIGS, "phi3", "glm4", "olmo3", "qwen3_5_text", *EXPERTS])
 def test_a_part_is_joined_from_parts_of_the_file(name):
     """Along the dimension that a mesh splits: slices of the file's tensors make the slice of the parameter, no more."""
     rng, pieces = np.random.default_rng(0), 3 if name == "untiled_heads" else 2
-    for leaf in checkpoint_table(TINY_CONFIGS.get(name) or models.ModelConfig.from_hf(edges(name))):
+    for leaf in checkpoint_table(CONFIGS.get(name) or models.ModelConfig.from_hf(edges(name))):
         drawn = {part: rng.normal(size=leaf.file_shape(i)) for i, part in enumerate(leaf.names)}
         whole = leaf.join([drawn[part] for part in leaf.names])
         assert whole.shape == leaf.shape

@@ -253,7 +253,11 @@ def test_types_that_cannot_be_decoded_are_named(tmp_path):
             gguf_files.open_file(tmp_path / "x.gguf").read("t", np.dtype(np.float32))
 
 
-def test_a_directory_must_hold_one_gguf_file(tmp_path):
+def test_a_directory_must_hold_one_gguf_file_and_a_file_is_no_directory(tmp_path, whole):
+    with pytest.raises(ValueError, match=r"is not a GGUF file: .*for the model beside it pass the directory .*hf"):
+        models.from_pretrained(whole.parent / "hf" / "model.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"tiny\.gguf is a file, expected a model's directory"):
+        models.checkpoint_directory(whole)
     with pytest.raises(FileNotFoundError, match="no GGUF file .*absent.gguf"):
         models.from_pretrained(tmp_path / "absent.gguf")
     with pytest.raises(FileNotFoundError, match="no config.json and no GGUF file in "):
@@ -267,14 +271,6 @@ def test_a_directory_must_hold_one_gguf_file(tmp_path):
     assert locate_gguf(tmp_path) is None
     with pytest.raises(ValueError, match="part of a split"):
         models.from_pretrained(write(tmp_path / "model-00001-of-00002.gguf"))
-
-
-def test_files_that_are_no_directory(whole):
-    """A file of a directory in Hugging Face layout, and a GGUF file where only a directory will do."""
-    with pytest.raises(ValueError, match=r"is not a GGUF file: .*for the model beside it pass the directory .*hf"):
-        models.from_pretrained(whole.parent / "hf" / "model.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"tiny\.gguf is a file, expected a model's directory"):
-        models.checkpoint_directory(whole)
 
 
 def test_a_file_of_a_sentencepiece_model_still_gives_weights(tmp_path):

@@ -300,15 +300,12 @@ def test_near_misses_name_the_name(wrong):
         models.checkpoint_directory(wrong)
 
 
-def test_no_name_is_not_the_current_directory(gguf_file, monkeypatch):
+def test_no_name_is_not_the_current_directory_and_a_tilde_is_the_home_directory(gguf_file, monkeypatch):
     """As from a variable of the shell that is not set."""
     monkeypatch.chdir(gguf_file.parent)
     for load in (models.checkpoint_directory, models.from_pretrained, models.load_tokenizer):
         with pytest.raises(FileNotFoundError, match="got an empty text"):
             load("")
-
-
-def test_a_tilde_is_the_home_directory(gguf_file, monkeypatch):
     monkeypatch.setenv("HOME", str(gguf_file.parent))
     assert models.checkpoint_directory("~/hf") == gguf_file.parent / "hf"
     assert locate_gguf("~/tiny.gguf") == gguf_file

@@ -79,15 +79,6 @@ def test_saved_weights_load_unchanged(saved):
     assert_trees_equal(loaded, params)
 
 
-def test_a_large_model_shows_how_far_it_is_loaded(saved, monkeypatch, capsys):
-    directory, params, _ = saved
-    models.from_pretrained(directory)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(weights, "_LONG", 1)
-    assert_trees_equal(models.from_pretrained(directory)[0], params)
-    assert f"loading {directory.name}: 100%" in capsys.readouterr().err
-
-
 def test_shards_load_as_one_file_does(saved):
     directory, params, _ = saved
     shard(directory, 3)
@@ -250,12 +241,6 @@ def test_save_refuses_foreign_params(saved, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_save_over_an_older_model(saved):
-    directory, params, config = saved
-    models.save_pretrained(directory, jax.tree.map(jnp.zeros_like, params), config)
-    assert all(not leaf.any() for leaf in jax.tree.leaves(models.from_pretrained(directory)[0]))
-
-
 @pytest.mark.parametrize(
     ("family", "dtype"), [pytest.param("qwen2", "bfloat16", marks=pytest.mark.thorough), ("qwen3_tied", "float32")]
 )
@@ -292,22 +277,28 @@ def test_load_tokenizer_never_truncates(tmp_path):
     assert models.load_tokenizer(tmp_path).encode("one two three four five six").ids == whole
 
 
-@pytest.mark.parametrize("given", [lambda c, k: (k, c), lambda c, k: (c, 0), lambda c, k: ("llama", k), lambda c, k: (c, c)])
-def test_random_parameters_need_a_description_and_a_key(given):
+def test_random_parameters_need_a_description_and_a_key():
     config, key = FAMILIES["llama"], jax.random.key(0)
-    swapped = isinstance(given(config, key)[1], models.ModelConfig) and "the two in the other order"
-    with pytest.raises(TypeError, match=rf"expected random_params\(config, jax.random.key\(seed\)\).*got {swapped or ''}"):
-        models.random_params(*given(config, key))
+    for given, got in (
+        ((key, config), "the two in the other order"),
+        ((config, 0), "ModelConfig and int"),
+        (("llama", key), ""),
+    ):
+        with pytest.raises(TypeError, match=rf"random_params\(config, jax.random.key\(seed\)\).*got {got}"):
+            models.random_params(*given)
     with pytest.raises(TypeError, match="expected save_pretrained.directory, params, config. .*got ModelConfig and dict"):
         models.save_pretrained("nowhere", config, {})
 
 
-def test_saving_a_large_model_says_its_size(saved, tmp_path, monkeypatch, capsys):
+def test_a_large_model_says_how_far_it_is_loaded_and_what_it_takes_to_save(saved, tmp_path, monkeypatch, capsys):
     """Nothing else says that float32, as a GGUF file is loaded, takes twice the bytes."""
-    _, params, config = saved
+    directory, params, config = saved
+    models.from_pretrained(directory)
     models.save_pretrained(tmp_path / "small", params, config)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(weights, "_LONG", 1)
+    assert_trees_equal(models.from_pretrained(directory)[0], params)
+    assert f"loading {directory.name}: 100%" in capsys.readouterr().err
     models.save_pretrained(tmp_path / "again", params, config, dtype="float32")
     models.save_pretrained(tmp_path / "half", params, config, dtype="bfloat16")
     first, second = capsys.readouterr().err.splitlines()

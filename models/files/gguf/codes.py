@@ -14,7 +14,7 @@ import numpy as np
 
 from pallas_kernels.formats.coded_matrix import CHUNK, CodedMatrix, packed
 
-from ..coded import coded_kernel
+from ..coded import coded
 from ..tables.leaf import Leaf
 from .tensors import GGUFTensors, halves
 
@@ -33,7 +33,7 @@ def coder(tensors: GGUFTensors, weight_dtype: str) -> Callable[[Leaf], CodedMatr
         numbers = leaf.join([tensors.read(name, np.dtype(np.float32)) for name in leaf.names])
         # The file spends 5 bits or more, but no whole floats, on a tensor.
         many = any(tensors.file.tensors[tensors.names[name]].kind in _MANY for name in leaf.names)
-        return coded_kernel(leaf.path, numbers, "int8" if many else weight_dtype)
+        return coded(leaf.path, numbers, "int8" if many else weight_dtype)
 
     return make
 
