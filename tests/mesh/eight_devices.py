@@ -48,6 +48,7 @@ from pallas_kernels.choose.kth_select import kth_select_mask
 from pallas_kernels.query.tokenselect import step_query as step_query_module
 from pallas_kernels.score.window_score import reference
 from tests.harness import NAMES, WRAPPERS, any_example, example, knobs_of
+from tests.mesh import eight_devices_experiments
 from tests.mesh.processes import mesh_of, refused, report
 from tests.pallas_kernels.score import test_window_score
 from tests.tiny_models import vivid_params
@@ -651,13 +652,16 @@ def given_on(mesh):
 
 def run(name):
     if name not in LAWS:
-        globals()[name]()
+        CHECKS[name]()
     elif name.endswith((" in turns", " forgotten")):
         {"in turns": calls, "forgotten": forgotten}[name.split(maxsplit=1)[1]](name.split()[0])
     elif " saved on " in name:
         saved(*name.split(" saved on "))
     else:
         laws(*name.split(" on "))
+
+
+CHECKS = {name: x for name, x in {**vars(eight_devices_experiments), **globals()}.items() if name.startswith("check_")}
 
 
 if __name__ == "__main__":

@@ -245,6 +245,9 @@ def check_refusals(folder):
         models.shard_params(whole, three)
 
 
+CHECKS = [name for name in globals() if name.startswith("check_")]
+
+
 def run(name):
     with tempfile.TemporaryDirectory() as folder:
         globals()[name](pathlib.Path(folder))

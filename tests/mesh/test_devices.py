@@ -1,4 +1,4 @@
-"""What only many devices can show: the checks of three programs with eight devices, and of one that runs as two processes."""
+"""What only many devices can show: the checks of two programs with eight devices, and of one that runs as two processes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from tests.mesh.processes import found_in, run_two
 # The checks of a program that the default suite runs, and the mark of the others. TokenSelect decides by sums over all heads,
 # and by all slots in two ways.
 PROGRAMS = {
-    "eight_devices": (("check_refusals", "tokenselect on slots=2 model=4"), pytest.mark.thorough),
-    "eight_devices_experiments": (("check_eval", "check_sums"), pytest.mark.thorough),
+    "eight_devices": (
+        ("check_refusals", "tokenselect on slots=2 model=4", "check_eval", "check_sums"), pytest.mark.thorough,
+    ),
     "eight_devices_models": ((), pytest.mark.slow),
-}
+}  # fmt: skip
 OF_TWO = ("pariskv on data=2 model=2", "full on slots=4", "snapkv on data=2 slots=2", "check_saved", "check_refusals")
 
 
 def checks_of(program):
     """The names of its checks, those that the default suite runs first, then the others."""
     always, module = PROGRAMS[program][0], importlib.import_module(f"tests.mesh.{program}")
-    every = [*vars(module).get("LAWS", ()), *(name for name in vars(module) if name.startswith("check_"))]
+    every = [*vars(module).get("LAWS", ()), *module.CHECKS]
     return always, tuple(name for name in every if name not in always)
 
 

@@ -352,8 +352,8 @@ def test_an_adapter_is_merged_into_its_base_only(cache, tiny, monkeypatch, copie
     monkeypatch.setitem(NAMED_MODELS, "twin", model)
     monkeypatch.setattr(named_models, "__file__", str(tmp_path / "hub" / "named_models.py"))
     params, config = models.from_pretrained("tiny", dtype="float32")
-    factors = adapters.init_adapter(params, config.num_layers, 2, jax.random.key(0))
-    factors = jax.tree.map(lambda leaf: leaf + 0.5, factors)  # the second factors begin at zero
+    shapes = jax.eval_shape(lambda: adapters.init_adapter(params, config.num_layers, 2, jax.random.key(0)))
+    factors = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.5, np.float32), shapes)
     about = adapters.AdapterConfig(base="tiny", fingerprint=adapters.fingerprint(params), rank=2, stretch=2.0)
     adapters.save_adapter(tmp_path / "adapters" / "small", factors, about)
     merged, described = models.from_pretrained("twin", dtype="float32")
