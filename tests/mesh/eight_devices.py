@@ -50,7 +50,6 @@ from pallas_kernels.score.window_score import reference
 from tests.harness import NAMES, WRAPPERS, any_example, example, knobs_of
 from tests.mesh import eight_devices_experiments
 from tests.mesh.processes import mesh_of, refused, report
-from tests.pallas_kernels.score import test_window_score
 from tests.tiny_models import vivid_params
 
 CONFIG = ModelConfig(
@@ -571,7 +570,9 @@ def check_codes_of_a_prompt():
 
 def check_window_scores():
     """`window_score` over the slots of all devices, of which there may be three, in both implementations."""
-    (query, key), where = test_window_score.given(0, slots=96)
+    from tests.pallas_kernels.score import test_window_score  # which computes when it is imported
+
+    (query, key), where = test_window_score.problem(0, slots=96)
     want = test_window_score.oracle(query, key, **where)
     split = PartitionSpec(None, None, "slots")
     for name, devices in (("xla", 4), ("interpreted", 3)):
