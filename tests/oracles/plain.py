@@ -73,6 +73,20 @@ def best(score: dict[int, float], count: int) -> set[int]:
     return set(sorted(score, key=lambda i: (-score[i], i))[:count])
 
 
+def keep_all(q: np.ndarray, k: np.ndarray, v: np.ndarray, prompt: int, choose, keys: np.ndarray | None = None) -> Trace:
+    """A run of rotated q and k, and of v, where everything is kept.
+
+    Token t attends to the positions ``choose(t)``, a set for each KV head, and ``keys`` are those it sees there; None: k.
+    """
+    trace = Trace(prompt=dense_prompt(q, k, v, prompt))
+    for t in range(prompt, k.shape[1]):
+        chosen = choose(t)
+        trace.outputs.append(attend_to(q, k if keys is None else keys, v, t, [sorted(positions) for positions in chosen]))
+        trace.attended.append(chosen)
+        trace.kept.append([set(range(t + 1)) for _ in chosen])
+    return trace
+
+
 def keep_once(q: np.ndarray, k: np.ndarray, v: np.ndarray, prompt: int, kept: list[set[int]]) -> Trace:
     """A run of rotated q and k, and of v, where KV head h keeps the prompt's ``kept[h]`` and every later token."""
     trace = Trace(prompt=dense_prompt(q, k, v, prompt))
