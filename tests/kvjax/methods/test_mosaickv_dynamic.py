@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.harness import random_tokens
-from tests.kvjax.methods.mosaickv_cases import check
+from tests.kvjax.cases import against_oracle
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("mosaickv_dynamic")]
 
@@ -58,7 +58,7 @@ def still(dim):
 def test_dynamic_strategy_follows_the_oracle():
     """Plans differ between heads and segments, output segments are finalised, and every step attends as it should."""
     data, lengths = uneven()
-    traces, _ = check(DYNAMIC, data, lengths, steps=DYNAMIC_STEPS, inv_freq=still(32))
+    _, traces = against_oracle("mosaickv", data, lengths, still(32), **DYNAMIC)
     for trace in traces:
         assert len(trace.finalised) >= 2
         assert any(plans[0] != plans[1] for plans in trace.plans)
@@ -83,7 +83,7 @@ def test_every_dynamic_knob_equals_the_oracle(changed):
     data, lengths = uneven()
     steps = 70
     q, k, v = (x[..., : max(lengths) + steps, :] for x in data)
-    traces, _ = check({**DYNAMIC, **changed}, (q, k, v), lengths, steps=steps, inv_freq=still(32))
+    _, traces = against_oracle("mosaickv", (q, k, v), lengths, still(32), **{**DYNAMIC, **changed})
     plans = {plan for trace in traces for plans in trace.plans for plan in plans}
     if changed.get("max_loss") == 0.0:
         assert {(rank, group) for rank, group, _ in plans} == {(12, 1)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import jax
@@ -11,10 +10,9 @@ import numpy as np
 import pytest
 
 from kvjax.methods.sentencekv.method import RELEASED, SentenceKV
-from kvjax.protocol.method import Inputs, LayerSpec
 from kvjax.protocol.typing import EMPTY
-from tests.harness import drive, frequencies, oracle, random_tokens, read, small, stored
-from tests.kvjax.cases import STEPS, compare, drive_alike
+from tests.harness import frequencies, oracle, random_tokens, read, small, stored
+from tests.kvjax.cases import STEPS, against_oracle, drive_alike, feed_layer, prefill_layer
 from tests.oracles.plain import rotate_all
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("sentencekv")]
@@ -28,21 +26,10 @@ def table(ends):
     return out
 
 
-def check(lengths, steps=STEPS, seed=0, fields=None, options=None, heads=2, groups=2, dim=16, **knobs):
-    """Random rows against the oracle; ``fields`` are knobs only the method has. Returns the `harness.Drive`.
-
-    Up to four rows take the sizes of `drive_alike`.
-    """
-    lengths, knobs = np.array(lengths), {**KNOBS, **knobs}
-    q, k, v = random_tokens(seed, len(lengths), heads, groups, int(lengths.max()) + steps, dim)
-    inv_freq = frequencies(dim)
-    method = small(SentenceKV, **knobs, **(fields or {}))
-    if len(lengths) <= 4 and max(lengths) <= 40 and steps == STEPS:
-        got = drive_alike(method, q, k, v, lengths, inv_freq, **(options or {}))
-    else:
-        got = drive(method, q, k, v, lengths, prompt=int(lengths.max()), inv_freq=inv_freq, **(options or {}))
-    assert compare("sentencekv", knobs, q, k, v, lengths, inv_freq, got) == len(lengths) * steps
-    return got
+def check(lengths, steps=STEPS, seed=0, fields=None, **knobs):
+    """Random rows against the oracle; ``fields`` are knobs only the method has. Returns the `harness.Drive`."""
+    data = random_tokens(seed, len(lengths), 2, 2, max(lengths) + steps, 16)
+    return against_oracle("sentencekv", data, lengths, fields=fields, **knobs)[0]
 
 
 FEW = table([5, 9, 14, 22, 30, 33, 41])  # the last steps are inside a sentence
@@ -159,52 +146,6 @@ def test_planted_needle_sentence_is_attended(prefilter):
 # ---- bookkeeping --------------------------------------------------------------------------------------------------
 
 
-def given(data, position, ids, start=None):
-    """`Inputs` of the tokens at ``position`` int32 [B, T], whose ids are ``ids[position]``."""
-    index = jnp.maximum(position, 0)
-
-    def pick(x):
-        return jnp.take_along_axis(x, index.reshape(len(index), *(1,) * (x.ndim - 3), -1, 1), axis=-2)
-
-    q, k, v = data
-    inv_freq = jnp.asarray(frequencies(q.shape[-1]))
-    return Inputs(
-        query=pick(q),
-        key=pick(k),
-        value=pick(v),
-        position=position,
-        tokens=ids[index],
-        inv_freq=inv_freq,
-        shared=None,
-        start=start,
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("prompt", "room"))
-def prefilled(method, data, lengths, ids, *, prompt, room):
-    """State of one layer after the prompt."""
-    batch, heads, groups, _, dim = data[0].shape
-    spec = LayerSpec(
-        batch=batch,
-        num_kv_heads=heads,
-        group_size=groups,
-        head_dim=dim,
-        dtype="float32",
-        prompt_slots=prompt,
-        max_new_tokens=room,
-    )
-    at = jnp.broadcast_to(jnp.arange(prompt, dtype=jnp.int32)[None], (batch, prompt))
-    position = jnp.where(at < lengths[:, None], at, EMPTY)
-    _, state = method.attend(method.init(spec), given(data, position, ids, 0))
-    return method.finish(state, spec)
-
-
-@jax.jit
-def fed(method, state, data, position, ids):
-    """Output and state after one call with the tokens at ``position`` [B, T]."""
-    return method.attend(state, given(data, position, ids))
-
-
 def same_state(one, two, atol=1e-5):
     """Assert that two states agree, keys and values where something is stored."""
     ours, theirs = stored(one), stored(two)
@@ -224,19 +165,19 @@ def test_tokens_at_once_leave_the_state_of_tokens_one_by_one(prefilter):
     lengths, ids = jnp.array([30, 22], jnp.int32), jnp.arange(512, dtype=jnp.int32)
     ends = table([5, 9, 17, 24, 28, 31, 32, 35, 41])
     method = small(SentenceKV, **{**KNOBS, "boundary": ends, "prefilter": prefilter})
-    state = prefilled(method, data, lengths, ids, prompt=30, room=30)
+    state = prefill_layer(method, data, lengths, ids, prompt=30, room=30)
     at = lengths[:, None] + jnp.arange(9, dtype=jnp.int32)[None]
     at = at.at[1, 7:].set(EMPTY)
-    _, together = fed(method, state, data, at, ids)
+    _, together = feed_layer(method, state, data, at, ids)
     apart = state
     for column in range(9):
-        _, apart = fed(method, apart, data, at[:, column : column + 1], ids)
+        _, apart = feed_layer(method, apart, data, at[:, column : column + 1], ids)
     same_state(apart, together)
     # and the next steps agree
     for step in range(4):
         at = lengths[:, None] + jnp.array([[9 + step], [7 + step]], jnp.int32)
-        one, apart = fed(method, apart, data, at, ids)
-        two, together = fed(method, together, data, at, ids)
+        one, apart = feed_layer(method, apart, data, at, ids)
+        two, together = feed_layer(method, together, data, at, ids)
         np.testing.assert_allclose(one, two, atol=1e-5)
 
 
@@ -287,11 +228,11 @@ def test_state_after_many_tokens_is_what_a_rebuild_gives(prefilter, steps):
     @jax.jit
     def advance(state, first, count):
         def body(step, state):
-            return fed(method, state, data, jnp.asarray(lengths, jnp.int32)[:, None] + step, jnp.asarray(ids))[1]
+            return feed_layer(method, state, data, jnp.asarray(lengths, jnp.int32)[:, None] + step, jnp.asarray(ids))[1]
 
         return jax.lax.fori_loop(first, first + count, body, state)
 
-    state, done = prefilled(method, data, lengths.astype(np.int32), ids, prompt=40, room=steps), 0
+    state, done = prefill_layer(method, data, lengths.astype(np.int32), ids, prompt=40, room=steps), 0
     for upto in (0, 1, 7, 150, steps):
         state, done = advance(state, done, upto - done), upto
         aux, heads = state.aux, stored(state).key.shape[1]
