@@ -23,13 +23,15 @@ from tests.fuzz.values import nested, texts, visible_texts
 from tests.fuzz.verdicts import judge
 
 _FORMS = ("csv", "json", "columns", "jsonl", "parquet")  # columns: as pandas writes JSON
-_AS_JSON = ("json", "columns", "jsonl")
 _TASKS = {
     "niah_single_1": "ruler_all", "qa_1": "ruler_part", "hotpotqa": "longbench_f1", "lcc": "longbench_code",
     "trec": "longbench_class_line", "passkey": "infinitebench_first_integer", "math_find": "infinitebench_math_find",
     "longdialogue_qa_eng": "infinitebench_dialogue", "my own": "quest_passkey", "日本": "scbench_any",
 }  # fmt: skip
-_WHOLE = ("infinitebench_first_integer", "quest_passkey")
+_NUMBERS = {
+    **dict.fromkeys(("infinitebench_first_integer", "quest_passkey"), ("7", "71432", str(2**53 + 1), str(10**30))),
+    "infinitebench_math_find": ("7", "0.5", "0.00001", "7.0", str(2**60 + 1)),
+}
 # The suites leave out articles, marks and lines of comments; values of Math.Calc are read without their signs.
 _MAY_BE_0 = (
     "longbench_f1", "longbench_f1_line", "longbench_f1_zh", "longbench_code", "infinitebench_f1", "infinitebench_f1_zh",
@@ -174,31 +176,16 @@ def _labels(word: str) -> st.SearchStrategy[str]:
 
 def _references(scorer: str, form: str, classes: tuple[str, ...] = ()) -> st.SearchStrategy[tuple[Any, tuple[str, ...]]]:
     """Draw a reference as the file has it, and as it must be read; one of ``classes`` if there are any."""
-    as_json = form in _AS_JSON
-    cells = lambda text: text if form == "csv" else [text]  # noqa: E731
+    one = lambda text: text if form == "csv" else [text]  # noqa: E731
     if scorer == "longbench_class_line":
         labels = st.just(classes[1]) if classes else _labels("class")
-        return labels.map(lambda label: (cells(label), classes[1:] or (label,)))
-    if scorer in _WHOLE:
-        numbers = st.sampled_from((7, 71432, 2**53 + 1, 2**80 + 1, 10**30))
-        if form == "parquet":
-            return numbers.map(lambda x: ([str(x)], (str(x),)))
-        ways = [str, "{}.0".format, (lambda x: float(x) if x < 2**53 else x) if as_json else " {}".format]
-        ways += [int] * as_json
-        return st.builds(lambda x, way: (way(x), (str(x),)), numbers, st.sampled_from(ways))
-    if scorer == "infinitebench_math_find":
-        pairs = ((7, "7"), (0.5, "0.5"), (1e-05, "0.00001"), (7.0, "7.0"), (2**60 + 1, str(2**60 + 1)))
-        return st.sampled_from(pairs).map(lambda pair: (pair[0] if as_json else cells(pair[1]), (pair[1],)))
+        return labels.map(lambda label: (one(label), classes[1:] or (label,)))
+    if scorer in _NUMBERS:
+        return st.sampled_from(_NUMBERS[scorer]).map(lambda text: (one(text), (text,)))
     lists = st.lists(visible_texts(), min_size=1, max_size=3)
-    if form == "parquet":
-        return lists.map(lambda x: (x, tuple(x)))
     ways = st.sampled_from((json.dumps, repr) if form == "csv" else (list,))
-    several = st.builds(lambda x, way: (way(x), tuple(x)), lists, ways)
-    several |= visible_texts().map(lambda text: (text, (text,)))
-    if as_json and scorer in ("ruler_all", "ruler_part"):
-        pairs = ((71432, "71432"), (71432.0, "71432"), (0.25, "0.25"), (2**70, str(2**70)), (-3, "-3"))
-        several |= st.sampled_from([(way(x), (text,)) for x, text in pairs for way in (lambda x: x, lambda x: [x])])
-    return several
+    several = st.builds(lambda texts, way: (way(texts), tuple(texts)), lists, ways)
+    return several if form == "parquet" else several | visible_texts().map(lambda text: (text, (text,)))
 
 
 def _differs(got: list[Example], want: list[Example]) -> str | None:
