@@ -308,9 +308,7 @@ def run(
     trace = MosaicTrace(prompt=dense_prompt(q, k, v, prompt))
     for t in range(prompt, k.shape[1]):
         out, attended = row.decode(q[:, :, t], t)
-        trace.outputs.append(out)
-        trace.attended.append(attended)
-        trace.kept.append([set(range(t + 1)) for _ in range(row.heads)])
+        trace.add(t, out, attended)
     trace.finalised = row.finalised
     trace.plans = [[(p.rank, p.group, p.block) for p in s.plans] for s in row.segments]
     return trace

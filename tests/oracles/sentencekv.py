@@ -140,7 +140,5 @@ def run(
             for g in range(group):
                 output[h, g], _ = attend(q[h, g, t], k[h, positions], v[h, positions])
             attended[h], kept[h] = set(positions), set(pool)
-        trace.outputs.append(output)
-        trace.attended.append(attended)
-        trace.kept.append(kept)
+        trace.add(t, output, attended, kept)
     return trace

@@ -95,7 +95,5 @@ def run(q, k, v, prompt, inv_freq, budget, num_sink, num_local, chunk, theta, ke
             if chosen is None or cosine(q[:, :, t], q[:, :, refreshed_at]) < theta:
                 chosen, refreshed_at = choose(t, 1), t
             slots = sparse(length, chosen)
-        trace.outputs.append(attend_slots(q, k, v, t, 1, slots, inv_freq)[:, :, 0])
-        trace.attended.append([set(slots) for _ in range(heads)])
-        trace.kept.append([set(range(length)) for _ in range(heads)])
+        trace.add(t, attend_slots(q, k, v, t, 1, slots, inv_freq)[:, :, 0], [set(slots)] * heads)
     return trace
