@@ -231,7 +231,7 @@ def thresholds(data):
 
 @pytest.mark.parametrize("trigger", ["and", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("or", "never", "fixed"))])
 def test_every_trigger_reconstructs_when_the_oracle_does(trigger):
-    """With the printed form, whose default trigger is "fixed"; a slow test has many steps of "or"."""
+    """With the printed form. The other tests have the trigger "fixed", and a slow one has many steps of "or"."""
     data = recording(12, 2, 2, 2, 16)
     knobs = {**PRINTED, "trigger": trigger, "interval": 3, **thresholds(data)}
     traces = compare(knobs, data)
