@@ -238,7 +238,7 @@ def _wrapper(name: str, rng: np.random.Generator) -> Method:
         return random_method(str(rng.choice(kinds or tuple(registry.classes()))), rng)
 
     if name == "stages":
-        return Stages(evict=inner("snapkv", "snapkv", "snapkv", "think"), retrieve=inner())
+        return Stages(evict=inner("snapkv"), retrieve=inner())
     if name == "densebelow":
         return DenseBelow(length=int(rng.choice(_SIZES["length"])), method=inner())
     if name == "periodic":

@@ -107,6 +107,15 @@ def ended(free: Any, ends: Any) -> tuple[np.ndarray, list[int]]:
     return tokens, counts
 
 
+def layer_inputs(rows: Any, at: Any, position: Any, start: Any = None, shared: Any = None) -> Inputs:
+    """What a layer gets of the tokens ``at`` int32 [B, T] of ``rows``: q [B, H, G, N, D], k, v and RoPE frequencies."""
+    *qkv, inv_freq = rows
+    q, k, v = (jnp.take_along_axis(x, at.reshape(len(at), *(1,) * (x.ndim - 3), -1, 1), axis=-2) for x in qkv)
+    return Inputs(
+        query=q, key=k, value=v, position=position, tokens=at, inv_freq=inv_freq, shared=shared, start=start
+    )  # fmt: skip
+
+
 def batch(name: str, heads: int, groups: int, dim: int, seed: int = 0) -> tuple[np.ndarray, ...]:
     """q, k, v and lengths of random rows at every edge length of the method, with room for the decode steps."""
     lengths = np.array(oracle(name).LENGTHS)
@@ -215,7 +224,6 @@ def feed_layer(method: Any, state: Any, data: Any, position: Any, ids: Any = Non
 
 
 def _inputs(data: Any, position: Any, ids: Any, start: int | None = None) -> Inputs:
-    at = jnp.maximum(position, 0)
-    q, k, v = (jnp.take_along_axis(jnp.asarray(x), at.reshape(len(at), *(1,) * (x.ndim - 3), -1, 1), axis=-2) for x in data)
-    tokens, inv_freq = at if ids is None else jnp.asarray(ids)[at], jnp.asarray(frequencies(q.shape[-1]))
-    return Inputs(query=q, key=k, value=v, position=position, tokens=tokens, inv_freq=inv_freq, shared=None, start=start)
+    at, rows = jnp.maximum(position, 0), (*map(jnp.asarray, data), jnp.asarray(frequencies(data[0].shape[-1])))
+    given = layer_inputs(rows, at, position, start)
+    return given if ids is None else dataclasses.replace(given, tokens=jnp.asarray(ids)[at])
