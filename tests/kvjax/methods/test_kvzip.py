@@ -217,7 +217,7 @@ def test_what_it_cannot_do_is_refused():
         ("Periodic: KVzip", lambda: Periodic(evict=KVzip(), interval=8)),
         ("KVzip .* 'slots'", lambda: check_divisible(KVzip())),
         ("Stages: retrieve .*Across", lambda: Stages(evict=SnapKV(), retrieve=Across())),
-        ("ask .*vocab_size=61", lambda: kvjax.decoding.checks.check_sizes(KVzip(ask=(5, 61)), tiny)),
+        ("ask.*vocab_size=61", lambda: kvjax.decoding.checks.check_sizes(KVzip(ask=(5, 61)), tiny)),
         ("max_position_embeddings=160", lambda: check_fits(jnp.array([3, 100]), 20, tiny, KVzip(ask=(1,) * 11))),
     ):
         with pytest.raises(ValueError, match=told):
