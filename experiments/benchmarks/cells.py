@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import functools
+import hashlib
+import json
 import multiprocessing
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tokenizers import Tokenizer
 
-from experiments.benchmarks.base import Example
 from experiments.benchmarks.generated import examples
-from experiments.benchmarks.keys import Keys, numbered
 from experiments.benchmarks.truncation import truncate
 from experiments.benchmarks.workers import end_with_parent, held_interrupts
-from experiments.tasks import encode_prompt, length_within, opening_ids
+from experiments.tasks import Example, encode_prompt, length_within, opening_ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +111,8 @@ class Encoded:
         tails: token ids of the question, the template's end and the answer's opening.
         wholes: token ids of head and tail, encoded as a single text.
         cut: number of tokens that were cut out of each context.
-        keys: for each example a text that holds all that decides its score, see `experiments.benchmarks.keys`; all differ.
+        keys: for each example a text that holds all that decides its score: two digests of 16 hexadecimal digits,
+            ``PROMPT-REST``. All differ: the second example with the same digests gets ``#2``.
     """
 
     cell: Cell
@@ -147,7 +149,8 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
                     questions=cell.questions,
                 )
             )
-    heads, tails, wholes, cut, keys = [], [], [], [], Keys()
+    heads, tails, wholes, cut, keys = [], [], [], [], list[str]()
+    last_of: dict[str, str] = {}  # by group, the key of its last example: a conversation's answers depend on it
     groups = [example.group for example in every]
     for example, previous in zip(every, ["", *groups], strict=False):
         head, tail, before = reading.parts(example, bool(previous) and example.group == previous)
@@ -175,8 +178,37 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
         tails.append(tuple(tail_ids))
         wholes.append(tuple(whole_ids))
         cut.append(max(excess, 0))
-        keys.add(example, head, tail, (head_ids, tail_ids, whole_ids), new_tokens)
-    return Encoded(cell, every, *(tuple(part) for part in (heads, tails, wholes, cut, numbered(keys.texts))))
+        rest = {
+            "ids": [head_ids, tail_ids, whole_ids],
+            **{name: vars(example)[name] for name in ("answers", "scorer", "classes", "stop")},
+            "new_tokens": new_tokens,
+            "labels": dict(example.labels),
+            "before": last_of.get(example.group) if example.group else None,
+        }
+        prompt = _digest(f"{example.task}\0{head}\0{tail}")  # before truncation
+        last_of[example.group] = f"{prompt}-{_digest(json.dumps(rest, sort_keys=True))}"
+        keys.append(last_of[example.group])
+    return Encoded(cell, every, *(tuple(part) for part in (heads, tails, wholes, cut, numbered(keys))))
+
+
+def _digest(text: str) -> str:
+    # A lone surrogate, which JSON can hold, is no text in UTF-8.
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def numbered(keys: Iterable[str]) -> list[str]:
+    """Append ``#2`` to the second occurrence of a key, ``#3`` to the third, and so on; the first stays as it is."""
+    seen: collections.Counter[str] = collections.Counter()
+    texts = []
+    for key in keys:
+        seen[key] += 1
+        texts.append(key if seen[key] == 1 else f"{key}#{seen[key]}")
+    return texts
+
+
+def digest(keys: Sequence[str]) -> str:
+    """Compute a digest of the keys of a cell."""
+    return _digest("\n".join(keys))
 
 
 @functools.lru_cache(1)  # a large vocabulary takes a third of a second to read

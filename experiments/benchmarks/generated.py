@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
-from experiments.benchmarks import harness_scores, scorers
-from experiments.benchmarks.base import Example
-from experiments.tasks import TASKS, get_task, make_documents
+from experiments.benchmarks import harness, scorers
+from experiments.tasks import TASKS, Example, get_task, make_documents
 
 
 def examples(
@@ -43,23 +43,14 @@ def examples(
         depth=depth,
         num_questions=questions,
     )
-    every = []
+    every, chat = [], get_task(name).chat
     for index, document in enumerate(documents):
-        samples = document.samples()[:questions]
+        samples, about = document.samples()[:questions], {} if depth is None else {"depth": depth}
+        if len(samples) == 1:
+            every.append(dataclasses.replace(samples[0], chat=chat, labels=about))
+            continue
         every += [
-            Example(
-                task=name,
-                context=sample.context,
-                question=sample.question,
-                answer_prefix=sample.answer_prefix,
-                answers=sample.answers,
-                max_new_tokens=sample.max_new_tokens,
-                scorer=name,
-                chat=get_task(name).chat,
-                system=sample.system,
-                group=f"{name}/{index}" if len(samples) > 1 else "",
-                labels=({} if depth is None else {"depth": depth}) | ({"turn": turn} if len(samples) > 1 else {}),
-            )
+            dataclasses.replace(sample, chat=chat, group=f"{name}/{index}", labels=about | {"turn": turn})
             for turn, sample in enumerate(samples)
         ]
     return every
@@ -75,6 +66,6 @@ def score(example: Example, prediction: str) -> float:
 def measures(example: Example, prediction: str) -> dict[str, float]:
     """Score an answer by the further measures of its task or scorer, each in [0, 1]; {} for tasks without."""
     if example.scorer not in TASKS:
-        return dict(harness_scores.results(prediction, example)) if example.scorer == "lm-eval" else {}
+        return dict(harness.results(prediction, example)) if example.scorer == "lm-eval" else {}
     more = get_task(example.scorer).measures
     return {name: measure(prediction, example.answers) for name, measure in more.items()}

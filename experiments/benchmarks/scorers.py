@@ -2,7 +2,7 @@
 
 Sources: RULER `scripts/eval/synthetic/constants.py`, LongBench `LongBench/metrics.py` and `pred.py`, InfiniteBench
 `src/compute_scores.py`, SCBench `scbench/compute_scores.py`, MInference and FranxYao's needle tests, Quest's passkey test;
-for HELMET and the tasks of lm-evaluation-harness see the modules that are imported here.
+HELMET `utils.py`; `harness` says how tasks of lm-evaluation-harness are scored.
 Suites report means over examples times 100. A score here belongs to a single example, in [0, 1].
 """
 
@@ -14,9 +14,17 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 
-from experiments.benchmarks import harness_scores, helmet_scores, text_metrics
-from experiments.benchmarks.base import Example, check_name
-from experiments.tasks import score_all, score_any, score_code_line, score_first_integer, score_value_among_words
+from experiments.benchmarks import harness, text_metrics
+from experiments.benchmarks.records import Record
+from experiments.tasks import (
+    Example,
+    check_name,
+    score_all,
+    score_any,
+    score_code_line,
+    score_first_integer,
+    score_value_among_words,
+)
 
 Score = Callable[[str, Example], float]
 
@@ -162,22 +170,13 @@ def _name_mentioned(prediction: str, example: Example) -> float:
     a name is one or several whole words. The program before that date knew only first references of one word. A name without
     a letter or a digit (???) is found where it stands in the output, as in the suite's program.
     """
-    return float(any(_is_named(answer, prediction) for answer in example.answers))
+    text = _words(prediction)
+    return float(any(words in text if (words := _words(x)).strip() else x.strip() in prediction for x in example.answers))
 
 
-def _is_named(name: str, prediction: str) -> bool:
-    words = _words(name)
-    return _runs_in(words, _words(prediction)) if words else name.strip() in prediction
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", text).upper())
-
-
-def _runs_in(part: Sequence[str], whole: Sequence[str]) -> bool:
-    """Tell whether the words stand in the other words, one after the other."""
-    size = len(part)
-    return size > 0 and any(whole[start : start + size] == part for start in range(len(whole) - size + 1))
+def _words(text: str) -> str:
+    """Write the words of a text in capitals, each between spaces."""
+    return f" {' '.join(re.findall(r'[^\W_]+', unicodedata.normalize('NFKC', text).upper()))} "
 
 
 def _passkey(prediction: str, example: Example) -> float:
@@ -324,22 +323,19 @@ SCORERS: dict[str, Scorer] = {
     "niah_number": Scorer(lambda prediction, example: float(example.answers[0] in prediction), _stripped),
     "niah_rouge1": Scorer(_rouge("rouge1", True)),
     "quest_passkey": _integer(_passkey, _UNSIGNED),
-    "helmet_substring": Scorer(_of_all(helmet_scores.contains_answer)),
-    "helmet_ndcg10": Scorer(_of_all(helmet_scores.ndcg10)),
-    "lm-eval": Scorer(harness_scores.score),
+    "helmet_substring": Scorer(_of_all(text_metrics.contains_answer)),
+    "helmet_ndcg10": Scorer(_of_all(text_metrics.ndcg10)),
+    "lm-eval": Scorer(harness.score),
 }
 
 
-def fitted(example: Example) -> Example:
-    """Return an example with its references in the form that its scorer expects.
+def fitted(record: Record, example: Example) -> Example:
+    """Return a record's example with its references in the form that its scorer expects.
 
     Raises:
         ValueError: the scorer is unknown, or it can give no answer its due: a reference is no number where numbers are
             compared, there are too few or too many references, or the labels to choose from are missing.
     """
-    check_name("scorer", example.scorer, SCORERS)
-    if not example.answers:
-        raise ValueError("expected at least one reference, got none")
     scorer = SCORERS[example.scorer]
     try:
         example = dataclasses.replace(example, answers=scorer.references(example))
@@ -347,7 +343,7 @@ def fitted(example: Example) -> Example:
         if scorer.reads and not any(scorer.score(text, example) for text in (*example.answers, *plain)):
             raise ValueError(f"references that it finds in an answer, {scorer.reads}, got {example.answers[0]!r:.60}")
     except ValueError as error:
-        raise ValueError(f"the scorer {example.scorer!r} expects {error}") from error
+        raise record.error(f"the scorer {example.scorer!r} expects {error}") from error
     return example
 
 

@@ -38,9 +38,8 @@ import numpy as np
 
 import kvjax
 import models
-from experiments.answering import LoadedModel, load_model, padded_length
+from experiments.answering import LoadedModel, account, load_model, padded_length
 from experiments.lm_eval.likelihood import Likelihood, likelihoods
-from experiments.lm_eval.tally import Tally
 from experiments.records import knobs_of
 from experiments.tasks import encode_prompt
 from kvjax import registry
@@ -64,6 +63,40 @@ _UNSCORED = Likelihood(-np.inf, False)  # the least likely: an answer that is ne
 _BLOCK = 32  # tokens that are generated before the text is searched for a stopping text again
 
 
+class _Tally:
+    """A tally of requests, their tokens, their accounting, and the prompts that were cut.
+
+    Args:
+        rows: rows of every batch.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._stats: list[tuple[int, kvjax.Stats]] = []
+        self._tokens = 0
+        self._truncated = 0
+
+    def cut(self, prompts: Sequence[Sequence[int]], most: int) -> None:
+        """Count the prompts of more than ``most`` tokens."""
+        self._truncated += sum(len(prompt) > most for prompt in prompts)
+
+    def add(self, real: int, stats: kvjax.Stats, tokens: int) -> None:
+        """Count a batch: its first ``real`` rows are requests, all later rows copies.
+
+        ``tokens`` were generated or scored for them.
+        """
+        self._stats.append((real, stats))
+        self._tokens += tokens
+
+    def summary(self, room: str) -> dict[str, Any]:
+        """Return the counts as JSON values; log a warning if prompts were cut to make room for ``room``."""
+        requests = sum(real for real, _ in self._stats)
+        if self._truncated:
+            _log.warning("%d of %d requests lost their beginning to make room for %s", self._truncated, requests, room)
+        counts = {"requests": requests, "tokens": self._tokens, "truncated": self._truncated}
+        return counts | (account(self._stats, self._rows) if requests else {})
+
+
 class KvjaxLM(TemplateLM):
     """A model under a kvjax method, with the interface that the harness expects.
 
@@ -77,9 +110,6 @@ class KvjaxLM(TemplateLM):
         batch_size: rows that run together.
         dtype: "float32" or "bfloat16"; None takes bfloat16 on a GPU and float32 elsewhere.
         offline: whether to raise an error instead of downloading the model or the tokenizer.
-        question: "prefill" compresses whole prompts. "extend" compresses them without their last ``question_tokens`` tokens,
-            which follow through `kvjax.extend`, so that a method cannot know the question. For generation only.
-        question_tokens: see ``question``; the harness does not tell the beginning of a question.
         sampling_seed: seed for tasks that sample.
         enable_thinking: passed to the chat template; None leaves it out.
         think_end_token: the text that ends a model's thinking; it is cut off with the thinking.
@@ -101,8 +131,6 @@ class KvjaxLM(TemplateLM):
         batch_size: int | str = 1,
         dtype: str | None = None,
         offline: bool = False,
-        question: str = "prefill",
-        question_tokens: int = 0,
         sampling_seed: int = 0,
         enable_thinking: bool | None = None,
         think_end_token: str | None = None,
@@ -113,11 +141,6 @@ class KvjaxLM(TemplateLM):
         super().__init__()
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise ValueError(f"batch_size must be a whole number of rows, at least 1, got {batch_size!r}")
-        if (question, question_tokens > 0) not in (("prefill", False), ("extend", True)):
-            raise ValueError(
-                "question must be 'prefill', or 'extend' with question_tokens of at least 1, got "
-                f"{question!r} with question_tokens={question_tokens}"
-            )
         if not isinstance(model, LoadedModel):
             model = load_model(model, dtype, offline=offline)
         directory = model.directory
@@ -135,7 +158,6 @@ class KvjaxLM(TemplateLM):
         self.tokenizer_directory = str(directory)
         self.chat = models.ChatTemplate.from_directory(directory)
         self.last_stats: dict[str, Any] = {}
-        self._question_tokens = question_tokens
         self._bos = models.special_tokens(directory).get("bos_token")
         self._thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._think_end = think_end_token
@@ -184,8 +206,6 @@ class KvjaxLM(TemplateLM):
             "model_dtype": self.model.config.dtype,
             "method": type(self.method).__name__,
             "knobs": knobs_of(self.method),
-            "question": "extend" if self._question_tokens else "prefill",
-            "question_tokens": self._question_tokens,
             "max_length": self.max_length,
             "chat_template_id": None if self.chat is None else self.chat.identity,
         }
@@ -198,7 +218,7 @@ class KvjaxLM(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate continuations under the method; each ends before its first stopping text."""
-        tally = Tally(self.batch_size)
+        tally = _Tally(self.batch_size)
         texts: list[str] = []
         order = Collator(
             [request.args for request in requests],
@@ -216,7 +236,7 @@ class KvjaxLM(TemplateLM):
         self.last_stats = tally.summary(f"the answer in max_length={self.max_length}")
         return order.get_original(texts)
 
-    def _generate(self, texts: list[str], wanted: Mapping[str, Any], tally: Tally) -> list[str]:
+    def _generate(self, texts: list[str], wanted: Mapping[str, Any], tally: _Tally) -> list[str]:
         """Generate the continuations of a batch of prompts, without the texts that ended them."""
         options = dict(normalize_gen_kwargs(dict(wanted), self.max_gen_toks))
         stop = [text for text in options.pop("until") if text]
@@ -228,20 +248,15 @@ class KvjaxLM(TemplateLM):
         tally.cut(prompts, self.max_length - limit)
         prompts = [prompt[limit - self.max_length :] for prompt in prompts]
         prompts += prompts[:1] * (self.batch_size - real)  # equal shapes share a compiled program
-        asked = [min(self._question_tokens, len(prompt) - 1) for prompt in prompts]
-        contexts = [prompt[: len(prompt) - n] for prompt, n in zip(prompts, asked, strict=True)]
         params, config = self.model.params, self.model.config
         cache = kvjax.prefill(
             params,
-            contexts,
+            prompts,
             config=config,
             method=self.method,
-            max_new_tokens=limit + self._question_tokens,
-            pad_multiple=padded_length(max(map(len, contexts))),
+            max_new_tokens=limit,
+            pad_multiple=padded_length(max(map(len, prompts))),
         )
-        if self._question_tokens:
-            last = [prompt[len(prompt) - n :] for prompt, n in zip(prompts, asked, strict=True)]
-            cache = kvjax.extend(params, cache, last)
         ends = (*config.eos_token_ids, *self._special(stop))
         ids: list[list[int]] = [[] for _ in prompts]
         answers = [""] * len(prompts)
@@ -296,7 +311,7 @@ class KvjaxLM(TemplateLM):
 
         A request that cannot be scored is logged by name and gets minus infinity.
         """
-        tally = Tally(self.batch_size)
+        tally = _Tally(self.batch_size)
         grouped: dict[tuple[int, ...], list[int]] = {}
         for at, (args, context, text) in enumerate(requests):
             keep = self.max_length + 1 - len(text)  # the last token is scored and not fed
@@ -337,7 +352,7 @@ class KvjaxLM(TemplateLM):
         members: list[list[int]],
         requests: Sequence[tuple[Any, list[int], list[int]]],
         results: list[Likelihood],
-        tally: Tally,
+        tally: _Tally,
     ) -> None:
         """Score a batch of contexts with all their texts.
 

@@ -1,18 +1,29 @@
-"""The questions and documents of a SQuAD or HotpotQA file, which the user brings."""
+"""RULER's question answering (Hsieh et al. 2024, arXiv:2404.06654) over files that the user brings.
+
+qa_1 reads the JSON of SQuAD (v2's development file in the suite; unanswerable questions are left out), and qa_2 the JSON of
+HotpotQA's distractor setting. Other documents of the file are added to the documents with the answer until the length is
+reached; a SQuAD article's other paragraphs come first.
+
+Departures: documents are shuffled anew for every example, where the suite orders all examples of a size alike. If the file
+has too few documents, documents without the answer are repeated. There is no training split.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from experiments.tasks.references import reference_text
+from experiments.tasks.base import PROMPTS, Document, Question, Request
+from experiments.tasks.fitting import fit
+from experiments.tasks.texts import reference_text
 
-QA_DOCUMENT = "Document {number}:\n{document}"
-SEPARATOR = "\n\n"
+_DOCUMENT = PROMPTS["qa_1"].forms["document"]
+_SEPARATOR = "\n\n"
 FORMATS = {
     "squad": "SQuAD v2 JSON: {'data': [{'paragraphs': [{'context', 'qas': [{'question', 'answers', 'is_impossible'}]}]}]}",
     "hotpotqa": "HotpotQA distractor JSON: [{'question', 'answer', 'context': [[title, [sentence, ...]], ...]}]",
@@ -90,7 +101,7 @@ class QaData:
         self.documents = tuple(sorted({text for item in items for text in (*item.documents, *item.related)}))
         # With its heading, as if the heading's number had three digits.
         self.tokens = functools.cache(
-            lambda document: count_tokens(SEPARATOR + QA_DOCUMENT.format(number=100, document=document))
+            lambda document: count_tokens(_SEPARATOR + _DOCUMENT.format(number=100, document=document))
         )
 
 
@@ -110,3 +121,45 @@ def load_questions(kind: str, source: str | None, count_tokens: Callable[[str], 
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not in the expected format, {FORMATS[kind]} ({error!r})") from error
     return QaData(kind, items, count_tokens)
+
+
+def qa(request: Request) -> Document:
+    """Build a question-answering document; several questions are successive questions of the file.
+
+    Raises:
+        ValueError: the file has fewer questions than requested, or the length is too short for their documents.
+    """
+    rng, data, prompt = request.rng, request.haystack, request.prompt
+    if request.num_questions > len(data.items):
+        raise ValueError(
+            f"{request.task}: the file has {len(data.items)} questions, got num_questions {request.num_questions}"
+        )
+    first = rng.randrange(len(data.items)) if request.index is None else request.index
+    items = [data.items[(first + more) % len(data.items)] for more in range(request.num_questions)]
+    questions = [
+        Question(prompt.question.format(query=item.query), prompt.prefix, item.answers, " " + item.answers[0])
+        for item in items
+    ]
+    gold = list(dict.fromkeys(text for item in items for text in item.documents))
+    related = list(dict.fromkeys(text for item in items for text in item.related if text not in gold))
+    taken = {*gold, *related}
+    others = [text for text in data.documents if text not in taken]
+
+    def build(budget: int) -> str:
+        padding = rng.sample(related, len(related)) + rng.sample(others, len(others))
+        chosen = []
+        for text in itertools.cycle(padding):
+            budget -= data.tokens(text)
+            if budget < 0:
+                break
+            chosen.append(text)
+        merged = [*gold, *chosen]
+        rng.shuffle(merged)
+        if request.depth is not None:
+            merged.remove(gold[0])
+            merged.insert(round(request.depth * len(merged)), gold[0])
+        shown = (_DOCUMENT.format(number=number, document=text) for number, text in enumerate(merged, start=1))
+        return prompt.context.format(context=_SEPARATOR.join(shown))
+
+    fixed = request.count_tokens(prompt.context.format(context="")) + sum(map(data.tokens, gold))
+    return fit(request, questions, fixed, build)
