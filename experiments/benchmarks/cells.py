@@ -11,13 +11,14 @@ import json
 import multiprocessing
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from experiments.benchmarks.generated import examples
-from experiments.benchmarks.truncation import truncate
 from experiments.benchmarks.workers import end_with_parent, held_interrupts
-from experiments.tasks import Example, encode_prompt, length_within, opening_ids
+from experiments.tasks import Example, encode_prompt, get_task, length_within, make_documents, opening_ids
+
+TRUNCATIONS = ("middle", "head", "tail", "error")  # see `truncate`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Reading:
         tokenizer_file: tokenizer.json of the model.
         around: text before and after a user's content in the chat template; None without a template.
         limit: most tokens of prompt and answer that a model takes; None if there is no limit.
-        truncation: how longer contexts are cut, see `experiments.benchmarks.truncation`; the question is never cut.
+        truncation: how longer contexts are cut, see `truncate`; the question is never cut.
         new_tokens: most tokens of an answer; None takes each example's own `max_new_tokens`.
         around_system: text before and after the system text, up to the user's content, for examples that bring a system text;
             None without a template, or where the template has no system turn.
@@ -122,6 +123,29 @@ class Encoded:
     wholes: tuple[tuple[int, ...], ...]
     cut: tuple[int, ...]
     keys: tuple[str, ...]
+
+
+def examples(name: str, *, depth: float | None = None, questions: int = 1, **options: Any) -> list[Example]:
+    """Generate held-out contexts of a task with their questions.
+
+    Context i depends only on the task's name, the length, the seed, i and the depth.
+
+    Args:
+        name: the task.
+        depth: where the first needle goes, 0 (start) to 1 (end); None draws the depth.
+        questions: number of questions about each context.
+        options: see `experiments.tasks.make_documents`.
+
+    Returns:
+        The examples. Several questions about a context follow each other and share a group.
+    """
+    every, about = [], {} if depth is None else {"depth": depth}
+    for index, document in enumerate(make_documents(name, depth=depth, num_questions=questions, **options)):
+        for turn, sample in enumerate(samples := document.samples()[:questions]):
+            more = {"turn": turn} if len(samples) > 1 else {}
+            group = f"{name}/{index}" if more else ""
+            every.append(dataclasses.replace(sample, chat=get_task(name).chat, group=group, labels=about | more))
+    return every
 
 
 def encode_cell(reading: Reading, cell: Cell) -> Encoded:
@@ -189,6 +213,36 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
         last_of[example.group] = f"{prompt}-{_digest(json.dumps(rest, sort_keys=True))}"
         keys.append(last_of[example.group])
     return Encoded(cell, every, *(tuple(part) for part in (heads, tails, wholes, cut, numbered(keys))))
+
+
+def truncate(ids: list[int], limit: int, mode: str) -> list[int]:
+    """Shorten a prompt to at most `limit` tokens.
+
+    Args:
+        ids: token ids of the prompt.
+        limit: most tokens that stay, at least 1.
+        mode: "middle" drops the middle and keeps the first and the last `limit // 2` tokens, as LongBench and
+            InfiniteBench do (so an odd limit keeps one token less); "head" keeps the beginning, "tail" the end;
+            "error" refuses.
+
+    Returns:
+        A new list, with all of `ids` if they fit.
+
+    Raises:
+        ValueError: the mode is unknown, the limit is below 1, or the prompt is too long under "error".
+    """
+    if mode not in TRUNCATIONS:
+        raise ValueError(f"unknown truncation mode {mode!r}, expected one of {TRUNCATIONS}")
+    if limit < 1:
+        raise ValueError(f"the limit must be at least 1 token, got {limit}")
+    if len(ids) <= limit:
+        return list(ids)
+    if mode == "error":
+        raise ValueError(f"the prompt has {len(ids)} tokens, expected at most {limit}; other modes are {TRUNCATIONS[:-1]}")
+    if mode == "middle":
+        half = limit // 2
+        return [*ids[:half], *ids[len(ids) - half :]]
+    return list(ids[:limit] if mode == "head" else ids[-limit:])
 
 
 def _digest(text: str) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from experiments.benchmarks import harness, text_metrics
 from experiments.benchmarks.records import Record
 from experiments.tasks import (
+    TASKS,
     Example,
     check_name,
     score_all,
@@ -348,13 +349,22 @@ def fitted(record: Record, example: Example) -> Example:
 
 
 def score(example: Example, prediction: str) -> float:
-    """Score a model's text with the example's own scorer.
+    """Score a model's text as the example's task or suite does, in [0, 1].
 
     Raises:
         ValueError: the scorer is unknown, or the example lacks the references or classes that its scorer needs.
         ModuleNotFoundError: the scorer needs a package of the extra 'eval' that is not installed.
     """
+    if example.scorer in TASKS:
+        return TASKS[example.scorer].score(prediction, example.answers)
     check_name("scorer", example.scorer, SCORERS)
     if not example.answers:
         raise ValueError(f"task {example.task!r}: scoring needs at least one reference, got none")
     return float(SCORERS[example.scorer].score(prediction, example))
+
+
+def measures(example: Example, prediction: str) -> dict[str, float]:
+    """Score an answer by the further measures of its task or scorer, each in [0, 1]; {} for tasks without."""
+    if example.scorer in TASKS:
+        return {name: measure(prediction, example.answers) for name, measure in TASKS[example.scorer].measures.items()}
+    return dict(harness.results(prediction, example)) if example.scorer == "lm-eval" else {}

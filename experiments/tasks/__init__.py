@@ -39,6 +39,5 @@ from experiments.tasks.texts import encode_prompt as encode_prompt
 from experiments.tasks.texts import opening_ids as opening_ids
 from experiments.tasks.texts import read_text as read_text
 from experiments.tasks.texts import reference_text as reference_text
-from experiments.tasks.tool_turns import transcript as transcript
 from experiments.tasks.words import Words as Words
 from experiments.tasks.words import held_out as held_out

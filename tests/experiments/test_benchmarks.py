@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
+from experiments.benchmarks.cells import truncate
 from experiments.benchmarks.readers import READERS, read
 from experiments.benchmarks.scorers import SCORERS, score
 from experiments.benchmarks.suites import FAMILIES, FORMS
 from experiments.benchmarks.tables import listed
-from experiments.benchmarks.truncation import truncate
 from experiments.tasks import GROUPS
 
 SUITES = json.loads(pathlib.Path(__file__).with_name("suites.json").read_text(encoding="utf-8"))
