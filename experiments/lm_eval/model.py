@@ -59,16 +59,12 @@ except ModuleNotFoundError as error:
 
 NAME = "kvjax"
 _log = logging.getLogger(__name__)
-_UNSCORED = Likelihood(-np.inf, False)  # the least likely: an answer that is never chosen
+_UNSCORED: Likelihood = (-np.inf, False)  # the least likely: an answer that is never chosen
 _BLOCK = 32  # tokens that are generated before the text is searched for a stopping text again
 
 
 class _Tally:
-    """A tally of requests, their tokens, their accounting, and the prompts that were cut.
-
-    Args:
-        rows: rows of every batch.
-    """
+    """A tally of requests, their tokens, their accounting, and the prompts that were cut; all batches have ``rows`` rows."""
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
@@ -81,10 +77,7 @@ class _Tally:
         self._truncated += sum(len(prompt) > most for prompt in prompts)
 
     def add(self, real: int, stats: kvjax.Stats, tokens: int) -> None:
-        """Count a batch: its first ``real`` rows are requests, all later rows copies.
-
-        ``tokens`` were generated or scored for them.
-        """
+        """Count a batch, whose first ``real`` rows are requests and later rows copies, and the ``tokens`` of the requests."""
         self._stats.append((real, stats))
         self._tokens += tokens
 
@@ -332,8 +325,8 @@ class KvjaxLM(TemplateLM):
         self.last_stats = tally.summary(f"what is scored in max_length={self.max_length}")
         for (args, _, _), result in zip(requests, results, strict=True):
             if args is not None:
-                self.cache_hook.add_partial("loglikelihood", args, (result.logprob, result.greedy))
-        return [(result.logprob, result.greedy) for result in results]
+                self.cache_hook.add_partial("loglikelihood", args, result)
+        return results
 
     def _unscorable(self, context: list[int], text: list[int]) -> str:
         """Say why a continuation cannot be scored; nothing if it can."""

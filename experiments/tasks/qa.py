@@ -10,13 +10,12 @@ has too few documents, documents without the answer are repeated. There is no tr
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import json
 import pathlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from experiments.tasks.base import PROMPTS, Document, Question, Request
 from experiments.tasks.fitting import fit
@@ -30,16 +29,8 @@ FORMATS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class QaItem:
-    """A question of a file.
-
-    Attributes:
-        query: the question.
-        answers: references; each one is right.
-        documents: the texts that contain the answer.
-        related: other texts of the same article, which come first as padding.
-    """
+class QaItem(NamedTuple):
+    """A question of a file: its references, the texts that contain the answer, and other texts of the same article."""
 
     query: str
     answers: tuple[str, ...]
@@ -47,80 +38,66 @@ class QaItem:
     related: tuple[str, ...] = ()
 
 
-def _answer(asked: Any, answer: Any) -> str:
-    """Return a reference of a question; the error for anything else names the question."""
+def _answers(asked: Any, answers: Iterable[Any]) -> tuple[str, ...]:
+    """Return the references of a question, each once; the error for anything else names the question."""
     try:
-        return reference_text(answer)
+        return tuple(dict.fromkeys(map(reference_text, answers)))
     except ValueError as error:
         raise ValueError(f"question {asked['question']!r:.80}: {error}") from error
 
 
-def _read_squad(data: Any) -> list[QaItem]:
-    items = []
+def _squad(data: Any) -> Iterator[QaItem]:
     for article in data["data"]:
         texts = tuple(dict.fromkeys(paragraph["context"] for paragraph in article["paragraphs"]))
         for paragraph in article["paragraphs"]:
             related = tuple(text for text in texts if text != paragraph["context"])
             for asked in paragraph["qas"]:
-                answers = tuple(dict.fromkeys(_answer(asked, answer["text"]) for answer in asked["answers"]))
+                answers = _answers(asked, (answer["text"] for answer in asked["answers"]))
                 if answers and not asked.get("is_impossible", False):  # v1.1 has no such field
-                    items.append(QaItem(asked["question"], answers, (paragraph["context"],), related))
-    return items
+                    yield QaItem(asked["question"], answers, (paragraph["context"],), related)
 
 
-def _read_hotpotqa(data: Any) -> list[QaItem]:
-    return [
-        QaItem(
-            asked["question"],
-            (_answer(asked, asked["answer"]),),
-            tuple(f"{title}\n{''.join(sentences)}" for title, sentences in asked["context"]),
-        )
-        for asked in data
-    ]
+def _hotpotqa(data: Any) -> Iterator[QaItem]:
+    for asked in data:
+        documents = tuple(f"{title}\n{''.join(sentences)}" for title, sentences in asked["context"])
+        yield QaItem(asked["question"], _answers(asked, [asked["answer"]]), documents)
 
 
-_READERS: dict[str, Callable[[Any], list[QaItem]]] = {"squad": _read_squad, "hotpotqa": _read_hotpotqa}
+_READERS: dict[str, Callable[[Any], Iterator[QaItem]]] = {"squad": _squad, "hotpotqa": _hotpotqa}
 
 
 class QaData:
-    """The questions and the documents of one file.
+    """The questions and the documents of one file, in the file's order.
 
     Args:
-        kind: "squad" or "hotpotqa".
-        items: the questions, in the file's order.
+        items: the questions.
         count_tokens: text -> number of tokens; called once for every document that is used.
 
     Attributes:
         tokens: document -> number of its tokens.
     """
 
-    def __init__(self, kind: str, items: Sequence[QaItem], count_tokens: Callable[[str], int]) -> None:
-        if not items:
-            raise ValueError(f"the {kind} file holds no question that can be answered, expected at least one")
+    def __init__(self, items: Sequence[QaItem], count_tokens: Callable[[str], int]) -> None:
         self.items = tuple(items)
         self.documents = tuple(sorted({text for item in items for text in (*item.documents, *item.related)}))
         # With its heading, as if the heading's number had three digits.
-        self.tokens = functools.cache(
-            lambda document: count_tokens(_SEPARATOR + _DOCUMENT.format(number=100, document=document))
-        )
+        self.tokens = functools.cache(lambda text: count_tokens(_SEPARATOR + _DOCUMENT.format(number=100, document=text)))
 
 
 def load_questions(kind: str, source: str | None, count_tokens: Callable[[str], int]) -> QaData:
-    """Read a question file.
-
-    Args:
-        source: "file:PATH".
-    """
+    """Read a question file, "file:PATH", of a kind of `FORMATS`."""
     if source is None or not source.startswith("file:"):
         raise ValueError(f"the questions come from a file in {FORMATS[kind]}; expected haystack 'file:PATH', got {source!r}")
     path = pathlib.Path(source.removeprefix("file:"))
     if not path.is_file():
         raise FileNotFoundError(f"question file not found: {path}")
     try:
-        items = _READERS[kind](json.loads(path.read_text(encoding="utf-8-sig")))
+        items = list(_READERS[kind](json.loads(path.read_text(encoding="utf-8-sig"))))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not in the expected format, {FORMATS[kind]} ({error!r})") from error
-    return QaData(kind, items, count_tokens)
+    if not items:
+        raise ValueError(f"the {kind} file holds no question that can be answered, expected at least one")
+    return QaData(items, count_tokens)
 
 
 def qa(request: Request) -> Document:
