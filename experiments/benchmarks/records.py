@@ -128,10 +128,11 @@ def _jsonl(path: Path) -> Iterator[Record]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 where = f"{path}, line {number}"
-                yield _record(where, _parsed(line, where, "a JSON object"))
+                yield object_of(where, _parsed(line, where, "a JSON object"))
 
 
-def _record(where: str, value: Any) -> Record:
+def object_of(where: str, value: Any) -> Record:
+    """Make a record of a JSON object; ValueError for any other value."""
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected a JSON object, got {shown(value)}")
     return Record(where, value)
@@ -143,7 +144,7 @@ def _json(path: Path) -> Iterator[Record]:
     value = _parsed(path.read_bytes(), str(path), expected)
     if isinstance(value, list):
         for number, entry in enumerate(value, 1):
-            yield _record(f"{path}, entry {number}", entry)
+            yield object_of(f"{path}, entry {number}", entry)
         return
     try:
         keys = dict.fromkeys(key for column in value.values() for key in column.keys())

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks.records import Record, named_after, read_records
+from experiments.benchmarks.records import Record, named_after, object_of, read_records
 from experiments.benchmarks.scorers import fitted
 from experiments.tasks import GROUPS, Example, check_name
 
@@ -251,10 +251,7 @@ def _turns(record: Record) -> list[Record]:
     turns = record.get("multi_turns", list, "a list of questions")
     if not turns:
         raise record.error("expected at least one question in 'multi_turns', got none")
-    for number, turn in enumerate(turns, 1):
-        if not isinstance(turn, dict):
-            raise record.error(f"expected an object in 'multi_turns', got {type(turn).__name__} as number {number}")
-    return [Record(f"{record.where}, turn {number}", turn) for number, turn in enumerate(turns, 1)]
+    return [object_of(f"{record.where}, turn {number}", turn) for number, turn in enumerate(turns, 1)]
 
 
 def _prompts(file_task: str, turns: Sequence[Record], context: str) -> tuple[str, list[str]]:

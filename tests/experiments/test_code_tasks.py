@@ -14,7 +14,7 @@ import pytest
 
 from experiments import tasks
 from experiments.records import beside, check_library
-from experiments.tasks import code_completion, code_files, code_names, code_recall, haystack, scorers
+from experiments.tasks import code_completion, code_files, code_names, code_recall, haystack
 from tests.experiments.test_tasks import coarse, documents
 
 NAMES = tasks.GROUPS["code"]
@@ -69,6 +69,7 @@ def _files(split: str) -> tuple[code_files.CodeFile, ...]:
 
 def test_pieces_are_the_text():
     text = code_files.code_text("eval")
+    assert haystack.held_out_text("code") == text and code_files.code_text("train")[:2000] not in text
     assert all(piece.count("\n") < code_files.PIECE_LINES for piece in code_files.code_pieces("eval"))
     file = code_files.code_files("eval")[3]
     assert f"# file: {file.path}\n{file.text}" in text + "\n"
@@ -160,7 +161,7 @@ def test_next_line_follows_in_the_file():
 
 
 def test_next_line_stands_once_more_far_above():
-    for name in COMPLETION:
+    for name in COMPLETION:  # with new names, too: renaming was the same in the line and above
         for sample in samples(name):
             lines = [line.strip() for line in sample.prompt.split("\n") if line.strip()]
             source = len(lines) - 1 - lines[::-1].index(sample.answers[0])
@@ -189,29 +190,6 @@ def test_renamed_task_asks_for_the_same_line():
     for plain, changed in zip(samples("code_completion"), samples("code_completion_renamed")):
         forms = [re.sub(r"\w+", "w", sample.answers[0]) for sample in (plain, changed)]
         assert forms[0] == forms[1] and plain.context != changed.context
-
-
-def test_renamed_answer_has_the_new_names_of_the_context():
-    """Every word of the answer is a builtin or stands above, so renaming was the same in both."""
-    for sample in samples("code_completion_renamed", 12_000, number=6):
-        words = set(re.findall(r"\b[^\W\d]\w*", sample.answers[0])) - code_completion._KNOWN
-        found = {word for word in words if re.search(rf"\b{word}\b", sample.context)}
-        assert found and len(found) >= len(words) - 1  # one may stand in the part that is cut
-
-
-@pytest.mark.parametrize(
-    "prediction, similar, exact",
-    [
-        ("    return items[0]", 1.0, 1.0),
-        ("return  items[0]\nmore()", 0.97, 1.0),
-        ("```python\nreturn items[0]\n```", 1.0, 1.0),
-        ("# a comment\nreturn item", 0.85, 0.0),  # 11 common letters of 15 and 11, twice: 22 / 26 = 0.846
-        ("", 0.0, 0.0),
-    ],
-)
-def test_scores_of_a_line(prediction, similar, exact):
-    assert scorers.score_exact_line(prediction, ("return items[0]",)) == exact
-    assert scorers.score_next_line(prediction, ("return items[0]",)) == pytest.approx(similar, abs=0.005)
 
 
 # Facts of a function
@@ -302,28 +280,6 @@ def test_facts_by_hand():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "prediction, answer, score",
-    [
-        ("self, a=1)`", "self, a=1", 1.0),
-        ("self,a = 1):\n    pass", "self, a=1", 1.0),
-        ("self, a=2)`", "self, a=1", 0.0),
-        ("self, a=1, b=2)`", "self, a=1", 0.0),
-        ("`'x'`.", '"x"', 1.0),
-        ("' '`", '""', 0.0),
-        ("()`", "()", 1.0),
-        ("ValueError", "ValueError", 1.0),
-        ("ValueError.", "ValueError", 1.0),
-        ("The ValueError", "ValueError", 0.0),
-        ("", "ValueError", 0.0),
-        ("\0(((", "ValueError", 0.0),
-        ("(" * 5000, "ValueError", 0.0),
-    ],
-)
-def test_scores_of_a_fact(prediction, answer, score):
-    assert code_recall.score_code_answer(prediction, (answer,)) == score
-
-
 # Code as a haystack
 
 
@@ -337,11 +293,6 @@ def test_needles_hide_in_code(name):
     pieces = [line for line in made.context.split("\n")[3:-3] if len(line) > 30 and "magic" not in line]
     text = code_files.code_text("eval")
     assert sum(line in text for line in pieces) > 0.8 * len(pieces)
-
-
-def test_code_text_is_held_out_text():
-    assert haystack.held_out_text("code") == code_files.code_text("eval")
-    assert code_files.code_text("train")[:2000] not in haystack.held_out_text("code")
 
 
 def test_which_tasks_read_the_library():

@@ -26,12 +26,17 @@ LEDGERS = ("ledger_1", "ledger_2")
 SCORE = {name: tasks.get_task(name).score for name in EASY}
 
 
-@pytest.mark.parametrize("name", PROCEDURES)
-def test_an_answer_grows_with_the_length_of_a_procedure(name):
-    steps = [len(sample(name, length).answers) for length in (1024, 2048, 4096)]
-    assert steps[0] * 1.8 < steps[1] and steps[1] * 1.8 < steps[2]
-    example = sample(name, 4096)
-    assert count(example.target) > (600 if name == "table" else 1200)
+@pytest.mark.parametrize("name", [*PROCEDURES, *EASY])
+def test_an_answer_grows_with_the_length_and_the_prompt_of_an_easy_one_holds_its_lines(name):
+    example, longer = sample(name, 1024), sample(name)
+    assert len(example.answers) * 1.7 < len(longer.answers)
+    if name in PROCEDURES:
+        assert count(longer.target) > (300 if name == "table" else 600)
+        return
+    for step in example.answers:
+        told = {"table": step.replace("\t", "</td><td>"), "ledger": step.partition(" = ")[0], "walk": step.partition(". ")[2]}
+        assert told.get(name[:-2], step) in example.context
+        assert step not in example.question
 
 
 @pytest.mark.parametrize("name", PROCEDURES)
@@ -114,17 +119,7 @@ def test_a_wrong_line_costs_itself_alone(name):
     assert [prefix("\n".join(lines), steps) for lines in (steps, wrong)] == [1.0, half / len(steps)]
 
 
-@pytest.mark.parametrize("name", EASY)
-def test_an_easy_procedure_grows_with_the_length_and_the_prompt_holds_its_lines(name):
-    example = sample(name, 1024)
-    assert len(example.answers) * 1.7 < len(sample(name).answers)
-    for step in example.answers:
-        told = {"table": step.replace("\t", "</td><td>"), "ledger": step.partition(" = ")[0], "walk": step.partition(". ")[2]}
-        assert told.get(name[:-2], step) in example.context
-        assert step not in example.question
-
-
-def lists(example: tasks.Sample) -> tuple[list[str], list[str], list[str]]:
+def lists(example: tasks.Example) -> tuple[list[str], list[str], list[str]]:
     """The two lists of a prompt, and the merged one, its given lines included."""
     a, b = example.context.partition("Now the real lists\nFirst list\n")[2].split("\n\nSecond list\n")
     given = example.answer_prefix.partition("```python\n")[2].rstrip("\n").split("\n")
@@ -284,28 +279,6 @@ def test_each_rule_of_a_note_counts_once(name):
     spoilt = example.target + "".join(f" {text}" for text in rules._AVOIDED)
     lost = sum(answer.startswith(("lacks", "last")) for answer in example.answers)
     assert tasks.score(name, spoilt, example.answers) == pytest.approx(1 - lost / len(told))
-
-
-@pytest.mark.parametrize(
-    "note, rule, kept",
-    [
-        ("NOTE 5\nText", "first: NOTE 5", True),
-        ("\n**NOTE 5**\nText", "first: NOTE 5", True),
-        ("The NOTE 5\nText", "first: NOTE 5", False),
-        ("Text\nEnd.\n\n", "last: End.", True),
-        ("- **Owner**: the heron.", "line: Owner: heron", True),
-        ("3. owner: heron", "line: Owner: heron", False),
-        ("Owner: herons", "line: Owner: heron", False),
-        ("Owner:\nheron", "line: Owner: heron", False),
-        ("the [oak] tree", "holds: [oak]", True),
-        ("the (oak) tree", "holds: [oak]", False),
-        ("every day", "lacks: very", True),
-        ("Very", "lacks: very", False),
-        ("what?", "lacks: ?", False),
-    ],
-)
-def test_a_rule_is_checked_by_its_kind(note, rule, kept):
-    assert rules.kept(note, rule) == kept
 
 
 def test_a_secret_leaks_in_any_form():
