@@ -185,12 +185,8 @@ class KvjaxLM(TemplateLM):
         """Render the prompt of a conversation; without ``add_generation_prompt``, its last message stays open."""
         if self.chat is None:
             raise ValueError(f"{self.tokenizer_directory} has no chat template; run without apply_chat_template")
-        return self.chat.render(
-            chat_history,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-            **self._thinking,
-        )
+        turns = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        return self.chat.render(chat_history, **turns, **self._thinking)
 
     def get_model_info(self) -> dict[str, Any]:
         """Return values that the harness adds to its results."""
@@ -257,9 +253,8 @@ class KvjaxLM(TemplateLM):
         while not done[:real].all():
             self._key, key = jax.random.split(self._key)
             steps = min(_BLOCK if stop else limit, limit - len(max(ids, key=len)))
-            out = kvjax.generate(
-                params, cache, max_new_tokens=steps, eos_token_ids=ends, key=key if sampling else None, **sampling
-            )
+            drawn = {"key": key, **sampling} if sampling else {}
+            out = kvjax.generate(params, cache, max_new_tokens=steps, eos_token_ids=ends, **drawn)
             cache = out.cache
             tokens, counts, measured = jax.device_get((out.tokens, out.num_tokens, out.stats))
             stats = measured if stats is None else jax.tree.map(lambda a, b: np.where(done, a, b), stats, measured)
@@ -349,12 +344,7 @@ class KvjaxLM(TemplateLM):
     ) -> None:
         """Score a batch of contexts with all their texts.
 
-        Args:
-            contexts: token ids.
-            members: for each context, the indices of its requests.
-            requests: all requests: (arguments, context, text).
-            results: receives the likelihood of each request in ``members``.
-            tally: accounting.
+        For each context ``members`` has the indices of its requests, whose likelihoods ``results`` receives.
         """
         texts = [[requests[at][2] for at in row] for row in members]
         fill = self.batch_size - len(contexts)  # equal shapes share a compiled program
