@@ -144,22 +144,17 @@ def test_prompts_are_drawn_as_they_were_when_scores_were_recorded(monkeypatch):
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("name", ["niah_single_1", "niah_single_2", "niah_single_3", "passkey", "number_string"])
+@pytest.mark.parametrize("name", [*TRAINED[:3], *TRAINED[-3:], "prefix_suffix"])
 def test_the_needle_is_there_once_at_the_depth(name, depth):
     one = sample(name, 2048, depth=depth)
-    needle = re.search(r"(One of the special magic|The pass key is|The sequence of digits is)[^.]*\.", one.context)
-    assert one.context.count(needle.group()) == 1 and one.answers[0] in needle.group()
-    body = one.context.index("\n") + 1
-    assert abs((needle.start() - body) / (len(one.context) - body) - depth) < 0.1  # whole sentences
-
-
-@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("name", ["kv_retrieval", "prefix_suffix"])
-def test_the_answer_lies_at_the_depth_of_a_list(name, depth):
-    one = sample(name, 4096, depth=depth)
-    parts = one.context.split(", " if name == "kv_retrieval" else "\n")
-    place = next(i for i, part in enumerate(parts) if one.answers[0] in part)
-    assert abs(place / len(parts) - depth) < 0.1
+    if name in ("kv_retrieval", "prefix_suffix"):
+        place, size = one.context.index(one.answers[0]), len(one.context)
+    else:
+        needle = re.search(r"(One of the special magic|The pass key is|The sequence of digits is)[^.]*\.", one.context)
+        assert one.context.count(needle.group()) == 1 and one.answers[0] in needle.group()
+        body = one.context.index("\n") + 1
+        place, size = needle.start() - body, len(one.context) - body
+    assert abs(place / size - depth) < 0.1  # whole sentences
 
 
 def test_training_and_evaluation_share_no_key_value_or_prose():
