@@ -15,7 +15,7 @@ from experiments import tasks
 from experiments.benchmarks import Cell, Example, Reading, encode_cell, examples, measures, score
 from experiments.evaluation.cells import make_reading
 from experiments.evaluation.settings import EvaluationSettings
-from experiments.tasks import procedures, rules, word_problems
+from experiments.tasks import procedures, rules, scorers, word_problems
 from experiments.tasks.base import DESCRIPTIONS
 from tests.experiments.test_tasks import TOKENIZER, count, document, sample
 
@@ -219,19 +219,16 @@ def test_lines_in_order_are_the_longest_common_subsequence():
 
 
 @given(st.lists(st.sampled_from("abcd"), max_size=12), st.lists(st.sampled_from("abcd"), min_size=1, max_size=9))
-def test_right_lines_are_a_common_subsequence_and_none_is_longer(written, steps):
-    written = written[: 4 * len(steps)]  # what stands behind is not read
-    right = procedures.right_lines("\n".join(written), steps)
-    rest = iter(written)
-    assert all(step in rest for step, kept in zip(steps, right, strict=True) if kept)  # each behind the one before
-
+def test_what_is_in_order_is_a_longest_common_subsequence(written, wanted):
     @functools.cache
     def longest(a: int, b: int) -> int:
         if not a or not b:
             return 0
-        return max(longest(a - 1, b), longest(a, b - 1), longest(a - 1, b - 1) + (written[a - 1] == steps[b - 1]))
+        return max(longest(a - 1, b), longest(a, b - 1), longest(a - 1, b - 1) + (written[a - 1] == wanted[b - 1]))
 
-    assert sum(right) == longest(len(written), len(steps))
+    assert scorers.score_in_order(", ".join(written), wanted) == longest(len(written), len(wanted)) / len(wanted)
+    read = min(len(written), 4 * len(wanted))  # lines behind are not read
+    assert procedures.score_lines("\n".join(written), wanted) == longest(read, len(wanted)) / len(wanted)
 
 
 # Word problems, rules, turns
