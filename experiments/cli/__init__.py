@@ -1,11 +1,9 @@
 """The command line: jobs, whose settings are flags and YAML keys, and the table of commands. This package knows no job."""
 
-from experiments.cli.against import Against as Against
-from experiments.cli.against import committed as committed
-from experiments.cli.against import compared as compared
 from experiments.cli.job import Job as Job
 from experiments.cli.job import guarded as guarded
 from experiments.cli.plot import figures as figures
+from experiments.cli.plot import naming as naming
 from experiments.cli.plot import read_record as read_record
 from experiments.cli.plot import write_figures as write_figures
 from experiments.cli.programs import CompiledPrograms as CompiledPrograms

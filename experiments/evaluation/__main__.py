@@ -1,7 +1,7 @@
-"""Score methods on suites, Full first; or a grid of one method's knobs, in a single compile.
+"""Score methods on suites, Full first; or a grid of one method's knobs.
 
-`--methods snapkv --grid budget=64,128,256 --grid kernel=5,7` scores all combinations of these values. Knobs that change
-no shape are varied within one compiled program, whose arrays have room for the largest setting.
+`--methods snapkv --grid budget=64,128,256 --grid kernel=5,7` scores all combinations of these values. Knobs that change no
+shape are varied within one compiled program, whose arrays have room for the largest setting.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-from experiments.cli import Against, Job, option
-from experiments.evaluation.grid import run_grid, the_grid
+from experiments.answering import set_knobs
+from experiments.cli import Job, option
+from experiments.evaluation.grid import the_grid
 from experiments.evaluation.output import Output, finish, make_runner
-from experiments.evaluation.settings import EvaluationSettings, set_knobs
+from experiments.evaluation.settings import EvaluationSettings
 from experiments.records import with_figures
 
 
@@ -29,20 +30,17 @@ class MethodKnobs:
     grid: tuple[str, ...] = option((), repeat=True, metavar="KNOB=V1,V2,...")
 
 
-def _eval(settings: EvaluationSettings, more: MethodKnobs, output: Output, against: Against) -> None:
+def _eval(settings: EvaluationSettings, more: MethodKnobs, output: Output) -> None:
     output = with_figures(output)
     settings = dataclasses.replace(settings, methods=set_knobs(settings.methods, more.set))
-    grid = the_grid(settings, more.grid) if more.grid else None  # refuses a bad grid before the model is loaded
-    if grid is None:
-        runner = make_runner(settings, output)
-        runner.run()
-    else:
-        runner = make_runner(dataclasses.replace(settings, methods=()), output)
-        run_grid(runner, grid)
-    finish(runner.folder, output, against)
+    if more.grid:
+        settings = dataclasses.replace(settings, methods=the_grid(settings, more.grid))
+    runner = make_runner(settings, output)
+    runner.run()
+    finish(runner.folder, output)
 
 
-main = Job(_eval, EvaluationSettings, MethodKnobs, Output, Against, compiles=True)
+main = Job(_eval, EvaluationSettings, MethodKnobs, Output, compiles=True)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,9 @@ import numpy as np
 
 from experiments.answering import budget_of, without_effect
 from experiments.benchmarks import numbered
-from experiments.cli import read_record
+from experiments.cli import naming, read_record
 from experiments.evaluation.folder import read_examples
 from experiments.evaluation.same_examples import CELL, check_alike
-from experiments.evaluation.stored import check_rows
 from experiments.records import bootstrap_interval as interval
 from experiments.records import check_library, method_title
 
@@ -87,26 +86,29 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
         record = read_record(folder)
         if record["experiment"] != "eval" or not folder.is_dir():
             what = record["experiment"] if folder.is_dir() else "a file"
-            raise ValueError(f"{folder} is {what}, expected a result folder of eval or sweep")
-        check_rows(record, folder / "metrics.json")
+            raise ValueError(f"{folder} is {what}, expected a result folder of eval")
         settings = {name: record["settings"].get(name) for name in _COMMON}
         first = first or settings
         if other := {name: (first[name], settings[name]) for name in _COMMON if first[name] != settings[name]}:
             raise ValueError(f"folders must have the same settings, but {folders[0]} and {folder} differ: {other}")
-        for row, lines in read_examples(folder, record["metrics"]):
-            if not lines:
-                raise ValueError(f"{folder / row['predictions']} lacks predictions: got none")
-            keys = numbered(line["key"] for line in lines)
-            scores, answers, groups = (
-                {key: line[name] for key, line in zip(keys, lines, strict=True)} for name in ("score", "answer", "group")
-            )
-            entries.append(Entry(folder, row, scores, answers, groups))
+        with naming(folder):
+            entries += [_entry(folder, row, lines) for row, lines in read_examples(folder, record["metrics"])]
     check_library([entry.row for entry in entries], " and ".join(map(str, folders)))
     check_alike(entry.row for entry in entries)
     rows = told_apart([entry.row for entry in entries])
     return [
         dataclasses.replace(entry, row={**entry.row, "name": row["name"]}) for entry, row in zip(entries, rows, strict=True)
     ]
+
+
+def _entry(folder: pathlib.Path, row: dict[str, Any], lines: Sequence[Mapping[str, Any]]) -> Entry:
+    if not lines:
+        raise ValueError(f"{folder / row['predictions']} lacks predictions: got none")
+    keys = numbered(line["key"] for line in lines)
+    scores, answers, groups = (
+        {key: line[name] for key, line in zip(keys, lines, strict=True)} for name in ("score", "answer", "group")
+    )
+    return Entry(folder, row, scores, answers, groups)
 
 
 def told_apart(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -12,9 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments.cli import naming
 from experiments.evaluation import examples
-from experiments.evaluation.settings import joined
-from experiments.evaluation.stored import read_lines, read_meta
 from experiments.records import Results, make_record, write_bytes
 from models.files.directories import leaves_folder
 
@@ -29,7 +28,7 @@ class Folder:
     Args:
         path: the folder, which is created if need be.
         common: settings that all cells of the folder share; JSON values.
-        config: text of config.yaml, which is written with the first cell and keeps the settings of earlier runs.
+        config: text of config.yaml, which is written with the first cell; meta.json keeps the settings of every run.
         meta: more facts about this run for meta.json, in addition to commit, versions and device; JSON values.
         force: throw away what the folder holds, as soon as this run has a cell.
 
@@ -85,13 +84,6 @@ class Folder:
             self._keep_run()
             self.results.add({**row, "predictions": name, "run": self._number}, key)
 
-    def divide(self, parts: Mapping[str, float]) -> None:
-        """Write on what this run's seconds were spent into its entry of meta.json; a run without a cell has no entry."""
-        self._run["parts"] = {name: round(seconds, 2) for name, seconds in parts.items()}
-        if self._number is not None:
-            with self.results.lock:
-                self._keep_run()
-
     def _keep_run(self) -> None:
         runs = read_runs(self.path)
         if self._number is None:
@@ -101,19 +93,13 @@ class Folder:
         write_bytes(self._meta, (json.dumps({"runs": runs}, separators=(",", ":")) + "\n").encode())
 
     def _begin(self, first: str) -> None:
-        """Prepare the folder for this run's first cell, whose predictions are ``first``: join or throw away old content."""
+        """Prepare the folder for this run's first cell, whose predictions are ``first``; with ``force`` clear it."""
         file = self.path / "config.yaml"
         if self._force:
             for old in (self._meta, file, self.path / examples.FILE, *self.path.glob("predictions/*.jsonl")):
                 if old != self.path / first:
                     old.unlink(missing_ok=True)
-        config = self._config
-        if file.exists():
-            try:
-                config = joined(file.read_text(encoding="utf-8"), config)
-            except ValueError as error:
-                raise ValueError(f"{file} holds no settings of a run: {error}") from error
-        write_bytes(file, config.encode())
+        write_bytes(file, self._config.encode())
 
     def keep_examples(self) -> None:
         """Write examples.npz, which stands in for the predictions if somebody leaves them out of the folder."""
@@ -130,7 +116,13 @@ class Folder:
 def read_runs(path: pathlib.Path) -> list[dict[str, Any]]:
     """Read the runs that gave a folder its cells, oldest first, from its meta.json; empty if there is no such file."""
     file = path / "meta.json"
-    return read_meta(file) if file.is_file() else []
+    if not file.is_file():
+        return []
+    with naming(file):
+        runs = json.loads(file.read_text(encoding="utf-8"))["runs"]
+        if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
+            raise TypeError(f"expected a list of runs, got {runs!r:.60}")
+        return runs
 
 
 def read_predictions(folder: pathlib.Path, row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -144,7 +136,8 @@ def read_predictions(folder: pathlib.Path, row: Mapping[str, Any]) -> list[dict[
         raise ValueError(f"{folder}: predictions must be a file of the folder, got {row['predictions']!r} in metrics.json")
     if not path.is_file():
         raise ValueError(f"{folder} lacks {row['predictions']}, which its metrics.json names")
-    return read_lines(path)
+    with naming(path):
+        return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
 
 
 def read_examples(folder: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], list[dict]]]:

@@ -6,15 +6,14 @@ import dataclasses
 import json
 import pathlib
 import sys
-import time
 
-from experiments.cli import Against, write_figures
+from experiments.cli import write_figures
 from experiments.evaluation.cells import make_cells
 from experiments.evaluation.comparison import averages, beside_full, load, place_of
 from experiments.evaluation.folder import Folder
 from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import EvaluationSettings
-from experiments.evaluation.tables import cell_table, cut_short, left_out, report, summary_table
+from experiments.evaluation.tables import cell_table, remarks, report, summary_table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,14 +51,11 @@ def make_runner(settings: EvaluationSettings, output: Output) -> Runner:
         ValueError: a file of the tasks is missing or damaged, or an error of `Runner`.
     """
     cells = make_cells(settings)  # refuses damaged files before the model is loaded
-    begun = time.monotonic()
-    model = settings.load()
-    more = {"force": output.force, "progress": not output.quiet, "loading": time.monotonic() - begun}
-    return Runner(settings, model, output.out, cells=cells, **more)
+    return Runner(settings, settings.load(), output.out, cells=cells, force=output.force, progress=not output.quiet)
 
 
-def finish(folder: Folder, output: Output, against: Against) -> None:
-    """Write the table and the figures into the folder; print the table and the comparison, or a JSON line."""
+def finish(folder: Folder, output: Output) -> None:
+    """Write the table and the figures into the folder; print the table, or a JSON line."""
     folder.keep_examples()
     written = [folder.write("table.md", report([folder.path]))]
     if output.plot:
@@ -70,8 +66,7 @@ def finish(folder: Folder, output: Output, against: Against) -> None:
         print(json.dumps({"folder": str(folder.path), "means": averages(compared), "rows": rows}))
     else:
         scored = any(item.row["unit"] == "percent" for item in compared)
-        parts = [summary_table(compared), *left_out(compared), *cut_short(compared)] if scored else [cell_table(compared)]
-        print("\n\n".join(parts))
-        against.show(folder.path)
+        table = summary_table(compared) if scored else cell_table(compared)
+        print("\n\n".join([table, *remarks(compared)]))
     if not output.quiet:
         print("written: " + ", ".join(str(path) for path in written), file=sys.stderr)

@@ -15,10 +15,8 @@ _IDENTITY = (*IDENTITY, "haystack", "source", "seed")
 _SAME_MODEL = ("model", "weights")  # rows of two models are not the same measurement
 
 
-def beside(
-    here: Mapping[str, Any], there: Mapping[str, Any], names: tuple[str, str] = ("here", "there"), most: int | None = None
-) -> str:
-    """Show the rows that two records share, with both values and their ratio, as text; at most ``most`` rows.
+def beside(here: Mapping[str, Any], there: Mapping[str, Any], names: tuple[str, str] = ("here", "there")) -> str:
+    """Show the rows that two records share, with both values and their ratio, as text.
 
     Records of different experiments, and rows whose value is no number, are refused by a ``ValueError``.
     """
@@ -47,11 +45,9 @@ def beside(
         return "\n".join([*lines, "no row is in both"])
     ratios = [mine["value"] / theirs["value"] for _, mine, theirs in pairs if theirs["value"]]
     fields = _telling([key for key, _, _ in pairs])
-    table = [_line(key, fields, mine, theirs) for key, mine, theirs in pairs[:most]]
+    table = [_line(key, fields, mine, theirs) for key, mine, theirs in pairs]
     columns = [name for name in table[0] if any(line[name] not in (None, "") for line in table)]
     lines += ["", *text_table(columns, table)]
-    if len(pairs) > len(table):
-        lines.append(f"and {len(pairs) - len(table)} more: kvjax compare {names[0]} {names[1]}")
     if ratios:
         spread = f"median {statistics.median(ratios):.3g}, from {min(ratios):.3g} to {max(ratios):.3g}"
         lines.append(f"ratio (here over there) of {len(ratios)} row{'s' * (len(ratios) > 1)}: {spread}")

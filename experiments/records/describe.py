@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.records.tables import csv_table, latex_table, short_commit
-from experiments.records.titles import method_title
+from experiments.records.tables import csv_table, short_commit
 
 # The fields that can tell a record's rows apart, in the order of the table's columns.
 IDENTITY = (
@@ -65,17 +64,6 @@ def record_csv(record: Mapping[str, Any], fields: Sequence[str] = ()) -> str:
     rows = record["metrics"]
     names = chosen_fields(record, fields) if fields else list(dict.fromkeys(name for row in rows for name in row))
     return csv_table([{name: row.get(name) for name in names} for row in rows])
-
-
-def record_latex(record: Mapping[str, Any], fields: Sequence[str] = ()) -> str:
-    """Format a record's rows as a table for LaTeX; without fields, with those that tell rows apart."""
-    rows = [
-        {name: text_of(method_title(value) if name == "method" else value) for name, value in row.items()}
-        for row in record["metrics"]
-    ]
-    names = chosen_fields(record, fields)
-    telling = [name for name in names if fields or len({row.get(name, "") for row in rows}) > 1] or names
-    return latex_table([telling, *([row.get(name, "") for name in telling] for row in rows)])
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -29,7 +29,7 @@ import pathlib
 import jax
 
 from experiments.answering import mesh_axes
-from experiments.cli import Against, Job, option, record_path
+from experiments.cli import Job, option, record_path
 from experiments.records import Results, save, with_figures, write_bytes
 from experiments.speed import plots, report
 from experiments.speed.bench import Bench
@@ -45,7 +45,7 @@ class SpeedCommand(PlottedOutput):
     out: pathlib.Path = option(pathlib.Path("runs/speed.json"), read=record_path)
 
 
-def _speed(settings: SpeedSettings, command: SpeedCommand, against: Against) -> None:
+def _speed(settings: SpeedSettings, command: SpeedCommand) -> None:
     command, settings = with_figures(command), settings.on_device()
     results = open_results(command.out, MODELS[settings.model]().dtype)
     bench = Bench(settings, results)
@@ -58,7 +58,7 @@ def _speed(settings: SpeedSettings, command: SpeedCommand, against: Against) -> 
         figure = plots.overview(results.metrics, " and ".join(results.devices))
         for kind in ("png", "pdf"):
             write_bytes(results.path.with_suffix(f".{kind}"), save(figure, kind))
-    finish(results, report.speed_tables(results.metrics, results.notes), against, failed + bench.failed)
+    finish(results, report.speed_tables(results.metrics, results.notes), failed + bench.failed)
 
 
 def _beside(bench: Bench, parts: int = 1) -> int:
@@ -95,7 +95,7 @@ def open_results(path: pathlib.Path, dtype: str) -> Results:
     return Results(path, "speed", settings)
 
 
-main = Job(_speed, SpeedSettings, SpeedCommand, Against, models=True)
+main = Job(_speed, SpeedSettings, SpeedCommand, models=True)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,9 @@ import json
 import pytest
 
 from experiments.cli.main import main
-from experiments.demo.__main__ import write
+from experiments.demo.__main__ import DemoSettings
 from experiments.demo.report import table
-from experiments.demo.settings import DemoOutput, DemoSettings
 from experiments.evaluation.runner import Runner
-from experiments.records import write_bytes
 from tests.tiny_models import SHIPPED, write_model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -80,16 +78,13 @@ def test_no_effect_is_measured_and_json_is_a_line(tmp_path, capsys):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["demo.json"]
 
 
-def test_larger_models_on_a_cpu_have_a_single_budget():
-    plain = DemoSettings(methods=("keydiff",))
-    assert plain.evaluation(15_000_000, "cpu").budgets == plain.evaluation(135_000_000, "gpu").budgets == ("1/8", "1/4")
-    assert plain.evaluation(135_000_000, "cpu").budgets == ("1/4",)
-    assert DemoSettings(budgets=("64",)).evaluation(135_000_000, "cpu").budgets == ("64",)
-
-
-def test_a_demo_needs_no_calibration():
+def test_larger_models_on_a_cpu_have_a_single_budget_and_none_needs_a_calibration():
     """CHESS' usual trigger would need thresholds."""
-    assert DemoSettings(methods=("chess",)).evaluation().choices[1].knobs == {"trigger": "fixed"}
+    plain = DemoSettings.from_mapping({"methods": "chess"}, "a test")
+    assert plain.with_budgets(15_000_000, "cpu").budgets == plain.with_budgets(135_000_000, "gpu").budgets == ("1/8", "1/4")
+    assert plain.with_budgets(135_000_000, "cpu").budgets == ("1/4",)
+    assert dataclasses.replace(plain, budgets=("64",)).with_budgets(135_000_000, "cpu").budgets == ("64",)
+    assert plain.choices[1].knobs == {"trigger": "fixed"}
 
 
 @pytest.mark.parametrize(
@@ -133,18 +128,3 @@ def test_interrupt_leaves_nothing(directory, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     assert main(["demo", "--model", str(directory), *SMALL, "--out", str(out)]) == 130
     assert not out.exists() and capsys.readouterr().err.endswith("kvjax: interrupted\n")
-
-
-@pytest.mark.slow
-def test_interrupt_while_writing_leaves_no_partial_file(finished, tmp_path, monkeypatch):
-    result = json.loads((finished[1] / "demo.json").read_text())
-
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("os.replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write(result, DemoOutput(out=tmp_path).files)
-    with pytest.raises(KeyboardInterrupt):
-        write_bytes(tmp_path / "demo.png", b"x")
-    assert list(tmp_path.iterdir()) == []

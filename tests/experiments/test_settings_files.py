@@ -11,11 +11,11 @@ import pytest
 
 import kvjax
 import models
-from experiments.answering import PAPERS
+from experiments.answering import PAPERS, at_budgets, choices_of, written
 from experiments.cli import names, read_record, read_yaml
 from experiments.cli.main import main
 from experiments.evaluation.reversed import Reversed
-from experiments.evaluation.settings import EvaluationSettings, at_budgets, check_choices, choices_of, written
+from experiments.evaluation.settings import EvaluationSettings
 from experiments.records import knobs_of
 from experiments.tasks import expand
 from kvjax.accounting.memory import memory_needed
@@ -128,7 +128,6 @@ def test_a_wrapper_is_named_with_the_method_inside():
     """It is outside of the methods that have a name, and its budget may be a share, too."""
     (choice,) = choices_of([TWILIGHT])
     assert choice.label == "twilight(mass=0.5, method=quest(budget=1/16))" and written([choice]) == [TWILIGHT]
-    check_choices([choice], (), 1024)
     method = choice.at(1024, None, None, {}).method
     assert method == Twilight(method=kvjax.make("quest", budget=64), mass=0.5)
     row = knobs_of(method)
@@ -182,7 +181,6 @@ def test_a_wrapper_is_a_text_or_an_entry_of_yaml(text, entry, method):
     """Both make the same method; what is written is read again; and the label is a text that makes it, too."""
     for choice in (*choices_of(names(f"knorm,{text}")[1:]), *choices_of([entry])):
         assert choices_of(written([choice])) == (choice,)
-        check_choices([choice], (), 1024)
         assert choice.at(1024, None, None, {}).method == method
     assert len(choices_of(names(f"{text},full,{text}"))) == 3
 
@@ -219,7 +217,6 @@ def test_budgets_are_those_of_the_method_inside():
 def test_a_bad_text_of_a_method_is_refused(text, told):
     with pytest.raises(ValueError, match=told):
         (choice,) = choices_of([text])
-        check_choices([choice], (), 1024)
         choice.at(1024, None, None, {})
     with pytest.raises(ValueError, match=told):
         kvjax.make(text)
@@ -230,13 +227,12 @@ def test_a_pattern_of_prompts_is_named_with_its_numbers():
     (choice,) = choices_of([given])
     assert choice.label == "prefill(method=full, block=128, pattern=(kind=xattention, share=0.8))"
     assert choices_of(written([choice])) == (choice,)
-    check_choices([choice], (), 1024)
     method = choice.at(1024, None, None, {}).method
     assert method == Prefill(method=kvjax.make("full"), block=128, pattern=Pattern("xattention", share=0.8))
     assert "xattention" in knobs_of(method)["pattern"]
     for pattern, message in (({"kind": "diagonal"}, "kind"), ({"colums": 3}, "colums"), ({"share": 0.5}, "reads columns")):
         with pytest.raises(ValueError, match=message):
-            check_choices(choices_of([{"kvjax.wrappers:Prefill": {"method": "full", "pattern": pattern}}]), (), 1024)
+            choices_of([{"kvjax.wrappers:Prefill": {"method": "full", "pattern": pattern}}])
 
 
 @pytest.mark.parametrize(
@@ -252,4 +248,4 @@ def test_a_pattern_of_prompts_is_named_with_its_numbers():
 )
 def test_a_bad_method_inside_of_a_wrapper_is_refused(inner, message):
     with pytest.raises(ValueError, match=message):
-        check_choices(choices_of([{"kvjax.wrappers.twilight:Twilight": {"method": inner}}]), (), 1024)
+        choices_of([{"kvjax.wrappers.twilight:Twilight": {"method": inner}}])

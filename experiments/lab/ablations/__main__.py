@@ -13,7 +13,7 @@ import dataclasses
 import pathlib
 
 from experiments.answering import load_model
-from experiments.cli import Against, Job
+from experiments.cli import Job
 from experiments.lab.ablations.cluster_drift import Course, run_drift
 from experiments.lab.ablations.report import ablation_tables, records_in
 from experiments.lab.ablations.run import run_ablation
@@ -32,7 +32,7 @@ class AblationCommand:
     out: pathlib.Path = pathlib.Path("runs/ablations")
 
 
-def _ablate(settings: AblationSettings, command: AblationCommand, against: Against) -> None:
+def _ablate(settings: AblationSettings, command: AblationCommand) -> None:
     model = base = settings.load()
     if settings.base not in (None, settings.model):
         base = load_model(settings.base, settings.dtype, offline=settings.offline, weight_dtype=settings.weight_dtype)
@@ -45,10 +45,9 @@ def _ablate(settings: AblationSettings, command: AblationCommand, against: Again
             run_drift(base, Course.within(base.config.max_position_embeddings, settings.seed), record)
         write_bytes(file, ablation_tables(records_in(command.out), file.parent).encode())
     print(file.read_text(encoding="utf-8"))
-    against.show(command.out)
 
 
-main = Job(_ablate, AblationSettings, AblationCommand, Against, compiles=True)
+main = Job(_ablate, AblationSettings, AblationCommand, compiles=True)
 
 
 if __name__ == "__main__":

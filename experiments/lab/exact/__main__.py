@@ -17,7 +17,7 @@ import time
 
 import jax
 
-from experiments.cli import Against, Job, option, record_path
+from experiments.cli import Job, option, record_path
 from experiments.lab.exact.measure import measure_accepted, measure_equal, measure_times
 from experiments.lab.exact.report import exact_tables
 from experiments.lab.exact.settings import ExactSettings
@@ -35,7 +35,7 @@ class ExactCommand(Output):
     out: pathlib.Path = option(pathlib.Path("runs/exact.json"), read=record_path)
 
 
-def _exact(settings: ExactSettings, command: ExactCommand, against: Against) -> None:
+def _exact(settings: ExactSettings, command: ExactCommand) -> None:
     begun = time.monotonic()
     model = settings.load()
     about = {"device": jax.devices()[0].device_kind, "model": model.name, "dtype": model.dtypes, "weights": model.weights}
@@ -51,10 +51,10 @@ def _exact(settings: ExactSettings, command: ExactCommand, against: Against) -> 
         raise ValueError("no draft could be measured: the lines above say why")
     tables = exact_tables(results.metrics)
     print(tables)
-    finish(results, tables, against, 0)
+    finish(results, tables, 0)
 
 
-main = Job(_exact, ExactSettings, ExactCommand, Against, compiles=True)
+main = Job(_exact, ExactSettings, ExactCommand, compiles=True)
 
 
 if __name__ == "__main__":

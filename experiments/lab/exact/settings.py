@@ -6,9 +6,8 @@ import dataclasses
 
 from jsonargparse.typing import PositiveInt
 
-from experiments.answering import ModelSettings
+from experiments.answering import Choice, ModelSettings, at_budgets, budgets_of, choices_of
 from experiments.cli import option
-from experiments.evaluation import Choice, at_budgets, check_choices, choices_of
 from experiments.tasks import TASKS
 
 PARTS = ("accepted", "speed", "rejected", "equal")
@@ -49,7 +48,7 @@ class ExactSettings(ModelSettings):
 
     parts: tuple[str, ...] = option(("accepted",), choices=PARTS)
     methods: tuple[Choice, ...] = option(tuple(Choice(name, {}) for name in DRAFTS), read=choices_of)
-    budgets: tuple[str, ...] = ("1/8",)
+    budgets: tuple[str, ...] = option(("1/8",), read=budgets_of)
     lengths: tuple[PositiveInt, ...] = (2048,)
     texts: tuple[str, ...] = ("prose", "code_completion", "merge")
     haystack: str = "prose"
@@ -66,7 +65,6 @@ class ExactSettings(ModelSettings):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_choices(self.methods, self.budgets, min(self.lengths))
         if not self.drafts:
             raise ValueError("methods must name a draft, got full alone")
         if unknown := [name for name in self.texts if name not in (*TEXTS, *TASKS)]:

@@ -11,7 +11,7 @@ This job needs torch and transformers, which kvjax does not need. JAX starts no 
 
 from __future__ import annotations
 
-from experiments.cli import Against, Job
+from experiments.cli import Job
 from experiments.lab.peers.speed import report
 from experiments.lab.peers.speed.settings import METHODS, PeersCommand, PeersSettings
 from experiments.lab.peers.torch_device import PACKAGES, check_torch, describe_device, the_device
@@ -20,7 +20,7 @@ from experiments.speed.rows import finish
 from experiments.speed.settings import MODELS
 
 
-def _peers(settings: PeersSettings, command: PeersCommand, against: Against) -> None:
+def _peers(settings: PeersSettings, command: PeersCommand) -> None:
     check_torch("experiments.lab.peers.speed", "torch transformers")
     from experiments.lab.peers.speed.bench import Bench
 
@@ -34,10 +34,10 @@ def _peers(settings: PeersSettings, command: PeersCommand, against: Against) -> 
             for batch in settings.batches:
                 for cache in settings.caches:
                     bench.row(method, length, batch, cache)
-    finish(results, report.peer_tables(results.metrics, results.notes), against, bench.failed)
+    finish(results, report.peer_tables(results.metrics, results.notes), bench.failed)
 
 
-main = Job(_peers, PeersSettings, PeersCommand, Against)
+main = Job(_peers, PeersSettings, PeersCommand)
 
 
 if __name__ == "__main__":
