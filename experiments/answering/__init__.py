@@ -33,6 +33,7 @@ from experiments.answering.model import LoadedModel as LoadedModel
 from experiments.answering.model import MeshSettings as MeshSettings
 from experiments.answering.model import ModelSettings as ModelSettings
 from experiments.answering.model import check_system as check_system
+from experiments.answering.model import forms_asked as forms_asked
 from experiments.answering.model import load_model as load_model
 from experiments.answering.model import of_loaded as of_loaded
 from experiments.answering.presets import BASELINES as BASELINES

@@ -160,6 +160,16 @@ def check_system(template: models.ChatTemplate | None, system: str | None) -> No
         raise ValueError(f"system belongs to a chat template, which this run does not have, got {system!r:.60}")
 
 
+def forms_asked(directory: pathlib.Path) -> str:
+    """Say which forms of question the shipped model answers; "" for a model in another directory."""
+    if directory != models.builtin_directory():
+        return ""
+    return (
+        "the shipped model answers only the forms of question that it was trained for: needles, variables, pass keys, number "
+        "strings and values of keys (models/builtin/MODEL_CARD.md); for other questions name a language model by --model"
+    )
+
+
 def of_loaded(model: models.Loaded) -> LoadedModel:
     """Convert a model that `models.load` has loaded."""
     tokenizer_file = model.directory / "tokenizer.json"

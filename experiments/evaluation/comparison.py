@@ -19,7 +19,7 @@ from experiments.records import check_library, method_title
 
 _COMMON = (
     "model", "dtype", "weights", "template", "template_variables", "system", "eos_token_ids", "truncation", "max_length",
-    "max_new_tokens",
+    "max_new_tokens", "samples", "seed",
 )  # fmt: skip
 BASELINE = "full"
 COUNTED = 60.0  # percent; a task with a lower score of Full is in no mean of the main table
@@ -87,9 +87,9 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
         if record["experiment"] != "eval" or not folder.is_dir():
             what = record["experiment"] if folder.is_dir() else "a file"
             raise ValueError(f"{folder} is {what}, expected a result folder of eval")
-        settings = {name: record["settings"].get(name) for name in _COMMON}
+        settings = {name: record["settings"][name] for name in _COMMON if name in record["settings"]}
         first = first or settings
-        if other := {name: (first[name], settings[name]) for name in _COMMON if first[name] != settings[name]}:
+        if other := {name: (first[name], x) for name, x in settings.items() if first.get(name, x) != x}:
             raise ValueError(f"folders must have the same settings, but {folders[0]} and {folder} differ: {other}")
         with naming(folder):
             entries += [_entry(folder, row, lines) for row, lines in read_examples(folder, record["metrics"])]
@@ -112,7 +112,7 @@ def _entry(folder: pathlib.Path, row: dict[str, Any], lines: Sequence[Mapping[st
 
 
 def told_apart(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Name in each row the file and the samples of its task, where rows of one task come from several files or samples."""
+    """Name in each row the file of its task, where rows of one task come from several files."""
     sources: dict[str, set[str]] = {}
     for row in rows:
         sources.setdefault(row["name"], set()).add(row.get("source") or "")
@@ -125,27 +125,7 @@ def told_apart(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         alone = len({pathlib.PurePath(other).name for other in others}) == len(others)
         return f"{row['name']} ({short if alone else source})"
 
-    named, apart = [{**row, "name": name(row)} for row in rows], _sets_differ(rows)
-    return [{**row, "name": f"{row['name']}, {_set_text(_set(row))}"} if apart else row for row in named]
-
-
-def _set(row: Mapping[str, Any]) -> tuple:
-    """Return the number of samples and the seed that a row's examples were drawn with."""
-    return row.get("samples"), row.get("seed")
-
-
-def _set_text(drawn: tuple) -> str:
-    samples, seed = drawn
-    return f"{samples} samples" + (f" of seed {seed}" if seed else "")
-
-
-def _sets_differ(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Tell whether one task was answered with several sets of examples; sets may overlap, so a mean takes one set only."""
-    sets: dict[tuple, set[tuple]] = {}
-    for row in rows:
-        at = tuple(row.get(name) for name in CELL if name not in ("samples", "seed"))
-        sets.setdefault(at, set()).add(_set(row))
-    return any(len(drawn) > 1 for drawn in sets.values())
+    return [{**row, "name": name(row)} for row in rows]
 
 
 def beside_full(entries: Sequence[Entry]) -> list[Compared]:
@@ -217,22 +197,19 @@ def _against(entry: Entry, base: Entry) -> Compared:
 def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
     """Average scores over tasks, for each method, way of asking the question, and length.
 
-    If a task was answered with several numbers of samples or seeds, each set of samples has its own mean, and ``drawn`` names
-    the set. Only methods that have the same cells as Full are averaged: means over different tasks cannot be compared.
+    Only methods that have the same cells as Full are averaged: means over different tasks cannot be compared.
     ``budget`` is the mean of `budget_of`.
     """
     groups: dict[tuple, list[Compared]] = {}
-    apart = _sets_differ([item.row for item in compared])
     for item in compared:
-        drawn = _set_text(_set(item.row)) if apart else ""
-        groups.setdefault((item.row["method"], item.row["question"], item.row.get("length"), drawn), []).append(item)
+        groups.setdefault((item.row["method"], item.row["question"], item.row.get("length")), []).append(item)
     cells: dict[Any, set] = {}
-    for (method, _, *at), members in groups.items():
+    for (method, _, length), members in groups.items():
         if method == BASELINE:
-            cells.setdefault(tuple(at), set()).update(_cell_names(members))
+            cells.setdefault(length, set()).update(_cell_names(members))
     means = []
-    for (method, question, length, drawn), members in groups.items():
-        if set(_cell_names(members)) != cells.get((length, drawn)):
+    for (method, question, length), members in groups.items():
+        if set(_cell_names(members)) != cells.get(length):
             continue
         halves = [(item.interval_95[1] - item.interval_95[0]) / 2 for item in members]
         means.append(
@@ -240,7 +217,6 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
                 "method": method,
                 "question": question,
                 "length": length,
-                "drawn": drawn,
                 "budget": round(float(np.mean([budget_of(item.row) for item in members]))),
                 "tasks": len(members),
                 "samples": min(item.contexts for item in members),  # a file may have fewer contexts than were asked for

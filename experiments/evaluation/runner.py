@@ -27,6 +27,7 @@ from experiments.answering import (
     LoadedModel,
     Setting,
     chess_thresholds,
+    forms_asked,
     mesh_axes,
     mesh_text,
     needs_thresholds,
@@ -113,6 +114,8 @@ class Runner:
             "truncation": settings.truncation,
             "max_length": self._limit,
             "max_new_tokens": settings.max_new_tokens,
+            "samples": settings.samples,
+            "seed": settings.seed,
             "decoding": "greedy",
         }
         self.folder = Folder(out, common, settings.to_yaml(), {**common, "settings": settings.as_dict()}, force)
@@ -144,6 +147,8 @@ class Runner:
                 self._say(
                     f"left out, because no file of questions is given (--haystack {names[0]}=file:PATH): {', '.join(names)}"
                 )
+            if any(file.startswith("questions:") for file in self.settings.files) and (note := forms_asked(self.model.directory)):
+                self._say(note)
             self._say(f"{len(jobs)} cells to run, {len(choices) * len(self.cells) - len(jobs)} in {self.folder.path}")
             # The mean over all cells predicts the end better than the last cells, some of which have to be compiled.
             with progress_bar(total=len(jobs), unit="cell", smoothing=0, disable=not self.progress) as bar:

@@ -55,7 +55,7 @@ _MEANS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "method": lambda mean: _method(mean),
     "budget": lambda mean: f"{mean['budget']:,}",
     "question": lambda mean: mean["question"],
-    "length": lambda mean: ", ".join(filter(None, (_length(mean), mean["drawn"]))),
+    "length": lambda mean: _length(mean),
     "score": lambda mean: f"{mean['score']:.1f}",
     "against Full": lambda mean: "" if mean["method"] == BASELINE else against(mean),
     "same answer": lambda mean: f"{mean['same']:.0f} %",

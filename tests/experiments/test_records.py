@@ -11,14 +11,12 @@ import pathlib
 
 import pytest
 
-from experiments.cli import Against, committed, compared, figures, read_record
-from experiments.evaluation.compare import main
+from experiments.cli import figures, read_record
+from experiments.evaluation.compare import committed, compared, main
 from experiments.records import (
     Results,
     describe,
     device_kinds,
-    latex_table,
-    latex_text,
     make_record,
     markdown_rows,
     method_title,
@@ -43,29 +41,15 @@ def test_a_record_is_whole_or_not_there(tmp_path):
         make_record("x", {}, [{"name": "a"}])
 
 
-def test_the_rows_of_a_record_as_csv_and_latex(tmp_path, capsys):
+def test_the_rows_of_a_record_as_csv(capsys):
     assert main([str(RECORDS / "speed.json"), "--format", "csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert len(rows) == len(read_record(RECORDS / "speed.json")["metrics"]) and float(rows[0]["value"]) > 0
-    assert main([str(RECORDS / "speed.json"), "--format", "latex", "--fields", "method,length,value"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == [r"\begin{tabular}{lrr}", r"\toprule", r"method & length & value \\"]
-    assert r"Full & 8192 & 0.006019 \\" in lines and any(line.startswith("TokenSelect (miss) & ") for line in lines)
 
 
 def test_a_cell_of_any_text_is_one_cell():
-    """A task of a user's file can have any name; LaTeX reads [x] behind the end of a row as an option."""
+    """A task of a user's file can have any name."""
     assert markdown_rows([["a", "b"], ["x|y", "l\nm"], [r"p\|q", ""]])[2:] == [r"| x\|y | l m |", r"| p\|q |  |"]
-    rows = latex_table([["a"], ["[x]"], ["l\n\nm"]]).splitlines()
-    assert rows[4:6] == [r"{[}x{]} \\", r"l  m \\"]
-
-
-def test_special_characters_of_latex_stand_for_themselves():
-    said = latex_text(r"a_b & 50 % {x} ~ ^ \ $ # -1.5 ± 2, x-1, **bold**")
-    assert said == (
-        r"a\_b \& 50 \% \{x\} \textasciitilde{} \textasciicircum{} \textbackslash{} \$ \# $-$1.5 $\pm$ 2, x-1, "
-        r"\textbf{bold}"
-    )
 
 
 @pytest.mark.parametrize(("kind", "begin"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
@@ -193,8 +177,8 @@ def test_examples_are_counted_as_they_were_measured():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("{", "is no record"),
-        ("[]", "is no record"),
+        ("{", "r.json: Expecting"),
+        ("[]", "r.json: expected what its experiment writes"),
         ({"metrics": [{"name": "a"}]}, "no row has the field 'valeu'; fields: name"),
         ({"metrics": [3]}, "row 1: expected an object, got 3"),
         ({"metrics": 3}, "metrics is 3"),
@@ -228,7 +212,7 @@ def test_damaged_rows_are_not_drawn(tmp_path, name, field, value, got):
         if value is ...:
             del row[field]
     file.write_text(json.dumps(record))
-    with pytest.raises(ValueError, match=f"{file} cannot be drawn: expected rows as its experiment writes them, got {got}"):
+    with pytest.raises(ValueError, match=f"{file}: expected what its experiment writes, got {got}"):
         for _, draw in figures(file, []):
             draw("png")
 
@@ -266,7 +250,6 @@ def test_a_record_beside_another_shows_the_ratio_of_each_row(tmp_path):
         ["quest", "s", "0.2", "0.4", "0.5", "budget=2,", "there", "4"],
     ]
     assert said[5] == "ratio (here over there) of 2 rows: median 1.25, from 0.5 to 2"
-    assert "and 1 more: kvjax compare" in compared(here, there, most=1)
 
 
 def test_records_that_measure_other_things_are_not_compared(tmp_path):
@@ -277,16 +260,17 @@ def test_records_that_measure_other_things_are_not_compared(tmp_path):
     assert compared(timed(here, [("full", 8, 1.0, {})]), timed(there, [("full", 9, 1.0, {})])).endswith("no row is in both")
 
 
-def test_a_run_is_compared_with_the_committed_record_of_its_name_and_kind(tmp_path, capsys):
+def test_a_record_is_compared_with_the_committed_one_of_its_name_and_kind_or_with_another(tmp_path, capsys):
     made = timed(tmp_path / "speed.json", [("full", 8, 1.0, {})])
-    assert committed(made, "speed") == RECORDS / "speed.json" and committed(RECORDS / "speed.json", "speed") is None
-    assert committed(made, "kernels") is None and committed(made, "speed", tmp_path / "nowhere") is None
-    Against().show(made, "another")
-    assert capsys.readouterr().out == ""
-    Against(against=timed(tmp_path / "old.json", [("full", 8, 2.0, {})])).show(made)
-    assert "median 0.5" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="--against: expected a record or a result folder, got .*, which does not exist"):
-        Against(against=tmp_path / "none.json")
+    assert committed(made) == RECORDS / "speed.json" and committed(RECORDS / "speed.json") is None
+    assert committed(timed(tmp_path / "kernels.json", [])) is None and committed(made, tmp_path / "nowhere") is None
+    old = timed(tmp_path / "old.json", [("full", 8, 2.0, {})])
+    for words in ([str(old)], ["--against", str(old)]):
+        assert main([str(made), *words]) == 0
+        assert "median 0.5" in capsys.readouterr().out
+    assert main([str(RECORDS / "results" / "qwen-32k"), "--against", str(RECORDS / "results" / "qwen-16k")]) == 0
+    assert "no row is in both" in capsys.readouterr().out
+    assert main([str(made), "--against", str(tmp_path / "none.json")]) == 2
 
 
 @pytest.mark.parametrize("name", ["speed.json", "offload.json", "kernels.json", "ablations/drift.json", "results/qwen-32k"])
