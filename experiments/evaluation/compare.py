@@ -1,8 +1,8 @@
 """Compare methods with Full, example by example; or two records row by row; or show a record.
 
 FOLDERS are result folders of eval; or a record of another experiment, such as speed, and the record to compare it with. In a
-checkout, a record alone is compared with the one of its name in docs/records. With --fields, or if there is no such record,
-the command shows what the record holds. --against puts any two records side by side, result folders too: both values of each
+checkout, a record alone is compared with the one of its name in docs/records; if there is no such record, the command shows
+what the record holds. --against puts any two records side by side, result folders too: both values of each
 row, and their ratio.
 """
 
@@ -14,9 +14,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.cli import Job, option, read_record
+from experiments.cli import Job, naming, option, read_record
 from experiments.evaluation.tables import csv_report, report
-from experiments.records import beside, describe, record_csv, write_bytes
+from experiments.records import beside, csv_table, describe, write_bytes
 
 RECORDS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "records"  # an installation lacks it
 
@@ -28,14 +28,12 @@ class CompareCommand:
     Attributes:
         folders: result folders of eval; or one or two records of another experiment
         against: a record or a result folder, whose rows are put beside those of the only other one
-        fields: comma-separated, the columns of the table of a record (default: those that tell rows apart)
         format: markdown; or csv, a line for each cell or row with plain numbers (default: csv if --out ends in .csv)
         out: file to write (default: standard output)
     """
 
     folders: tuple[pathlib.Path, ...] = option(positional=True)
     against: pathlib.Path | None = None
-    fields: tuple[str, ...] = ()
     format: str | None = option(None, choices=(None, "markdown", "csv"))
     out: pathlib.Path | None = None
 
@@ -47,7 +45,7 @@ class CompareCommand:
 
 def _compare(command: CompareCommand) -> None:
     record = read_record(command.folders[0])
-    if record["experiment"] == "eval" and not command.fields and command.against is None:
+    if record["experiment"] == "eval" and command.against is None:
         text = (csv_report if command.is_csv else report)(command.folders)
     else:
         text = _records(command, record)
@@ -61,14 +59,10 @@ def _compare(command: CompareCommand) -> None:
 def _records(command: CompareCommand, record: Mapping[str, Any]) -> str:
     """Compare two records row by row, or show one."""
     first, *others = [*command.folders, *([] if command.against is None else [command.against])]
-    if len(others) > 1:
-        raise ValueError(f"records are compared two at a time, got {1 + len(others)}")
-    if command.fields or command.is_csv:
-        if others:
-            raise ValueError(
-                f"a comparison of two records is text without --fields and --format, got {first} and {others[0]}"
-            )
-        return (record_csv if command.is_csv else describe)(record, command.fields).rstrip("\n") + "\n"
+    if len(others) > 1 or (others and command.is_csv):
+        raise ValueError(f"records are compared two at a time and as text, got {1 + len(others)}")
+    if command.is_csv:
+        return csv_table(record["metrics"])
     other = others[0] if others else committed(first)
     return f"{describe(record) if other is None else compared(first, other)}\n"
 
@@ -85,7 +79,8 @@ def committed(record: pathlib.Path, records: pathlib.Path = RECORDS) -> pathlib.
 
 def compared(record: pathlib.Path, other: pathlib.Path) -> str:
     """Show the rows that two records of one experiment share, with both values and their ratio, as text."""
-    return beside(read_record(record), read_record(other), (_shown(record), _shown(other)))
+    with naming(record, other):
+        return beside(read_record(record), read_record(other), (_shown(record), _shown(other)))
 
 
 def _shown(path: pathlib.Path) -> str:

@@ -147,7 +147,9 @@ class Runner:
                 self._say(
                     f"left out, because no file of questions is given (--haystack {names[0]}=file:PATH): {', '.join(names)}"
                 )
-            if any(file.startswith("questions:") for file in self.settings.files) and (note := forms_asked(self.model.directory)):
+            if any(file.startswith("questions:") for file in self.settings.files) and (
+                note := forms_asked(self.model.directory)
+            ):
                 self._say(note)
             self._say(f"{len(jobs)} cells to run, {len(choices) * len(self.cells) - len(jobs)} in {self.folder.path}")
             # The mean over all cells predicts the end better than the last cells, some of which have to be compiled.

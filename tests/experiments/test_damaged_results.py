@@ -91,7 +91,7 @@ def test_any_value_anywhere_is_compared_or_refused_by_a_sentence(results):
         ("metrics.json", "[" * 100_000, r"metrics\.json: expected what its experiment writes, got RecursionError"),
         ("metrics.json", json.dumps({**RECORD, "metrics": [{}]}), "KeyError: 'predictions'"),
         ("metrics.json", json.dumps({**RECORD, "versions": {}}), "KeyError: 'jax'"),
-        ("metrics.json", json.dumps({**RECORD, "metrics": [row("full", value="x")]}), "for object of type 'str'"),
+        ("metrics.json", json.dumps({**RECORD, "metrics": [row("full", value="x")]}), "expected what its experiment writes"),
         ("meta.json", '{"runs": 4}', r"meta\.json: .*expected a list of runs, got 4"),
         ("meta.json", '{"runs"', r"meta\.json: Expecting"),
         ("predictions/quest.jsonl", '{"key": "k0", "gro', r"quest\.jsonl: Unterminated"),

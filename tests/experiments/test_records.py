@@ -164,8 +164,6 @@ def test_a_record_is_described(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "experiment  speed" in lines and "settings    lengths 1, 2" in lines and "all rows    name tpot, unit s" in lines
     assert [line.split() for line in lines[-3:]] == [["method", "value"], ["full", "0.5"], ["quest", "0.25"]]
-    assert main([str(path), "--fields", "unit,value"]) == 0
-    assert capsys.readouterr().out.endswith("unit  value\ns     0.5\ns     0.25\n")
 
 
 def test_examples_are_counted_as_they_were_measured():
@@ -179,7 +177,6 @@ def test_examples_are_counted_as_they_were_measured():
     [
         ("{", "r.json: Expecting"),
         ("[]", "r.json: expected what its experiment writes"),
-        ({"metrics": [{"name": "a"}]}, "no row has the field 'valeu'; fields: name"),
         ({"metrics": [3]}, "row 1: expected an object, got 3"),
         ({"metrics": 3}, "metrics is 3"),
         ({"device": "H100"}, "device is 'H100'"),
@@ -190,7 +187,7 @@ def test_no_record_is_refused_with_a_line(tmp_path, capsys, change, words):
     path = tmp_path / "r.json"
     if change is not None:
         path.write_text(change if isinstance(change, str) else json.dumps(make_record("speed", {}, []) | change))
-    assert main([str(path), "--fields", "valeu"]) == 2
+    assert main([str(path)]) == 2
     err = capsys.readouterr().err
     assert words in err and err.count("\n") == 1
 
@@ -217,18 +214,12 @@ def test_damaged_rows_are_not_drawn(tmp_path, name, field, value, got):
             draw("png")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"value": "x"}, "row 1: expected a number as value, got 'x'"),
-        ({"knobs": 3}, "row 1: expected an object as knobs, got 3"),
-    ],
-)
-def test_damaged_rows_are_not_compared(tmp_path, change, message):
+@pytest.mark.parametrize("change", [{"value": "x"}, {"knobs": 3}])
+def test_damaged_rows_are_not_compared(tmp_path, change):
     whole = {"name": "decode", "method": "full", "value": 1.0, "unit": "s", "knobs": {}}
     for name, row in (("a", whole | change), ("b", whole)):
         write_record(tmp_path / f"{name}.json", make_record("speed", {}, [row]))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^{tmp_path / 'a.json'} and "):
         compared(tmp_path / "a.json", tmp_path / "b.json")
 
 
