@@ -96,8 +96,8 @@ def answer(
     """Answer questions about a text: the method compresses or indexes the text once, without any question.
 
     The chat template goes around context and question, if the model has one. The context is prefilled; each question is
-    appended to a copy of its cache (`kvjax.fork`, `kvjax.extend`), and answered (`kvjax.generate`). A blank line stands between
-    the two, unless the context ends or the question begins with white space.
+    appended to a copy of its cache (`kvjax.fork`, `kvjax.extend`), and answered (`kvjax.generate`). A blank line stands
+    between the two, unless the context ends or the question begins with white space.
 
     Args:
         model: what ``kvjax.models.load`` returns; or a name, a directory or a GGUF file, which is loaded for this call alone.
