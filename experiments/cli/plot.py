@@ -21,10 +21,7 @@ from experiments.cli.settings import nearest, option
 # The package that draws an experiment's records; `python -m experiments.lab.plot` has the lab's. It exports
 # `figures(record) -> (figures, usual)`: functions by name, without arguments, which return a figure or raise a ValueError
 # if the record lacks its values; and the usual names.
-PACKAGES: Mapping[str, str] = {
-    "demo": "experiments.demo", "eval": "experiments.evaluation",
-    "speed": "experiments.speed", "offload": "experiments.speed",
-}  # fmt: skip
+PACKAGES: Mapping[str, str] = {"demo": "experiments.demo", "eval": "experiments.evaluation", "speed": "experiments.speed"}
 _USUAL = ("png", "pdf")
 RECORDS_PACKAGE = "experiments.records"  # it writes files and knows matplotlib
 

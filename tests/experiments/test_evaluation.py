@@ -27,7 +27,6 @@ from experiments.evaluation.folder import Folder, read_predictions, read_runs
 from experiments.evaluation.grid import the_grid
 from experiments.evaluation.settings import EvaluationSettings
 from experiments.records import bootstrap_interval
-from experiments.speed import figures as speed_figures
 from kvjax.api.sweep import group_by_structure
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("evaluation")]
@@ -868,22 +867,10 @@ def test_eval_and_its_reports_take_a_method_from_outside(directory, tmp_path, ca
 def test_records_of_speed_and_of_a_demo_are_drawn():
     """By name: test_records.py draws the figures of speed."""
     known = {name: draw for path in ("speed.json", "demo-16k.json") for name, draw in figures(RECORDS / path, [])}
-    assert {"speed-tpot", "speed-memory", "demo-16k"} <= known.keys()
+    assert {"speed", "demo-16k"} <= known.keys()
     assert known["demo-16k"]("png").startswith(b"\x89PNG")
-
-    def split(parts):
-        row = {"name": "decode", "model": "m", "method": "quest", "length": 8, "batch": 1, "value": 6.0, "error": None}
-        known, _ = speed_figures({"experiment": "speed", "metrics": [row | parts]})
-        return known["split"]()
-
-    with pytest.raises(ValueError, match="without --no-split"):
-        split({})
-    panel = split({"split": {"rest": 3e-3, "attend": 2e-3, "select": 1e-3}}).axes[0]
-    assert [(bar.get_x(), bar.get_width()) for bar in panel.patches] == pytest.approx([(0, 3), (3, 2), (5, 1)])
-    panel = split({"split": {"rest": 3e-3, "attend": None, "select": None, "select_and_attend": 4e-3}}).axes[0]
-    assert [(bar.get_x(), bar.get_width()) for bar in panel.patches] == pytest.approx([(0, 3), (3, 4)])
-    with pytest.raises(ValueError, match="did you mean 'tpot'"):
-        figures(RECORDS / "speed.json", ["tpott"])
+    with pytest.raises(ValueError, match="did you mean 'scaling'"):
+        figures(RECORDS / "speed.json", ["scalling"])
     with pytest.raises(ValueError, match="a record of 'kernels' has no figures here"):
         figures(RECORDS / "kernels.json", [])
 

@@ -26,7 +26,6 @@ JOBS = sorted(
     if "\nmain = Job(" in path.read_text()
 )
 GIVEN = {  # values of settings without defaults
-    "AblationSettings": {"names": ["votes"]},
     "GenerateSettings": {"prompt_file": "-"},
     "AnswerSettings": {"file": "-", "question": ["Who?"]},
 }

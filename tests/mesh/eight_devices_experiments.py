@@ -178,16 +178,10 @@ def check_speed():
         more = json.loads(record.read_text())["metrics"][len(rows) :]
         assert "data=2,model=2, nccl-graph, (" in said and "of one device" in said
         assert "| nccl-graph | data=2,model=2 | Quest | 128 |" in record.with_suffix(".md").read_text()
-        said, _ = called(speed, *flags, "--mesh", "model=2", "--methods", "full", "--beside-part")
-        alone, whole = json.loads(record.read_text())["metrics"][len(rows) + len(more) :]
-        assert "one of 2 parts, alone" in said and "of a part alone" in said
     assert [(row["method"], row["sums"]) for row in more] == [
         (method, sums) for method in ("full", "quest", "chess") for sums in ("xla", "nccl-graph")
     ]
     assert rows[0]["run"] == rows[3]["run"], "one device is in the run of the mesh"
-    assert (alone["mesh"], alone["parts"], whole["mesh"]) == (None, 2, "data=1,model=2")
-    for name in ("weight_bytes", "weight_bytes_read", "cache_bytes_read", "cache_bytes", "floor"):
-        assert alone[name] == whole[name], name
     slots = f"data=1,{slots}"
     placed = [None] * 3 + [MESH] * 6 + [slots] * 6
     assert [(row["mesh"], row["error"]) for row in rows] == [(mesh, None) for mesh in placed]

@@ -77,11 +77,6 @@ def test_meshes_that_cannot_be_are_refused():
     for given, told in (
         ({"sums": ("xla",)}, "--sums has no meaning without --mesh"),
         ({"beside_one": True}, "--beside-one has no meaning without --mesh"),
-        ({"beside_part": True}, "--beside-part has no meaning without --mesh"),
-        (
-            {"beside_part": True, "mesh": "data=2,model=2", "batches": (2,)},
-            "divides the model and nothing else, got --mesh data=2",
-        ),
         ({"sums": ("tree",), "mesh": "model=2"}, "unknown sum 'tree', expected one of xla, nccl-graph, "),
         ({"sums": ("symmetric-graph",), "mesh": "model=2"}, "'symmetric-graph' needs a process with NCCL_NVLS_ENABLE=0: "),
     ):

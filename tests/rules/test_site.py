@@ -92,7 +92,7 @@ def test_tables_are_the_records():
     with pytest.raises(ValueError, match="no row with"):
         records.columns(file, ["method"], {"method": "nobody"})
     pages = records.pages(DOCS)
-    assert {"index.md", "speed-h200.md", "results-qwen-16k.md", "exact-qwen-16k.md"} <= pages.keys()
+    assert {"index.md", "speed-h200.md", "results-qwen-16k.md"} <= pages.keys()
     assert "| Full |" in pages["results-qwen-16k.md"] and "(speed-h200.md)" in pages["index.md"]
     quest = methods.pages(DOCS)["quest.md"]
     assert "| `num_dense_layers` | `2` | static |" in quest and "## Measured" in quest and "ms on an H200" in quest

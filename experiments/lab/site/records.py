@@ -1,4 +1,7 @@
-"""Tables of records for the site: each kind of record has the table of its command."""
+"""Tables of records for the site: each kind of record has the table of its command.
+
+Records of finished studies, of which no command is left, are listed without tables.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,9 @@ from typing import Any
 
 from experiments.cli import read_record
 from experiments.evaluation import against, averages, beside_full, load, read_runs, report
-from experiments.lab.ablations import ablation_tables
-from experiments.lab.exact.report import exact_tables
 from experiments.lab.fidelity import fidelity_tables
 from experiments.lab.insight.report import table as insight_table
-from experiments.lab.peers.speed.report import peer_tables
+from experiments.lab.peers.report import peer_tables
 from experiments.lab.tpu_bytes import tpu_bytes_table
 from experiments.records import device_kinds, markdown_rows, method_title, short_commit
 from experiments.speed import kernel_table, offload_tables, speed_tables
@@ -40,12 +41,8 @@ def tables(path: pathlib.Path) -> str:
         return report([path])
     if kind == "fidelity":
         return fidelity_tables(record)
-    if kind == "ablation":
-        return ablation_tables([path], path.parents[2] / "tables")
     if kind == "insight":
         return insight_table(record)
-    if kind == "exact":
-        return exact_tables(record["metrics"])
     return _WITH_NOTES[kind](record["metrics"], record["notes"]) if kind in _WITH_NOTES else ""
 
 

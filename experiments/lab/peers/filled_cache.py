@@ -8,14 +8,41 @@ CUDA graphs hold its address.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import transformers
 
-from experiments.lab.peers.speed.settings import PRESSES
-from experiments.lab.peers.torch_device import make_press
+from experiments.lab.peers.settings import PRESSES
 
 Layer = tuple[torch.Tensor, torch.Tensor]  # keys and values, [B, H, S, D] each
+
+
+class MissingPeerError(Exception):
+    """kvpress is not installed, or cannot be imported."""
+
+
+def make_press(name: str, length: int, budget: int) -> Any:
+    """Make a press with kvpress's defaults, which keeps ``budget`` of ``length`` tokens.
+
+    kvpress wraps the attention functions of transformers when it is imported, so rows without it run first.
+
+    Raises:
+        MissingPeerError: kvpress cannot be imported.
+        ValueError: the prompt has no more tokens than the budget.
+    """
+    try:
+        import kvpress
+    except ModuleNotFoundError as error:
+        if error.name == "kvpress":
+            raise MissingPeerError("kvpress is not installed: pip install kvpress") from error
+        raise MissingPeerError(f"kvpress needs {error.name}, which is not installed") from error
+    except ImportError as error:
+        raise MissingPeerError(f"kvpress cannot be imported: {error}") from error
+    if length <= budget:
+        raise ValueError(f"a prompt must have more tokens than the budget of {budget}, got {length}")
+    # kvpress keeps int(length * (1 - ratio)) tokens; the half makes this the budget, however the products are rounded.
+    return getattr(kvpress, name)(compression_ratio=1 - (budget + 0.5) / length)
 
 
 def random_layers(model: transformers.PreTrainedModel, batch: int, length: int) -> Iterator[Layer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import statistics
 import time
 from collections.abc import Mapping
@@ -11,11 +12,12 @@ from typing import Any
 import torch
 import transformers
 
-from experiments.lab.peers.speed import filled_cache, random_model, report
-from experiments.lab.peers.speed.decoding import decode_times
-from experiments.lab.peers.speed.settings import PeersSettings
-from experiments.lab.peers.torch_device import MissingPeerError, begin_run, free_memory
-from experiments.records import Results
+from experiments.lab.peers import filled_cache, random_model, report
+from experiments.lab.peers.decoding import decode_times
+from experiments.lab.peers.filled_cache import MissingPeerError
+from experiments.lab.peers.settings import PACKAGES, PeersSettings
+from experiments.records import Results, commit, versions
+from experiments.speed.rows import note_run, now
 from experiments.speed.settings import MODELS
 from experiments.speed.variants import budget_at
 
@@ -39,7 +41,9 @@ class Bench:
     @functools.cached_property
     def run(self) -> str:
         """The name of this process in the record."""
-        return begin_run(self.results, self.device)
+        run, device = now(), self.results.settings["device"]
+        note_run(self.results, run, {"commit": commit(), "versions": versions(PACKAGES), "device": device})
+        return run
 
     @functools.cached_property
     def model(self) -> transformers.PreTrainedModel:
@@ -50,7 +54,7 @@ class Bench:
         """Look a row up in the record; if the record has none, measure the row and record it.
 
         Args:
-            method: "full", or a name of `experiments.lab.peers.speed.PRESSES`.
+            method: "full", or a name of `experiments.lab.peers.PRESSES`.
             length: tokens of the prompt.
             batch: rows.
             cache: "static" or "dynamic".
@@ -73,7 +77,9 @@ class Bench:
             measured = {"value": None, "unit": "s/token"}
             self.failed += not (full or missing)
         torch.compiler.reset()  # compiled programs and graphs hold the cache's memory
-        free_memory(self.device)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
         row = {
             **identity,
             **measured,

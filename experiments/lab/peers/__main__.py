@@ -1,4 +1,4 @@
-"""Times decoding in PyTorch: `python -m experiments.lab.peers.speed --lengths 131072 --methods full,snapkv`.
+"""Times decoding in PyTorch: `python -m experiments.lab.peers --lengths 131072 --methods full,snapkv`.
 
 Shapes are the same as in `experiments.speed`. Weights are random, and the cache is filled as prefill would leave it, so that
 only decoding costs time. Full is Hugging Face's `generate`, with its default cache and with a static cache, for which
@@ -11,21 +11,31 @@ This job needs torch and transformers, which kvjax does not need. JAX starts no 
 
 from __future__ import annotations
 
+import importlib
+
 from experiments.cli import Job
-from experiments.lab.peers.speed import report
-from experiments.lab.peers.speed.settings import METHODS, PeersCommand, PeersSettings
-from experiments.lab.peers.torch_device import PACKAGES, check_torch, describe_device, the_device
+from experiments.lab.peers import report
+from experiments.lab.peers.settings import METHODS, PACKAGES, PeersCommand, PeersSettings
 from experiments.records import Results
 from experiments.speed.rows import finish
 from experiments.speed.settings import MODELS
 
 
 def _peers(settings: PeersSettings, command: PeersCommand) -> None:
-    check_torch("experiments.lab.peers.speed", "torch transformers")
-    from experiments.lab.peers.speed.bench import Bench
+    for name in ("torch", "transformers"):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            told = f"experiments.lab.peers needs {name}, which is not installed here: pip install torch transformers"
+            raise ModuleNotFoundError(told) from error
+    import torch
 
-    device = the_device()
-    described = describe_device(device)
+    from experiments.lab.peers.bench import Bench
+
+    device, described = torch.device("cpu"), {"platform": "cpu", "kind": "cpu", "count": 1}
+    if torch.cuda.is_available():
+        device = torch.device("cuda", 0)
+        described = {"platform": "gpu", "kind": torch.cuda.get_device_name(device), "count": 1}
     same = {"device": described["kind"], "weights": "random", "dtype": MODELS[settings.model]().dtype, "decoding": "greedy"}
     results = Results(command.out, "peers", same, device=described, packages=PACKAGES)
     bench = Bench(settings, results, device)

@@ -1,11 +1,11 @@
-"""The report of `experiments.lab.peers.speed` on a record: a printed line for each row, and a table."""
+"""The report of `experiments.lab.peers` on a record: a printed line for each row, and a table."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.lab.peers.torch_device import run_line
+from experiments.lab.peers.settings import SHOWN
 from experiments.records import method_title
 from experiments.records.report import Column, row_table
 from experiments.speed.rows import Row, failure, spread, titled
@@ -52,5 +52,7 @@ def peer_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
         mine = sorted((row for row in metrics if row["model"] == model), key=lambda row: (row["length"], row["batch"]))
         lines += [f"## {model}", "", *row_table(mine, _COLUMNS), ""]
     lines += [_LEGEND, ""]
-    lines += [run_line(run, about) for run, about in notes.get("runs", {}).items()]
+    for run, about in notes.get("runs", {}).items():
+        known = ", ".join(f"{name} {about['versions'][name]}" for name in SHOWN if name in about["versions"])
+        lines.append(f"Run {run}: {about['device']}, {known}, commit {about['commit']}.")
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""The settings of `experiments.lab.peers.speed`, and the press of kvpress that each method is."""
+"""The settings of `experiments.lab.peers`, and the press of kvpress that each method is."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ PRESSES = {
     "expectedattention": "ExpectedAttentionPress",
 }
 METHODS = ("full", *PRESSES)
+SHOWN = ("torch", "transformers", "kvpress", "flash-attn")
+PACKAGES = (*SHOWN, "triton")  # whose versions a record holds
 CACHES = ("static", "dynamic")
 MODES = ("reduce-overhead", "max-autotune", "default")
 
 
 @dataclasses.dataclass(frozen=True)
 class PeersSettings(Settings):
-    """What `experiments.lab.peers.speed` times.
+    """What `experiments.lab.peers` times.
 
     Attributes:
         model: shape of the model, which gets random weights
@@ -67,6 +69,6 @@ class PeersSettings(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class PeersCommand(Output):
-    """Where `experiments.lab.peers.speed` writes."""
+    """Where `experiments.lab.peers` writes."""
 
     out: pathlib.Path = option(pathlib.Path("runs/peers.json"), read=record_path)
