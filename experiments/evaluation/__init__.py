@@ -10,7 +10,6 @@ from experiments.evaluation.comparison import beside_full as beside_full
 from experiments.evaluation.comparison import load as load
 from experiments.evaluation.folder import Folder as Folder
 from experiments.evaluation.folder import read_predictions as read_predictions
-from experiments.evaluation.folder import read_runs as read_runs
 from experiments.evaluation.output import Shown as Shown
 from experiments.evaluation.plots import figures as figures
 from experiments.evaluation.runner import Runner as Runner

@@ -1,6 +1,6 @@
 """A result folder, which later runs continue.
 
-It holds config.yaml, metrics.json, meta.json, predictions/, examples.npz, a table and figures.
+It holds config.yaml, metrics.json, predictions/, examples.npz, a table and figures.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Folder:
     """The result folder of an evaluation.
 
     A cell is finished when its row is in metrics.json. The row is written after the cell's predictions, so an interruption
-    costs at most one cell. Every row names the run (an entry of meta.json) that made it, with commit, versions and device.
+    costs at most one cell. Every row has the index of the run in the record's note "runs", with commit, versions and device.
     Several processes may fill a folder, each with other methods or cells.
 
     Args:
         path: the folder, which is created if need be.
         common: settings that all cells of the folder share; JSON values.
-        config: text of config.yaml, which is written with the first cell; meta.json keeps the settings of every run.
-        meta: more facts about this run for meta.json, in addition to commit, versions and device; JSON values.
+        config: text of config.yaml, which is written with the first cell.
+        meta: more facts about this run for the note "runs", in addition to commit, versions and device; JSON values.
         force: throw away what the folder holds, as soon as this run has a cell.
 
     Raises:
@@ -45,11 +45,7 @@ class Folder:
         header = make_record("eval", {}, [])
         self._run = {name: header[name] for name in ("date", "commit", "versions", "device")} | dict(meta)
         self._run |= {"cells": 0, "compile_seconds": 0.0, "seconds": 0.0}
-        self._number: int | None = None  # this run's index in meta.json, as soon as it has a cell
-
-    @property
-    def _meta(self) -> pathlib.Path:
-        return self.path / "meta.json"
+        self._number: int | None = None  # this run's index, as soon as it has a cell
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -81,25 +77,21 @@ class Folder:
         with self.results.lock:
             if self._number is None:
                 self._begin(name)
-            self._keep_run()
+            self.results.change("runs", self._with_run)
             self.results.add({**row, "predictions": name, "run": self._number}, key)
 
-    def _keep_run(self) -> None:
-        runs = read_runs(self.path)
+    def _with_run(self, runs: list[Mapping[str, Any]] | None) -> list[Mapping[str, Any]]:
         if self._number is None:
-            self._number = len(runs)
-            runs.append(self._run)
-        runs[self._number] = self._run
-        write_bytes(self._meta, (json.dumps({"runs": runs}, separators=(",", ":")) + "\n").encode())
+            self._number = len(runs or ())
+        return [*(runs or ())[: self._number], self._run, *(runs or ())[self._number + 1 :]]
 
     def _begin(self, first: str) -> None:
         """Prepare the folder for this run's first cell, whose predictions are ``first``; with ``force`` clear it."""
-        file = self.path / "config.yaml"
         if self._force:
-            for old in (self._meta, file, self.path / examples.FILE, *self.path.glob("predictions/*.jsonl")):
+            for old in (self.path / examples.FILE, *self.path.glob("predictions/*.jsonl")):
                 if old != self.path / first:
                     old.unlink(missing_ok=True)
-        write_bytes(file, self._config.encode())
+        write_bytes(self.path / "config.yaml", self._config.encode())
 
     def keep_examples(self) -> None:
         """Write examples.npz, which stands in for the predictions if somebody leaves them out of the folder."""
@@ -111,18 +103,6 @@ class Folder:
         path = self.path / name
         write_bytes(path, data.encode() if isinstance(data, str) else data)
         return path
-
-
-def read_runs(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Read the runs that gave a folder its cells, oldest first, from its meta.json; empty if there is no such file."""
-    file = path / "meta.json"
-    if not file.is_file():
-        return []
-    with naming(file):
-        runs = json.loads(file.read_text(encoding="utf-8"))["runs"]
-        if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
-            raise TypeError(f"expected a list of runs, got {runs!r:.60}")
-        return runs
 
 
 def read_predictions(folder: pathlib.Path, row: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ from typing import Any
 from experiments.answering import budget_of, without_effect
 from experiments.cli import naming, read_record
 from experiments.evaluation.comparison import BASELINE, FEW, Compared, averages, beside_full, flat, load
-from experiments.evaluation.folder import read_runs
 from experiments.records import csv_table, device_kinds, markdown_rows, method_title, short_commit
 
 _OF_CELLS = f"; bold: beyond noise. Fewer than {FEW} examples that are all alike have no interval"  # not of means
@@ -184,7 +183,7 @@ def _about(folder: pathlib.Path) -> str:
     facts = (
         f"model {settings['model']}, {settings['dtype']}",
         f"{' and '.join(device_kinds(record))}, JAX {record['versions']['jax']}",
-        *_origins(read_runs(folder) or [record]),
+        *_origins(record["notes"].get("runs") or [record]),
         f"template {settings.get('template') or 'none'}, truncation {settings.get('truncation')}, "
         f"{settings.get('decoding')} decoding",
     )

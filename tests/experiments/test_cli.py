@@ -155,20 +155,20 @@ def test_a_text_is_put_into_the_template(directory, tmp_path, capsys):
     folder = shutil.copytree(directory, tmp_path / "chat")
     (folder / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %} [answer]")
     told = {}
-    for model, words in (
-        (folder, []), (folder, ["--template", "auto"]), (folder, ["--template", "auto", "--system", "Be brief."]),
-        (directory, ["--template", "auto"]),
-    ):  # fmt: skip
-        assert main(["generate", "--model", str(model), "--prompt", "The sky is", "--max-new-tokens", "4", *words]) == 0
+    for model, words in ((folder, []), (folder, ["--system", "Be brief."]), (directory, [])):
+        words = ["--prompt", "The sky is", "--max-new-tokens", "4", "--template", "auto", *words]
+        assert main(["generate", "--model", str(model), *words]) == 0
         told[model, len(words)] = capsys.readouterr().err
-    plain, chat, system, none = (int(re.search(r"(\d+) prompt tokens", err)[1]) for err in told.values())
-    assert plain == none < chat < system and "has no chat template: the text is continued" in told[directory, 2]
+    chat, system, none = (int(re.search(r"(\d+) prompt tokens", err)[1]) for err in told.values())
+    assert none < chat < system and "has no chat template: the text is continued" in told[directory, 6]
 
 
-def test_generate_under_a_wrapper(directory, prompt, capsys):
+def test_generate_reads_standard_input_under_a_wrapper(directory, prompt, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbf" + prompt.read_bytes())))
     words = ["--method", "stages(snapkv(budget=64), quest(budget=32, num_dense_layers=0))", "--max-new-tokens", "4"]
-    assert main(["generate", "--model", str(directory), "--prompt-file", str(prompt), *words]) == 0
-    assert "20 of 80 tokens attended" in capsys.readouterr().err  # a page, and the newest page with 4 tokens
+    assert main(["generate", "--model", str(directory), "--prompt-file", "-", *words]) == 0
+    out, err = capsys.readouterr()
+    assert out.strip() and "20 of 80 tokens attended" in err  # a page, and the newest page with 4 tokens
 
 
 def test_answers_are_a_line_each(directory, prompt, capsys):
@@ -177,12 +177,6 @@ def test_answers_are_a_line_each(directory, prompt, capsys):
     assert main(["answer", *words, "--method", "quest", "--set", "budget=1/4", "--set", "num_dense_layers=0"]) == 0
     out, err = capsys.readouterr()
     assert out.count("\n") == 2 and "tokens attended" in err
-
-
-def test_generate_reads_standard_input(directory, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfOnce upon a time")))
-    assert main(["generate", "--model", str(directory), "--prompt-file", "-", "--max-new-tokens", "8"]) == 0
-    assert capsys.readouterr().out.strip()
 
 
 def test_set_reads_values_as_the_knob_types_them():
@@ -211,12 +205,9 @@ ASKED = "generate --model {directory} --prompt a"
     ("words", "expected"),
     [
         (f"{GENERATE} --method snapkv --set budget", "--set takes KNOB=VALUE, got 'budget'"),
-        (f"{GENERATE} --method snapkv --set =3", "--set takes KNOB=VALUE, got '=3'"),
         (f"{GENERATE} --method snapkv --set budgte=64", "no knob 'budgte' (did you mean 'budget'?)"),
         (f"{GENERATE} --method snapkv --set budget=many", "budget must be a whole number"),
-        (f"{GENERATE} --method snapkv --set budget=12.5", "got '12.5'"),
         (f"{GENERATE} --method chess --set ratios=0.5,much,1", "ratios must be a tuple of 3 numbers"),
-        (f"{GENERATE} --method sentencekv --set boundary=3", "boundary must be"),
         (f"{GENERATE} --method snapkv --set budget=8", "budget must be a whole number of at least 32"),
         (f"{GENERATE} --method snapvk --set budget=64", "unknown method 'snapvk' (did you mean 'snapkv'?)"),
         (f"{GENERATE} --method json:loads", "'json:loads' names no method: a method must be a subclass"),
@@ -237,7 +228,6 @@ ASKED = "generate --model {directory} --prompt a"
         ("generat", "unknown command 'generat' (did you mean 'generate'?)"),
         ("", "a command is missing"),
         ("ls qest", "unknown method 'qest' (did you mean 'quest'?)"),
-        ("ls taks", "unknown method 'taks' (did you mean 'tasks'?)"),
         ("ls tasks niah_singel_1", "unknown task 'niah_singel_1', did you mean 'niah_single_1'?"),
         ("ls tasks qa_1", "squad file"),
         ("ls kvpress:nowhere", "nowhere"),

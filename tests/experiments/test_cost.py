@@ -102,19 +102,6 @@ def test_ask_finds_what_was_compiled_ahead(name):
     assert sum(found.values()) == before == len(LARGE)
 
 
-def test_limits_end_rows_and_nobody_else():
-    params = models.random_params(CONFIG, jax.random.key(0))
-    contexts = [list(range(1 + i, 60 + i)) for i in range(3)]
-
-    def answers(limits, eos=()):
-        return [x[0] for x in ask(params, CONFIG, contexts, "full", Shape(128, 2, 8), limits=limits, eos_token_ids=eos).ids]
-
-    whole = answers(())
-    assert [len(ids) for ids in whole] == [8, 8, 8]
-    assert answers([[3], [8], [1]]) == [whole[0][:3], whole[1], whole[2][:1]]
-    assert answers([[3], [8], [1]], eos=(whole[0][1],))[0] == whole[0][: whole[0].index(whole[0][1]) + 1]
-
-
 def test_a_clock_counts_its_own_thread():
     def compile_something():
         jax.jit(lambda x: x * 3 + 1).lower(np.float32(2)).compile()

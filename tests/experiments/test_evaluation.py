@@ -23,7 +23,7 @@ from experiments.benchmarks import Cell, Example, Reading, encode_cell
 from experiments.cli import figures, read_record, read_yaml
 from experiments.cli.main import main
 from experiments.evaluation import answers, cells, comparison, plan, plots, runner, tables
-from experiments.evaluation.folder import Folder, read_predictions, read_runs
+from experiments.evaluation.folder import Folder, read_predictions
 from experiments.evaluation.grid import the_grid
 from experiments.evaluation.settings import EvaluationSettings
 from experiments.records import bootstrap_interval
@@ -189,7 +189,7 @@ def test_an_interrupted_evaluation_goes_on(directory, tmp_path, monkeypatch):
         assert all(row[name] is not None for name in needed) and 0 <= row["value"] <= 100
         lines = read_predictions(tmp_path, row)
         assert len(lines) == 2 and all(line["answer_tokens"] <= 4 for line in lines)
-    runs = json.loads((tmp_path / "meta.json").read_text())["runs"]
+    runs = read_record(tmp_path)["notes"]["runs"]
     assert [one["cells"] for one in runs] == [3, 1] and runs[0]["eos_token_ids"] == [0]
     assert [row["run"] for row in found["metrics"]] == [0, 0, 0, 1]
     for name, value in (("max_new_tokens", 5), ("samples", 3), ("seed", 1)):
@@ -599,7 +599,7 @@ def test_what_is_forced_away_stays_until_there_is_something_new(tmp_path):
     assert "full" in (tmp_path / "config.yaml").read_text()
     add(again, "quest")
     assert [x["method"] for x in read_record(tmp_path)["metrics"]] == ["quest"]
-    assert len(read_runs(tmp_path)) == len(list((tmp_path / "predictions").iterdir())) == 1
+    assert len(read_record(tmp_path)["notes"]["runs"]) == len(list((tmp_path / "predictions").iterdir())) == 1
     assert "full" not in (tmp_path / "config.yaml").read_text() and (tmp_path / "mine.png").exists()
 
 
@@ -621,7 +621,7 @@ def test_two_processes_fill_one_folder(tmp_path):
             add(folder, method, task)
     rows = read_record(tmp_path)["metrics"]
     assert [(row["method"], row["run"]) for row in rows] == [("full", 0), ("quest", 1)] * 2
-    runs = json.loads((tmp_path / "meta.json").read_text())["runs"]
+    runs = read_record(tmp_path)["notes"]["runs"]
     assert [(run["cells"], run["seconds"]) for run in runs] == [(2, 2.0)] * 2
     together = comparison.beside_full(comparison.load([tmp_path]))
     assert [one.row["method"] for one in together] == ["full", "full", "quest", "quest"]
@@ -832,7 +832,7 @@ def test_eval_and_its_reports_take_a_method_from_outside(directory, tmp_path, ca
     assert [row["method"] for row in line["rows"]] == ["full"] * 2 + ["newest(budget=1/8)"] * 2
     assert line["rows"][2]["knobs"] == {"class": OUTSIDE, "budget": 64, "capacity": 64}
     assert read_yaml(out / "config.yaml")["methods"] == [{OUTSIDE: {"budget": "1/8"}}]
-    for name in ("config.yaml", "metrics.json", "meta.json", "table.md", "resident.png", "needle.pdf", "pareto.png"):
+    for name in ("config.yaml", "metrics.json", "table.md", "resident.png", "needle.pdf", "pareto.png"):
         assert (out / name).stat().st_size > 100
     assert main(["eval", *flags, "--methods", OUTSIDE, "--set", "newest.budget=1/8"]) == 0
     shown = capsys.readouterr()

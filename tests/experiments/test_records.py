@@ -26,7 +26,6 @@ from experiments.records import (
     write_record,
 )
 from experiments.records.names_on_lines import label_lines, spread
-from experiments.records.plotting import amount_axis, line_style, token_axis, token_label
 from kvjax import registry
 
 RECORDS = pathlib.Path(__file__).parents[2] / "docs" / "records"
@@ -68,8 +67,7 @@ def test_figures_are_the_same_bytes_whenever_they_are_drawn(kind, begin):
 def test_names_at_the_ends_of_lines_are_inside_of_the_panel():
     figure = new_figure(4, 3)
     panel = figure.subplots()
-    token_axis(panel, [1024, 131072])
-    panel.set_ylim(0, 10)
+    panel.set(xscale="log", xlim=(1024, 131072), ylim=(0, 10))
     label_lines(panel, [(131072, 9.9, "a very long name of a method", "#0072b2"), (131072, 9.8, "another", "#d55e00")])
     figure.draw_without_rendering()
     outer, boxes = panel.get_window_extent(), [text.get_window_extent() for text in panel.texts]
@@ -115,26 +113,6 @@ def test_names_beside_lines_do_not_overlap():
     close = spread([0.50, 0.51, 0.49, 0.02, 0.0, 1.0], 0.1).tolist()
     assert sorted(close) == pytest.approx([0.0, 0.1, 0.4, 0.5, 0.6, 1.0])
     assert close.index(max(close[:3])) == 1 and close[3] > close[4]  # the order stays
-
-
-@pytest.mark.parametrize(("values", "scale"), [([3.0, 20.0], "linear"), ([3.0, 40.0], "log")])
-def test_an_axis_of_amounts_begins_at_zero_or_is_logarithmic(values, scale):
-    panel = new_figure(3, 2).subplots()
-    amount_axis(panel, values)
-    low, high = panel.get_ylim()
-    ticks = [text.get_text() for text in panel.get_yticklabels()]
-    assert scale == "linear" or {"5", "10", "20"} <= {*ticks}, ticks
-    assert panel.get_yscale() == scale and (low == 0) == (scale == "linear") and low < min(values) and high > max(values)
-
-
-def test_a_single_length_has_an_axis_too():
-    figure = new_figure(4, 3)
-    panel = figure.subplots()
-    panel.plot([4096], [2.0], **line_style(9))
-    token_axis(panel, [4096])
-    label_lines(panel, [(4096, 2.0, "alone", "#f0e442")])
-    assert save(figure).startswith(b"\x89PNG") and [text.get_text() for text in panel.get_xticklabels()] == ["4K"]
-    assert [token_label(count) for count in (200, 1024, 8000, 131072)] == ["200", "1K", "8,000", "128K"]
 
 
 @pytest.mark.parametrize(

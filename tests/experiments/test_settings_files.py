@@ -106,6 +106,7 @@ def test_evicting_methods_of_long_answers_need_no_more_memory_for_ten_thousand_t
     assert set(needed) - flat == {"full", "quest", "tokenselect", "pariskv", "verified"}
 
 
+@pytest.mark.thorough
 def test_reversed_drops_what_snapkv_keeps(quick_compile):
     """Together the two methods keep every token of every head, and both keep the window alone."""
     window, budget, length = 4, 12, 40
