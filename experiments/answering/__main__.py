@@ -60,8 +60,6 @@ class GenerateSettings(MethodSettings):
             raise ValueError(f"the text to continue is given by --prompt TEXT or --prompt-file FILE, got {got}")
         if self.template == "none" and (self.system is not None or self.template_variables):
             raise ValueError("--system and --template-set belong to a chat template: add --template auto")
-        if not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"--seed must be a whole number of at most 64 bits, got {self.seed}")
         Sampler(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 

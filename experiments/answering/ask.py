@@ -75,7 +75,13 @@ class Asked:
 
 
 def pad(rows: Sequence[Ids], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pad token ids on the right, to int32 [rows, length]; return them and their lengths, int32 [rows]."""
+    """Pad token ids on the right, to int32 [rows, length]; return them and their lengths, int32 [rows].
+
+    Raises:
+        ValueError: a row is longer.
+    """
+    if (longest := max(map(len, rows))) > length:
+        raise ValueError(f"rows must have at most {length} tokens, got {longest}")
     padded = np.zeros((len(rows), length), np.int32)
     for row, tokens in enumerate(rows):
         padded[row, : len(tokens)] = tokens
@@ -120,9 +126,8 @@ def ask_in_turn(
         share of the time to prefill the contexts.
 
     Raises:
-        ValueError: a context or a question is longer than the shape allows, or a context has more questions than the shape.
+        ValueError: a context or a question is longer than the shape allows.
     """
-    _check(contexts, questions, shape)
     clock = clock or CompileClock()
     results = [Asked([], [], 0.0, 0.0, 0.0) for _ in methods]
     for start in range(0, len(contexts), shape.rows):
@@ -234,22 +239,6 @@ def programs(
             kv_dtype=kv_dtype,
             share_storage=True,
         )
-
-
-def _check(contexts: Sequence[Ids], questions: Sequence[Sequence[Ids]], shape: Shape) -> None:
-    longest = max(len(tokens) for tokens in contexts)
-    if longest > shape.length:
-        raise ValueError(f"contexts must have at most {shape.length} tokens, got {longest}")
-    if not shape.questions:
-        return
-    if len(questions) != len(contexts):
-        raise ValueError(f"questions must be given for each of {len(contexts)} contexts, got {len(questions)}")
-    counts = [len(asked) for asked in questions]
-    if not 1 <= min(counts) <= max(counts) <= shape.questions:
-        raise ValueError(f"each context must have 1 to {shape.questions} questions, got {min(counts)} to {max(counts)}")
-    longest = max(len(tokens) for asked in questions for tokens in asked)
-    if longest > shape.question_length:
-        raise ValueError(f"questions must have at most {shape.question_length} tokens, got {longest}")
 
 
 def account(stats: Sequence[tuple[int, kvjax.Stats]], rows: int) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from experiments.evaluation.comparison import beside_full as beside_full
 from experiments.evaluation.comparison import load as load
 from experiments.evaluation.folder import Folder as Folder
 from experiments.evaluation.folder import read_predictions as read_predictions
-from experiments.evaluation.output import Shown as Shown
 from experiments.evaluation.plots import figures as figures
 from experiments.evaluation.runner import Runner as Runner
 from experiments.evaluation.settings import EvaluationSettings as EvaluationSettings
+from experiments.evaluation.settings import Shown as Shown
 from experiments.evaluation.tables import against as against
 from experiments.evaluation.tables import report as report

@@ -130,3 +130,18 @@ class EvaluationSettings(MeshSettings):
     def choices(self) -> list[Choice]:
         """Full, then every method without repeats; a method whose budget is not given comes at each of `budgets`."""
         return at_budgets(self.methods, self.budgets)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shown:
+    """What is shown of results.
+
+    Attributes:
+        plot: draw figures (needs matplotlib)
+        json: print a JSON line instead of the table
+        quiet: show no progress
+    """
+
+    plot: bool = True
+    json: bool = False
+    quiet: bool = False

@@ -66,20 +66,15 @@ def test_ls_names_and_explains_every_method_and_wrapper(capsys):
     assert budget == {"name": "budget", "default": 1024, "traced": True, "doc": budget["doc"]}
     assert main(["ls"]) == 0
     text = capsys.readouterr().out
-    assert all(f"\n{name}  [" in f"\n{text}" for name in listed) and "\nWrappers, which are made of methods: " in text
-    assert "budget=1024" in text and "traced" in text and "static" in text
-    for name, cls in registry.classes().items():
-        assert f"{name}  [{cls.PAPER}]" in text
-        assert main(["ls", name]) == 0
-        own = capsys.readouterr().out
-        assert own.startswith(f"{cls.__name__} (--method {name})") and cls.PAPER in own and cls.keeps in own
-        assert all(f"  {knob.name}=" in own and knob.doc in own for knob in registry.knobs(cls))
-    assert main(["ls", *EXAMPLES, *PATTERNS]) == 0
-    text = capsys.readouterr().out
+    parts = text.split("\n\n")
+    for part, name in zip(parts, listed, strict=False):
+        cls = registry.find(name)
+        assert part.startswith(f"{name}  (--method ") and f".{cls.__name__})" in part and cls.keeps in part
+        assert all(f"  {knob.name}=" in part and knob.doc in part for knob in registry.knobs(cls))
+        assert main(["ls", name]) == 0 and capsys.readouterr().out == f"{part}\n\n{parts[-1]}"
     for name, example in EXAMPLES.items():
-        cls = type(kvjax.make(example))
-        assert f'{cls.__name__} (--method "{example}")' in text and registry.WRAPPERS[name] is cls
-    assert 'Prefill (--method "xattention(quest)")' in text and "object at" not in text and "arXiv:2502.20766" in text
+        assert f'{name}  (--method "{example}", or ' in text and registry.WRAPPERS[name] is type(kvjax.make(example))
+    assert '--method "xattention(quest)"' in text and "object at" not in text and "arXiv:2502.20766" in text
 
 
 def test_ls_lists_tasks_and_shows_examples(capsys):
@@ -212,7 +207,6 @@ ASKED = "generate --model {directory} --prompt a"
         (f"{GENERATE} --method snapvk --set budget=64", "unknown method 'snapvk' (did you mean 'snapkv'?)"),
         (f"{GENERATE} --method json:loads", "'json:loads' names no method: a method must be a subclass"),
         (f"{GENERATE} --max-new-tokens 0", "max-new-tokens"),
-        (f"{GENERATE} --seed {2**63}", f"--seed must be a whole number of at most 64 bits, got {2**63}"),
         (f"{GENERATE} --top-k 3", "need a temperature"),
         ("generate --model {directory}", "by --prompt TEXT or --prompt-file FILE, got neither"),
         (f"{ASKED} --prompt-file -", "got both"),

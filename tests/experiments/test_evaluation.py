@@ -128,8 +128,6 @@ def test_under_full_a_question_may_stand_in_the_prompt_or_after_it():
             said += turns[row][turn]
     with pytest.raises(ValueError, match="at most 32 tokens, got 33"):
         ids([[1] * 33], Shape(32, 1, 6))
-    with pytest.raises(ValueError, match="1 to 1 questions, got 2 to 3"):
-        ids(contexts[:2], Shape(32, 2, 6, questions=1, question_length=8), questions[:2])
 
 
 # ---- keys ---------------------------------------------------------------------------------------------------------
