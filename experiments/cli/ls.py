@@ -20,7 +20,9 @@ from experiments.cli.job import Job
 from experiments.cli.settings import nearest, option
 
 _OTHERS = ("tasks", "models", "families", "cache")
-_EXPLAINED = "--set KNOB=VALUE sets a knob; traced: a sweep varies it within one compile, static: it decides a shape or a branch"
+_EXPLAINED = (
+    "--set KNOB=VALUE sets a knob; traced: a sweep varies it within a compile, static: it decides a shape or a branch"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,13 +139,15 @@ def _json(value: Any) -> Any:
 
 def _explained(entry: dict[str, Any]) -> str:
     room = entry["path"].partition(":")[0].rpartition(".")[0] if entry["wrapper"] else "kvjax.methods"
-    cls = entry["path"] if entry["outside"] else f"{room}.{entry['class']}"
+    method, cls = entry["example"], f"{room}.{entry['class']}"
+    if entry["outside"]:
+        method, cls = entry["path"], entry["class"]
     arxiv, is_arxiv, number = entry["paper"].partition("arXiv:")
     link = f", https://arxiv.org/abs/{number}" if is_arxiv and not arxiv else ""
     shown = [f"{knob['name']}={_text(knob['default'])}" for knob in entry["knobs"]]
     width = max(map(len, shown), default=0)
     lines = [
-        f'{entry["name"]}  (--method "{entry["example"]}", or {cls})',
+        f'{entry["name"]}  (--method "{method}", or {cls})',
         *textwrap.wrap(entry["idea"], 100),
         f"paper: {entry['paper']}{link}",
         f"keeps: {entry['keeps']}",
