@@ -311,21 +311,6 @@ def jobs_of(labels, needs, tasks="tu"):
     ]
 
 
-@pytest.mark.parametrize(
-    "labels, needs, most, limit, tokens, expected",
-    [
-        ("abxde", (4, 3, 9, 2, 9), 3, 9, 1, [("abd", 1), ("x", 1), ("e", 1)]),
-        ("abc", (1, 1, 1), 1, 9, 1, [("a", 1), ("b", 1), ("c", 1)]),
-        ("abcd", (5, 4, 4, 5), 9, 9, 1, [("ab", 1), ("cd", 1)]),
-        ("abc", (0, 9, 1), 9, 9, 1, [("ab", 1), ("c", 1)]),
-        ("ax", (2, 3), 9, 5, 4, [("a", 2), ("x", 1)]),  # fewer rows until a cache fits
-    ],
-)
-def test_as_many_jobs_are_prefilled_together_as_fit(labels, needs, most, limit, tokens, expected):
-    groups = Sized(most, limit, tokens * 65536).groups(jobs_of(labels, needs, "t"))
-    assert [("".join(job.label for job in group.jobs), group.tokens // 65536) for group in groups] == expected
-
-
 def test_a_plan_has_every_job_once_in_a_group_that_fits():
     for seed in range(20):
         draw = np.random.default_rng(seed)
@@ -393,31 +378,23 @@ def test_a_folder_has_one_calibration_whatever_tasks_a_process_runs(directory, t
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--sample 3", "'--samples'"),
         ("--tasks niah_singel_1", "unknown task 'niah_singel_1'"),
-        ("--tasks vt,perplexity", "unknown task 'perplexity'"),
         ("--tasks longbnch:x", "unknown format 'longbnch' in 'longbnch:x', expected one of questions, ruler"),
         ("--tasks mine.csv", "questions:mine.csv for a table of your own questions"),
         ("--tasks qa_1", "qa_1=file:PATH"),
         ("--tasks ruler:vt.jsonl", "vt.jsonl: expected a file, got nothing"),
         ("--tasks vt,file_turns --questions 4 --question extend", "expected question='turns' for more than one question"),
-        ("--question before", "expected one of prefill"),
         ("--question turns", "questions must be above 1"),
         ("--depths 2", "depths must lie in"),
-        ("--lengths 4k", "got '4k'"),
-        ("--samples 1.5", "1.5"),
         ("--methods quest --budgets=-3", "a budget is a share"),
-        ("--methods qest", "did you mean 'quest'"),
         ("--methods snapkv --set quest.budget=3", "none of the methods"),
         ("--methods qest --grid budget=1,2", "did you mean 'quest'"),
         ("--methods quest --grid bugdet=3,4", "no knob 'bugdet' (did you mean 'budget'?)"),
         ("--methods quest --grid budget", "--grid takes"),
         ("--methods quest,h2o --grid budget=64", "one in --methods, got quest, h2o"),
         ("--methods quest --grid budget=64 --grid budget=64", "--grid names budget twice"),
-        ("--methods quest --grid budget=64,8", "at least 16 tokens"),
         ("--methods quest --grid budget=1/4,1/2000", "budget must be a whole number of at least 1, got 0"),
         ("--methods quest --set quest.budget=48 --grid budget=64", "budget is given one value and a grid of values"),
-        ("--methods mosaickv --grid fraction=0.1,1.5", "above 0 and at most 1, got 1.5"),
         ("--methods chess --grid ratios=aggressive;0.5,0.2", "ratios must be a tuple of 3 numbers"),
     ],
 )
@@ -676,10 +653,6 @@ def test_only_whole_sets_of_tasks_are_averaged():
     rows += [entry("all", [0.0, 0.0], name="b", task="b")]
     means = {one["method"]: one["score"] for one in comparison.averages(comparison.beside_full(rows))}
     assert means == {"full": 100, "all": 25}
-
-
-def test_the_frontier_drops_dominated_points():
-    assert plots.pareto([(3, 50), (1, 40), (2, 30), (3, 60), (4, 60)]) == [(1, 40), (3, 60)]
 
 
 def test_a_method_looks_alike_in_every_panel():

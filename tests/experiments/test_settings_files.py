@@ -22,7 +22,7 @@ from kvjax.accounting.memory import memory_needed
 from kvjax.methods import Full, Quest, SnapKV
 from kvjax.testing.layer import stored
 from kvjax.testing.model import TinyModel
-from kvjax.wrappers import DenseBelow, LayerBudgets, Pattern, Periodic, PerLayer, Prefill, Stages, Twilight
+from kvjax.wrappers import LayerBudgets, Pattern, PerLayer, Prefill, Stages, Twilight
 from tests import harness
 from tests.kvjax.cases import ONE
 from tests.tiny_models import SHIPPED, write_model
@@ -139,32 +139,20 @@ def test_a_wrapper_is_named_with_the_method_inside():
     ("text", "entry", "method"),
     [
         ("quest(budget=1/4)", {"quest": {"budget": "1/4"}}, Quest(budget=256)),
-        ("Twilight( quest )", {"twilight": {"method": "quest"}}, Twilight(method=Quest(budget=128))),
         (
             "twilight(quest(budget=1/16, page_size=8), mass=0.5)",
             {"twilight": {"method": {"quest": {"budget": "1/16", "page_size": 8}}, "mass": 0.5}},
             Twilight(method=Quest(budget=64, page_size=8), mass=0.5),
         ),
         (
-            "periodic(snapkv, interval=64)",
-            {"periodic": {"evict": "snapkv", "interval": 64}},
-            Periodic(evict=SnapKV(budget=128), interval=64),
-        ),
-        (
             "stages(snapkv, quest)",
             {"stages": {"evict": "snapkv", "retrieve": "quest"}},
             Stages(evict=SnapKV(budget=256), retrieve=Quest(budget=128)),
         ),
-        ("minference(full)", {"prefill": {"method": "full"}}, Prefill(method=Full())),
         (
             "xattention(full, block=64)",
             {"prefill": {"block": 64, "pattern": {"kind": "xattention"}, "method": "full"}},
             Prefill(method=Full(), block=64, pattern=Pattern("xattention")),
-        ),
-        (
-            "densebelow(method=quest, length=512)",
-            {"densebelow": {"method": "quest", "length": 512}},
-            DenseBelow(method=Quest(budget=128), length=512),
         ),
         (
             "layerbudgets(snapkv, shares=(1.5, 0.5))",
@@ -201,13 +189,8 @@ def test_budgets_are_those_of_the_method_inside():
     ("text", "told"),
     [
         ("twilight", "Twilight must be given method, for example twilight"),
-        ("densebelow(quest)", "DenseBelow must be given length"),
         ("twilight(", "expected a method as NAME"),
-        ("twilight()", "expected a method as NAME"),
-        ("twilight(quest)s", "expected a method as NAME"),
-        ("twilight(quest))", "expected a method as NAME"),
         ("twilight(quest, quest)", "Twilight takes no other method inside, got 'quest'"),
-        ("quest(knorm)", "Quest takes no method inside, got 'knorm'"),
         ("twilight(qest)", "unknown method 'qest'"),
         ("twilight(quest, mas=1)", "no knob 'mas' .did you mean 'mass'"),
         ("twilight(quest, mass=all)", "mass must be a finite number"),

@@ -196,21 +196,21 @@ class Spread(Eviction):
 """
 FIRST_USES = """
 import sys
-from experiments.answering import knobs_by_method
+from experiments.answering import choices_of, knobs_by_method, set_knobs
 from experiments.answering.__main__ import GenerateSettings
-from experiments.demo.settings import DemoSettings
-from experiments.evaluation.settings import EvaluationSettings, choices_of, set_knobs
+from experiments.demo.__main__ import DemoSettings
+from experiments.evaluation.settings import EvaluationSettings
 from experiments.evaluation.grid import the_grid
 from kvjax import plugins, registry
 
 def sweep(path):
     methods = set_knobs(choices_of([path]), ["spread.tilt=2", "spread.budget=512"])
     grid = the_grid(EvaluationSettings(methods=methods), ["width=0,1,2", "gaps=1,2;3,4"])
-    assert grid.varied == {"width": [0, 1, 2], "gaps": [(1, 2), (3, 4)]} and grid.fixed == {"tilt": 2.0, "budget": 512}
-    assert len(grid.choices()) == 6
+    assert [choice.knobs["gaps"] for choice in grid] == [(1, 2), (3, 4)] * 3 and {c.knobs["tilt"] for c in grid} == {2.0}
 
 def generate(path):
-    assert GenerateSettings(prompt_file="-", method=path, set=("width=2", "gaps=3,4")).knobs == {"width": 2, "gaps": (3, 4)}
+    made = GenerateSettings(prompt_file="-", method=path, set=("width=2", "gaps=3,4")).make(9)
+    assert (made.width, made.gaps) == (2, (3, 4))
 
 def evaluate(path):
     made = EvaluationSettings.from_mapping({"methods": [{path: {"width": 2}}], "tasks": "passkey"}, "here")
@@ -221,7 +221,8 @@ def knobs(path):
     assert knobs_by_method([f"{path}.width=2"]) == {"spread": {"width": 2}}
 
 def demo(path):
-    assert [choice.name for choice in DemoSettings(methods=(path,)).evaluation().choices][1:] == ["spread"] * 2
+    made = DemoSettings.from_mapping({"methods": path}, "here").with_budgets()
+    assert [choice.name for choice in made.choices][1:] == ["spread"] * 2
 
 for first in (sweep, generate, evaluate, knobs, demo):
     plugins._registered.clear()  # the command is the first thing that the process does
