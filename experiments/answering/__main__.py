@@ -11,7 +11,6 @@ import jax
 from jsonargparse.typing import PositiveInt
 
 import kvjax
-import models
 from experiments.answering.method_settings import MethodSettings
 from experiments.answering.model import LoadedModel, check_system
 from experiments.answering.texts import read_prompt
@@ -100,7 +99,7 @@ def _generate(settings: GenerateSettings) -> None:
 
 def _encode(model: LoadedModel, prompt: str, settings: GenerateSettings) -> list[int]:
     """Encode the prompt, in the chat template if it is wanted and there is one."""
-    template = models.ChatTemplate.from_directory(model.directory) if settings.template == "auto" else None
+    template = model.template if settings.template == "auto" else None
     check_system(template, settings.system)
     if template is None:
         if settings.template == "auto":

@@ -95,10 +95,7 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
             entries += [_entry(folder, row, lines) for row, lines in read_examples(folder, record["metrics"])]
     check_library([entry.row for entry in entries], " and ".join(map(str, folders)))
     check_alike(entry.row for entry in entries)
-    rows = told_apart([entry.row for entry in entries])
-    return [
-        dataclasses.replace(entry, row={**entry.row, "name": row["name"]}) for entry, row in zip(entries, rows, strict=True)
-    ]
+    return entries
 
 
 def _entry(folder: pathlib.Path, row: dict[str, Any], lines: Sequence[Mapping[str, Any]]) -> Entry:
@@ -108,24 +105,12 @@ def _entry(folder: pathlib.Path, row: dict[str, Any], lines: Sequence[Mapping[st
     scores, answers, groups = (
         {key: line[name] for key, line in zip(keys, lines, strict=True)} for name in ("score", "answer", "group")
     )
-    return Entry(folder, row, scores, answers, groups)
+    return Entry(folder, named(row), scores, answers, groups)
 
 
-def told_apart(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Name in each row the file of its task, where rows of one task come from several files."""
-    sources: dict[str, set[str]] = {}
-    for row in rows:
-        sources.setdefault(row["name"], set()).add(row.get("source") or "")
-
-    def name(row: Mapping[str, Any]) -> str:
-        source, others = row.get("source") or "", sources[row["name"]]
-        if len(others) < 2 or not source:
-            return row["name"]
-        short = pathlib.PurePath(source).name
-        alone = len({pathlib.PurePath(other).name for other in others}) == len(others)
-        return f"{row['name']} ({short if alone else source})"
-
-    return [{**row, "name": name(row)} for row in rows]
+def named(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the name of the file to the name of a row's task, which several files may have."""
+    return {**row, "name": f"{row['name']} ({pathlib.PurePath(row['source']).name})" if row.get("source") else row["name"]}
 
 
 def beside_full(entries: Sequence[Entry]) -> list[Compared]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.answering import BASELINES, PAPERS
-from experiments.evaluation.comparison import BASELINE, COUNTED, place_of, told_apart
+from experiments.evaluation.comparison import BASELINE, COUNTED, named, place_of
 from experiments.evaluation.same_examples import check_alike
 from experiments.records import (
     FAINT,
@@ -321,6 +321,6 @@ def default_kinds(rows: Sequence[Row]) -> list[str]:
 def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], list[str]]:
     """Return the figures of a folder's record by name, and the names of the usual figures, for `experiments.cli.plot`."""
     check_alike(record["metrics"])
-    rows = told_apart(record["metrics"])
+    rows = list(map(named, record["metrics"]))
     rows.sort(key=place_of(rows))
     return {name: functools.partial(draw, rows) for name, draw in KINDS.items()}, default_kinds(rows)

@@ -20,7 +20,6 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-import models
 from experiments.answering import (
     Calibration,
     Choice,
@@ -100,7 +99,7 @@ class Runner:
         mesh = mesh_text(mesh_axes(settings.mesh))
         self.placed = {"mesh": mesh} if mesh else {}
         self.progress = progress
-        template = models.ChatTemplate.from_directory(model.directory) if settings.template == "auto" else None
+        template = model.template if settings.template == "auto" else None
         ends = model.config.eos_token_ids
         self._reading = make_reading(settings, model.tokenizer_file, template, self._limit, ends)
         common = {

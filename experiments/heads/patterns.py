@@ -23,7 +23,7 @@ from jax import Array
 
 import kvjax
 from experiments.cli import Job
-from experiments.heads.beside_full import BesideFull
+from experiments.heads.heads import BesideFull
 from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows, write_bytes
 from kvjax.attention.patterns import FILE, Table, to_file

@@ -138,7 +138,7 @@ def test_calibration_leaves_room_in_the_window(tmp_path, monkeypatch, length, ta
         return kvjax.methods.Chess(tau_entropy=1.0, tau_varentropy=2.0)
 
     monkeypatch.setattr(calibration, "calibrate_chess", calibrate)
-    model = LoadedModel("tiny", None, CONFIG, models.load_tokenizer(BUILTIN), BUILTIN / "tokenizer.json")
+    model = LoadedModel("tiny", None, CONFIG, models.load_tokenizer(BUILTIN), BUILTIN)
     results = Results(tmp_path / "record.json", "test", {})
     thresholds = chess_thresholds(model, Calibration(("passkey",), length, 2, 512, 0), results)
     assert thresholds == {"tau_entropy": 1.0, "tau_varentropy": 2.0}

@@ -453,15 +453,6 @@ def test_few_examples_that_are_all_alike_are_no_evidence():
     assert "-100.0 (one context)" in tables.cell_table(comparison.beside_full(paired)), "six questions about one context"
 
 
-def test_rows_of_two_files_of_a_task_can_be_told_apart():
-    names = ["ruler:a/niah.jsonl", "ruler:b/niah.jsonl", "ruler:c/long.jsonl"]
-    rows = [{"name": "niah", "source": source} for source in names] + [{"name": "vt", "source": "ruler:a/niah.jsonl"}]
-    told = [row["name"] for row in comparison.told_apart(rows)]
-    assert told == [*(f"niah ({name})" for name in names), "vt"]
-    assert [row["name"] for row in comparison.told_apart([rows[0], rows[2]])] == ["niah (niah.jsonl)", "niah (long.jsonl)"]
-    assert comparison.told_apart(rows[:1]) == rows[:1]
-
-
 def test_a_row_counts_the_answers_that_reached_their_limit(directory):
     model, end = loaded(directory), loaded(directory).config.eos_token_ids[0]
     asked = encode([example(scorer="ruler_all"), example(scorer="ruler_all", answers=("sky",))])
