@@ -463,25 +463,17 @@ def test_a_row_counts_the_answers_that_reached_their_limit(directory):
     assert row["cut_below_100"] == sum(line["score"] < 1 for line in lines if not line["ended"])
 
 
-@pytest.mark.parametrize(
-    ("column", "rows", "cells"),
-    [
-        (
-            "answer tokens",
-            [{"mean_answer_tokens": 1500.2, "unfinished": 0}, {}, {"mean_answer_tokens": 4000, "unfinished": 6}],
-            ["1,500", "", "4,000 (6 unfinished)"],
-        ),
-        ("accepted", [{"counters": {}}, {"counters": {"tokens_per_pass": 3.456}}], ["", "3.46 a pass"]),
-    ],
-)
-def test_a_table_has_a_column_only_if_a_row_has_something_for_it(column, rows, cells):
-    names = ("full", "h2o", "tova")
-    compared = comparison.beside_full([entry(name, [1.0] * 6, knobs={}, **row) for name, row in zip(names, rows)])
+def test_a_table_has_a_column_only_if_a_row_has_something_for_it():
+    rows = [{"mean_answer_tokens": 1500.2, "unfinished": 0}, {"counters": {"tokens_per_pass": 3.456}},
+            {"mean_answer_tokens": 4000, "unfinished": 6, "counters": {}}]  # fmt: skip
+    compared = comparison.beside_full(
+        [entry(name, [1.0] * 6, knobs={}, **row) for name, row in zip(["full", "a", "b"], rows)]
+    )
     head, _, *body = tables.cell_table(compared).split("\n")
-    assert f"| same answer | {column} | tokens attended |" in head
-    assert [line.split(" | ")[8] for line in body] == cells
-    assert [comparison.flat(item)["answer_tokens"] for item in compared] == [row.get("mean_answer_tokens") for row in rows]
-    assert column not in tables.cell_table(comparison.beside_full([entry("full", [1.0] * 6)]))
+    assert "| same answer | answer tokens | accepted | tokens attended |" in head
+    assert [line.split(" | ")[8:10] for line in body] == [["1,500", ""], ["", "3.46 a pass"], ["4,000 (6 unfinished)", ""]]
+    assert [comparison.flat(item)["answer_tokens"] for item in compared] == [1500.2, None, 4000]
+    assert "same answer | tokens attended" in tables.cell_table(comparison.beside_full([entry("full", [1.0] * 6)]))
 
 
 def test_answers_that_were_cut_at_their_limit_and_methods_without_a_mean_are_named():
