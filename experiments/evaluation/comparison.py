@@ -33,16 +33,12 @@ class Entry:
     Attributes:
         folder: the folder that holds the row.
         row: the metric.
-        scores: by the example's key, 0 to 1.
-        answers: digests of the predictions, equal for equal texts, by the example's key.
-        groups: names of the groups of examples that share a context, by the example's key.
+        examples: by the example's key, each as `experiments.evaluation.examples.brief` gives it.
     """
 
     folder: pathlib.Path
     row: dict[str, Any]
-    scores: dict[str, float]
-    answers: dict[str, int]
-    groups: dict[str, str]
+    examples: dict[str, Mapping[str, Any]]
 
     @property
     def cell(self) -> tuple:
@@ -101,11 +97,7 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
 def _entry(folder: pathlib.Path, row: dict[str, Any], lines: Sequence[Mapping[str, Any]]) -> Entry:
     if not lines:
         raise ValueError(f"{folder / row['predictions']} lacks predictions: got none")
-    keys = numbered(line["key"] for line in lines)
-    scores, answers, groups = (
-        {key: line[name] for key, line in zip(keys, lines, strict=True)} for name in ("score", "answer", "group")
-    )
-    return Entry(folder, named(row), scores, answers, groups)
+    return Entry(folder, named(row), dict(zip(numbered(line["key"] for line in lines), lines, strict=True)))
 
 
 def named(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,22 +153,18 @@ def place_of(rows: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]],
 
 
 def _against(entry: Entry, base: Entry) -> Compared:
-    if entry.scores.keys() != base.scores.keys():
+    if other := entry.examples.keys() ^ base.examples.keys():
         raise ValueError(
-            f"{entry.row['method']} and Full answered different examples of {entry.row['name']}: "
-            f"{len(entry.scores.keys() ^ base.scores.keys())} keys are not in both; a key holds the prompt, the references, "
-            "the scorer and the limits"
+            f"{entry.row['method']} and Full answered different examples of {entry.row['name']}: {len(other)} keys are not in "
+            "both; a key holds the prompt, the references, the scorer and the limits"
         )
-    keys = list(base.scores)
-    mine = np.asarray([entry.scores[key] for key in keys])
-    theirs = np.asarray([base.scores[key] for key in keys])
-    difference = float((mine - theirs).mean())
-    groups = [base.groups[key] for key in keys]
-    low, high = interval(mine - theirs, groups)
-    same = round(100 * float(np.mean([entry.answers[key] == base.answers[key] for key in keys])), 1)
-    contexts = len({group or key for group, key in zip(groups, keys, strict=True)})
-    points = [round(100 * value, 2) for value in (difference, low, high)]
-    return Compared(entry.row, points[0], (points[1], points[2]), same, contexts)
+    pairs = [(entry.examples[key], theirs) for key, theirs in base.examples.items()]
+    changes = [mine["score"] - theirs["score"] for mine, theirs in pairs]
+    groups = [theirs["group"] for _, theirs in pairs]
+    difference, low, high = (round(100 * value, 2) for value in (float(np.mean(changes)), *interval(changes, groups)))
+    same = round(100 * float(np.mean([mine["answer"] == theirs["answer"] for mine, theirs in pairs])), 1)
+    contexts = len({group or number for number, group in enumerate(groups)})
+    return Compared(entry.row, difference, (low, high), same, contexts)
 
 
 def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:

@@ -434,9 +434,11 @@ def entry(method, scores, groups=None, **row):
         "unit": "percent", "samples": len(scores), "interval_95": [0.0, 1.0], "attended_tokens": 10, "length_tokens": 20,
         "bytes_read_per_step": 1, "full_bytes_read_per_step": 2, "resident_bytes_per_row": 3, "no_effect": False, **row,
     }  # fmt: skip
-    keys = {f"k{i}": score for i, score in enumerate(scores)}
-    texts = {key: str(value) for key, value in keys.items()}
-    return comparison.Entry(pathlib.Path("somewhere"), full, keys, texts, dict(zip(keys, groups or [""] * len(keys))))
+    examples = {
+        f"k{i}": {"score": score, "answer": str(score), "group": group}
+        for i, (score, group) in enumerate(zip(scores, groups or [""] * len(scores)))
+    }
+    return comparison.Entry(pathlib.Path("somewhere"), full, examples)
 
 
 def test_few_examples_that_are_all_alike_are_no_evidence():
