@@ -31,7 +31,7 @@ class FetchCommand:
 def find(name: str, *, offline: bool = False) -> dict[str, str | int]:
     """Find a model on this machine, see `models.checkpoint_directory`; unless ``offline``, download it first if it is absent.
 
-    Returns its name, directory, size in bytes, and the licence that `models.NAMED_MODELS` or the model card states. A directory
+    Returns its name, directory, size in bytes, and the licence that `models.NAMED_MODELS` or the model card states. A folder
     without a model is refused by a ``FileNotFoundError``, and one with several GGUF files by a ``ValueError``.
     """
     directory = models.checkpoint_directory(name, offline=offline)
