@@ -10,7 +10,7 @@ import yaml
 
 
 class _Loader(yaml.SafeLoader):
-    """Makes only plain values, and refuses a key that stands twice. (PyYAML would take the last one.)"""
+    """Makes only plain values, and refuses a key that stands twice, of which PyYAML would take the last one."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         lines: dict[Any, int] = {}
