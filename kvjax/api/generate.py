@@ -253,8 +253,13 @@ def _sampler(temperature: Any, top_k: Any, top_p: Any, key: Array | None) -> Sam
 
 def check_key(key: Any) -> None:
     """Refuse what is neither a PRNG key nor None, with a ValueError."""
-    if key is not None and not (isinstance(key, (jax.Array, np.ndarray)) and _is_key(key)):
-        raise ValueError(f"key must be a PRNG key such as jax.random.key(seed), got {shown(key)}")
+    if key is None:
+        return
+    if isinstance(key, (jax.Array, np.ndarray)):
+        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        if key.shape == () if typed else key.dtype == np.uint32 and key.ndim == 1:  # of the old kind
+            return
+    raise ValueError(f"key must be a PRNG key such as jax.random.key(seed), got {shown(key)}")
 
 
 def eos_array(ids: Integers | int | None, model: Model) -> Array:
@@ -267,11 +272,6 @@ def eos_array(ids: Integers | int | None, model: Model) -> Array:
     if wrong:
         raise ValueError(f"eos_token_ids must lie in [0, vocab_size={model.vocab_size}), got {wrong[0]}")
     return jnp.asarray(values, jnp.int32).reshape(-1)
-
-
-def _is_key(key: Any) -> bool:
-    """Tell whether an array is one PRNG key, typed or of the old kind (uint32)."""
-    return key.shape == () if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key.dtype == np.uint32 and key.ndim == 1
 
 
 def _check_finite(bad_step: Array | np.ndarray) -> None:

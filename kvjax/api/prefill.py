@@ -175,7 +175,11 @@ def prefill_each(
     check_kv_dtype(kv_dtype)
     chunk_size = positive_int("chunk_size", chunk_size)
     padded, length = pad_tokens(tokens, lengths, positive_int("pad_multiple", pad_multiple))
-    chosen = _read_together(methods, longest(length, padded), padded.shape[1], config)
+    chosen = resolve_each(methods, longest(length, padded), padded.shape[1])
+    if alone := [describe(method) for method in chosen if len(chosen) > 1 and not shares_prefill(method, config)]:
+        raise ValueError(
+            f"methods that share one prefill must attend to the prompt densely, got {', '.join(alone)}: prefill each alone"
+        )
     check_vocabulary(padded, config)
     if max_new_tokens is None:
         left = config.max_position_embeddings - longest(length, padded)
@@ -200,14 +204,3 @@ def prefill_each(
 def longest(length: Array, padded: Array) -> int:
     """Return the tokens of the longest of some prompts [B, T]; T where the lengths are traced."""
     return int(np.asarray(length).max()) if is_known(length) else padded.shape[1]  # NumPy: JAX would trace it inside jit
-
-
-def _read_together(methods: Sequence[Method | str], length: int, room: int, config: Model) -> list[Method]:
-    """Resolve the methods at a prompt's length; refuse several that cannot share one prefill."""
-    chosen = resolve_each(methods, length, room)
-    alone = [describe(method) for method in chosen if len(chosen) > 1 and not shares_prefill(method, config)]
-    if alone:
-        raise ValueError(
-            f"methods that share one prefill must attend to the prompt densely, got {', '.join(alone)}: prefill each alone"
-        )
-    return chosen

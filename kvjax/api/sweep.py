@@ -114,15 +114,19 @@ def sweep(
     eos = eos_array(eos_token_ids, config)
     say = report or (lambda line: None)
     groups = group_by_structure(settings)
-    say(_about(settings, groups))
+    kinds = ", ".join(f"{len(members)} x {type(settings[members[0]]).__name__}" for members in groups)
+    plural = "s" * (len(groups) > 1)
+    say(f"{len(settings)} settings in {len(groups)} group{plural} of equal structure (one compile each): {kinds}")
     results: dict[int, SweepResult] = {}
     for number, members in enumerate(groups):
         group = [settings[i] for i in members]
+        # The leaves have an axis of lanes in front, one per method.
+        stacked = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *group)
         say(f"group {number + 1}/{len(groups)}: {describe(group[0])}" + " ..." * (len(group) > 1))
         ended, count, bad, stats = _run(
             params,
             {"tokens": padded, "length": length, "asked": asked, "ask_length": ask_length},
-            {"eos": eos, "stacked": _stacked(group)},
+            {"eos": eos, "stacked": stacked},
             model=config,
             lanes=len(members),
             max_new_tokens=max_new_tokens,
@@ -131,7 +135,8 @@ def sweep(
             kv_dtype=kv_dtype,
         )
         ended, count, bad, stats = readable(plan, (ended, count, bad, stats))
-        _check_finite(bad, group)
+        if is_known(bad) and int(bad.max()) >= 0:
+            raise FloatingPointError(f"logits are not finite under {describe(group[int(bad.max(axis=1).argmax())])}")
         for lane, index in enumerate(members):
             results[index] = SweepResult(
                 method=settings[index],
@@ -142,12 +147,6 @@ def sweep(
                 stats=jax.tree.map(lambda x, lane=lane: x[lane], stats),
             )
     return [results[index] for index in range(len(settings))]
-
-
-def _check_finite(bad: Array, methods: Sequence[Method]) -> None:
-    """Refuse logits that were not finite, by the bad steps int32 [lanes, B] of a group."""
-    if is_known(bad) and int(bad.max()) >= 0:
-        raise FloatingPointError(f"logits are not finite under {describe(methods[int(bad.max(axis=1).argmax())])}")
 
 
 def _check(
@@ -174,18 +173,6 @@ def _check(
         check_fits(length, max_new_tokens + asked.shape[1], config, method)
         if method.offload:
             raise ValueError(f"sweep keeps all caches on the device: offload must be False, got {describe(method)}")
-
-
-def _about(settings: Sequence[Method], groups: Sequence[Sequence[int]]) -> str:
-    """Write a line for people: how many settings there are, and which settings share a program."""
-    kinds = ", ".join(f"{len(members)} x {type(settings[members[0]]).__name__}" for members in groups)
-    plural = "s" * (len(groups) > 1)
-    return f"{len(settings)} settings in {len(groups)} group{plural} of equal structure (one compile each): {kinds}"
-
-
-def _stacked(settings: Sequence[Method]) -> Method:
-    """Stack methods of equal structure to a single method, whose leaves have an axis of lanes, one per method, in front."""
-    return jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *settings)
 
 
 def group_by_structure(methods: Sequence[Method]) -> list[list[int]]:

@@ -204,13 +204,10 @@ def check_arrays(params: Any) -> None:
         leaves = jax.tree.leaves(params)
     except (RecursionError, SystemError):  # lists in lists, thousands deep
         leaves = [params]
-    wrong = [leaf for leaf in leaves if getattr(leaf, "shape", None) is None or not _has_numbers(leaf.dtype)]
-    if wrong:
-        raise ValueError(f"params must be a tree of arrays, got {shown(wrong[0])} in it")
-
-
-def _has_numbers(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
+    for leaf in leaves:
+        kinds = () if getattr(leaf, "shape", None) is None else (jnp.number, jnp.bool_)
+        if not any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds):
+            raise ValueError(f"params must be a tree of arrays, got {shown(leaf)} in it")
 
 
 def check_params(params: Any, cache: Cache) -> None:

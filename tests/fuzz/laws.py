@@ -261,6 +261,7 @@ _LAYER = (
     laws.scores_are_numbers,
     laws.rows_are_independent,
     laws.permuting_heads_permutes_the_output,
+    laws.outputs_are_attention_over_the_chosen,
     cost_counts_what_is_attended,
 )
 _MODEL = (
@@ -285,7 +286,7 @@ _ONCE = (
 def laws_of(draw: Draw, number: int) -> list[Callable[[Any], None]]:
     """The laws that apply to a draw. A structure has only some of those that need programs of their own."""
     rng = np.random.default_rng([draw.structure.number, 3])
-    stepped, asked, chunked, layered, masked, pieced, covered = (rng.random(7) < 0.5).tolist()
+    stepped, asked, chunked, layered, pieced, covered = (rng.random(6) < 0.5).tolist()
     swept = rng.random() < 0.1
     chosen: list[Callable[[Any], None]] = [*_MODEL]
     chosen += [steps_equal_generate, inactive_rows_do_not_change] * stepped
@@ -293,7 +294,6 @@ def laws_of(draw: Draw, number: int) -> list[Callable[[Any], None]]:
     if layered and not draw.method.spans_layers and not draw.method.offload:
         chosen += _LAYER
         chosen += [laws.equal_query_heads_attend_as_one] * (draw.model.num_q_heads > draw.model.num_kv_heads)
-        chosen += [laws.mask_mode_equals_gather_mode] * (masked and getattr(draw.method, "selects", False))
         chosen += [laws.prompt_chunks_do_not_change_results] * pieced
     if draw.everything is not None:
         chosen += [laws.everything_kept_equals_full] + [everything_extended_equals_full] * (asked and covered)

@@ -233,8 +233,6 @@ def _wrapper(name: str, rng: np.random.Generator) -> Method:
     def inner(*kinds: str) -> Any:
         return random_method(str(rng.choice(kinds)), rng)
 
-    if name == "stages" and rng.random() < 0.2:
-        return Stages(evict=inner("think"), retrieve=inner(*_taken("packed")))
     if name == "stages":
         return Stages(evict=inner("snapkv"), retrieve=inner(*_taken("retrieve")))
     if name == "densebelow":
@@ -272,7 +270,6 @@ _TAKEN: dict[str, Callable[[Any], bool]] = {
     "periodic": lambda x: x.composable and x.slots_again(),
     "layerbudgets": lambda x: "budget" in x.__dataclass_fields__ and not x.spans_layers,
     "twilight": lambda x: x.composable and x.selects,
-    "packed": lambda x: x.composable and x.thin_block is not None,  # can choose from keys of which some channels were dropped
     "prefill": lambda x: x.slotted and not x.reads.mass,
     "retrieve": lambda x: x.composable and not x.evicts and type(x).__name__ != "SnapKV",
     "perlayer": lambda x: not x.spans_layers,

@@ -12,11 +12,13 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 import kvjax
 from kvjax import registry
 from kvjax.decoding.decode import padding_token
+from kvjax.protocol.method import Inputs
 from kvjax.testing.subject import LENGTHS, Subject, tokens_of_layer
 from kvjax.testing.subject import QUESTIONS as QUESTIONS
 from kvjax.testing.subject import STEPS as N
@@ -100,6 +102,15 @@ def ended(free: Any, ends: Any) -> tuple[np.ndarray, list[int]]:
         row[count:] = padding_token(TINY)
         counts.append(count)
     return tokens, counts
+
+
+def layer_inputs(rows: Any, at: Any, position: Any, start: Any = None, shared: Any = None) -> Inputs:
+    """What a layer gets of the tokens ``at`` int32 [B, T] of ``rows``: q [B, H, G, N, D], k, v and RoPE frequencies."""
+    *qkv, inv_freq = rows
+    q, k, v = (jnp.take_along_axis(x, at.reshape(len(at), *(1,) * (x.ndim - 3), -1, 1), axis=-2) for x in qkv)
+    return Inputs(
+        query=q, key=k, value=v, position=position, tokens=at, inv_freq=inv_freq, shared=shared, start=start
+    )  # fmt: skip
 
 
 def batch(name: str, heads: int, groups: int, dim: int, seed: int = 0) -> tuple[np.ndarray, ...]:

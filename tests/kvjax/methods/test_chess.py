@@ -13,7 +13,6 @@ import pytest
 
 import kvjax
 from kvjax.api.measure import measure
-from kvjax.attention.over_cache import masked_attention
 from kvjax.cache import PlainCache
 from kvjax.methods.chess import page_tree
 from kvjax.methods.chess.method import PRESETS, PRINTED, Chess
@@ -309,18 +308,6 @@ def test_driver_options_change_nothing(knobs):
     """Unused slots full of NaN, a prompt in pieces, a longer padding."""
     options = {"poison": True, "chunk_size": 7, "pad_multiple": 64}
     compare(knobs, recording(16, 2, 2, 2, 16), **options)
-
-
-@pytest.mark.thorough  # test_contract.py shows it for others by default
-@pytest.mark.parametrize("name", ["together", "default"])
-def test_mask_mode_equals_gather_mode(name):
-    data, knobs = recording(18, 2, 2, 2, 16), READINGS.get(name, {})
-    _, first, gathered, lists_gathered = drive(knobs, data)
-    with masked_attention():
-        _, second, masked, lists_masked = drive(knobs, data)
-    np.testing.assert_allclose(gathered, masked, atol=1e-5, rtol=0)
-    jax.tree.map(np.testing.assert_array_equal, lists_gathered, lists_masked)
-    np.testing.assert_array_equal(first.shared.tree.pages, second.shared.tree.pages)
 
 
 def same_vectors(grown, built, rows):
