@@ -172,13 +172,13 @@ def choices_of(entries: Any) -> tuple[Choice, ...]:
         if isinstance(entry, Choice):
             choices.append(entry)
         elif isinstance(entry, Mapping):
-            choices += [Choice.parse({str(name): knobs}) for name, knobs in entry.items()]
+            choices += [Choice.parse({str(name): knobs}).check() for name, knobs in entry.items()]
         elif isinstance(entry, str):
             group = _GROUPS.get(registry.canonical_name(entry))
-            choices += [Choice.parse(entry)] if group is None else [Choice(member, {}) for member in group]
+            choices += [Choice.parse(entry).check()] if group is None else [Choice(member, {}) for member in group]
         else:
             raise ValueError(f"methods: expected names, or {{name: knobs}}, got {entry!r}")
-    return tuple(choice.check() for choice in choices)
+    return tuple(choices)
 
 
 def set_knobs(choices: Sequence[Choice], pairs: Sequence[str]) -> tuple[Choice, ...]:

@@ -148,7 +148,7 @@ def _explained(entry: dict[str, Any]) -> str:
     width = max(map(len, shown), default=0)
     lines = [
         f'{entry["name"]}  (--method "{method}", or {cls})',
-        *textwrap.wrap(entry["idea"], 100),
+        *textwrap.wrap(entry["idea"][0].upper() + entry["idea"][1:], 100),
         f"paper: {entry['paper']}{link}",
         f"keeps: {entry['keeps']}",
         *(

@@ -200,8 +200,8 @@ def test_an_interrupted_evaluation_goes_on(directory, tmp_path, monkeypatch):
 def test_within_the_window_pi_and_ntk_read_beside_full(directory, tmp_path, monkeypatch):
     """Their factor is 1 there. A method is made once for a length, because SentenceKV reads the whole vocabulary for it."""
     made = []
-    monkeypatch.setattr(Choice, "at", lambda self, *given, at=Choice.at: made.append(self.name) or at(self, *given))
     run = make(directory, tmp_path, methods=["pi", "quest", "ntk", "selfextend"])
+    monkeypatch.setattr(Choice, "at", lambda self, *given, at=Choice.at: made.append(self.name) or at(self, *given))
     jobs = run._jobs(run.settings.choices)
     groups = {tuple(job.label for job in group.jobs) for group in run._plan.groups(jobs)}
     assert groups == {("full", "pi", "quest", "ntk"), ("selfextend",)}

@@ -175,12 +175,12 @@ def test_a_wrapper_is_a_text_or_an_entry_of_yaml(text, entry, method):
 
 
 def test_budgets_are_those_of_the_method_inside():
-    made = at_budgets(choices_of(["twilight(quest)", "twilight(quest(budget=7))", "stages(snapkv, quest)"]), ("1/8", "64"))
+    made = at_budgets(choices_of(["twilight(quest)", "twilight(quest(budget=48))", "stages(snapkv, quest)"]), ("1/8", "64"))
     assert [choice.label for choice in made] == [
         "full",
         "twilight(method=quest(budget=1/8))",
         "twilight(method=quest(budget=64))",
-        "twilight(method=quest(budget=7))",
+        "twilight(method=quest(budget=48))",
         "stages(evict=snapkv, retrieve=quest)",
     ]
 
