@@ -125,7 +125,7 @@ class Choice:
 
         # Without a model, the files of knobs are not read.
         found = {knob: x for knob, x in given.items() if config is not None or knob not in _FILES or not isinstance(x, str)}
-        knobs |= {knob: value_of(knob, value) for knob, value in found.items()}
+        knobs = knobs | {knob: value_of(knob, value) for knob, value in found.items()}
         try:
             method = registry.make(self.name, tokenizer, None if config is None else config.vocab_size, **knobs)
         except ValueError as error:
