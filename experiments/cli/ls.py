@@ -55,11 +55,11 @@ def _other(command: LsCommand) -> str:
     if first == "cache":
         return kept.clear(command.clear) if command.clear else kept.show()
     if first == "tasks":
-        return importlib.import_module("experiments.tasks.explain").explain(rest, command.json)
+        return importlib.import_module("experiments.benchmarks.explain").explain_tasks(rest, command.json)
     if first in ("models", "families"):
         return vars(importlib.import_module("experiments.answering.listing"))[f"list_{first}"](command.json)
     if first.partition(":")[0] in importlib.import_module("experiments.benchmarks").READERS:
-        return importlib.import_module("experiments.benchmarks.explain").explain(first)
+        return importlib.import_module("experiments.benchmarks.explain").explain_file(first)
     return ""
 
 

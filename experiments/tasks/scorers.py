@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import difflib
 import re
 from collections.abc import Sequence
@@ -47,6 +48,29 @@ def score_first_word(prediction: str, answers: Sequence[str]) -> float:
 def score_value_among_words(prediction: str, answers: Sequence[str]) -> float:
     """Score InfiniteBench's kv_retrieval: 1.0 if a word of the output without punctuation is the value, else 0.0."""
     return float(answers[0] in re.sub(r"[\n:\"'.,?!{}]", " ", prediction).split())
+
+
+def score_in_order(prediction: str, answers: Sequence[str]) -> float:
+    """Compute the share of the references that the output has in order, by the longest common subsequence.
+
+    The output is cut into words (letters, digits, hyphens), which are compared with the references without regard to case. A
+    skipped or wrong value costs only itself. Values out of order cost all values outside of the longest subsequence in order.
+    Words that are no reference cost nothing, so numbers and remarks are harmless.
+
+    Returns:
+        Length of the longest common subsequence over the number of references, in [0, 1].
+    """
+    indices: dict[str, list[int]] = {}
+    for index, answer in enumerate(answers):
+        indices.setdefault(answer.lower(), []).append(index)
+    # The words of the output give a sequence of indices of references; its longest increasing subsequence is the score. A
+    # word that is several references gives its indices in descending order, so that it counts only once.
+    ends: list[int] = []
+    for word in re.findall(r"\w+(?:-\w+)*", prediction.lower()):
+        for index in reversed(indices.get(word, [])):
+            at = bisect.bisect_left(ends, index)
+            ends[at : at + 1] = [index]
+    return len(ends) / len(answers)
 
 
 def code_similarity(prediction: str, reference: str) -> float:

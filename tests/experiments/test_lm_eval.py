@@ -236,19 +236,6 @@ def test_sampling_repeats_with_its_seed(tiny):
     assert first[0] != first[1]  # repeats of a task are draws of their own
 
 
-@pytest.mark.slow
-def test_a_question_may_follow_compression(tiny):
-    method = kvjax.make("snapkv", budget=16, capacity=16, obs_window=4)
-    prompt = ids(TEXT)[:40]
-    lm = make(tiny, method, question="extend", question_tokens=6)
-    got = texts_of(lm, TOKENIZER.decode(prompt), until=[], max_gen_toks=8)
-    cache = kvjax.prefill(tiny.params, [prompt[:-6]], config=tiny.config, method=method, max_new_tokens=14)
-    cache = kvjax.extend(tiny.params, cache, [prompt[-6:]])
-    out = kvjax.generate(tiny.params, cache, max_new_tokens=8)
-    assert got == out.texts(TOKENIZER)
-    assert lm.get_model_info()["question"] == "extend"
-
-
 def test_chat_templates_are_rendered(tiny, tmp_path):
     shutil.copy(BUILTIN / "tokenizer.json", tmp_path)
     template = (
@@ -275,8 +262,6 @@ def test_chat_templates_are_rendered(tiny, tmp_path):
         ({"method": kvjax.methods.Full(), "budget": 3}, "knobs belong to a method given by name"),
         ({"batch_size": "auto"}, "whole number of rows, at least 1, got 'auto'"),
         ({"max_length": 129}, "between 2 and the model's 128 positions, got 129"),
-        ({"question": "extend"}, "question_tokens of at least 1"),
-        ({"question": "decode", "question_tokens": 3}, "got 'decode' with question_tokens=3"),
     ],
 )
 def test_wrong_settings_are_refused(tiny, settings, problem):

@@ -4,7 +4,7 @@ Read are retrieval of JSON values (`json_kv`), questions about retrieved passage
 ranking of passages (`msmarco`). Its RULER files have the reader `ruler`; its tasks of InfiniteBench and LongBench have the
 suites' own readers. Tasks that a judge scores, or that are fetched from the hub, are not read.
 
-Templates are from princeton-nlp/HELMET @06526f1, `data.py`; there is no chat template, as in its `configs`. Two examples of
+Templates are the suite's; there is no chat template, as in its `configs`. Two examples of
 answers precede the question, as there. Questions and rankings take them from the suite's file of demonstrations in the same
 folder (`*_k3_*`, `*_k10_*`), and have none if it is not there. The suite samples 100 questions, and the demonstrations of a
 ranking leave out all of them; here they leave out the question itself.
@@ -22,22 +22,20 @@ from typing import Any
 
 import numpy as np
 
-from experiments.benchmarks.base import Example
-from experiments.benchmarks.records import Record, read_jsonl, shown
+from experiments.benchmarks.records import Record, read_records, shown
+from experiments.benchmarks.scorers import fitted
+from experiments.benchmarks.suites import FORMS
+from experiments.tasks import Example
 
 SHOTS = 2
 POPULAR = 3  # logarithm to base 10 of the popularity from which questions of popqa are left out
-_QA = (
-    "Use the given documents to write a concise and short answer to the question. Write your answer in the following "
-    "format:\nAnswer: [answer]\n\n"
-)
-_RANK = (
-    "You are provided with a list of documents, each indicated by their ID. Rank each document based on their relevance to "
-    "the question in descending order from most relelvant to least relevant texts. Include all documents in the rankings. "
-    "Write your answer using the unique IDs, with the following format:\nRanking: ID3 > ID1 > ID2\n\n"
-)
-_DEMONSTRATIONS = {"nq": "nq-train*_k3_*", "triviaqa": "triviaqa-train*_k3_*", "hotpotqa": "hotpotqa-train*_k3_*",
-                   "popqa": "popqa*_k3_*", "test_reranking_data": "test_reranking_data_k10_*"}  # fmt: skip
+_DEMONSTRATIONS = {  # of a file whose name begins so
+    "nq": "nq-train*_k3_*",
+    "triviaqa": "triviaqa-train*_k3_*",
+    "hotpotqa": "hotpotqa-train*_k3_*",
+    "popqa": "popqa*_k3_*",
+    "test_reranking_data": "test_reranking_data_k10_*",
+}
 
 
 def _passages(record: Record) -> list[dict[str, Any]]:
@@ -59,20 +57,15 @@ def _numbered(record: Record) -> str:
     return "\n\n".join(f"[ID: {x.get('id')}] Document{f' (Title: {x.get("title")})' * named}: {x['text']}" for x in passages)
 
 
-def _ranking(record: Record) -> str:
-    relevance = _relevance(record)
-    return " > ".join(sorted(relevance, key=lambda passage: relevance[passage], reverse=True))
-
-
 def _relevance(record: Record) -> dict[str, int]:
-    """Return the label of each passage, by the passage's id."""
+    """Return the label of each passage, by the passage's id; the most relevant passage comes first."""
     labels = {}
     for passage in _passages(record):
         known, label = passage.get("id"), str(passage.get("label"))
         if not isinstance(known, str | int) or isinstance(known, bool) or not re.fullmatch(r"-?\d{1,9}(\.0)?", label):
             raise record.error(f"expected passages with an 'id' and a whole number as 'label', got {shown(passage)}")
         labels[str(known)] = int(float(label))
-    return labels
+    return dict(sorted(labels.items(), key=lambda one: one[1], reverse=True))
 
 
 def _demonstrations(record: Record, pool: Sequence[Record], key: str, show: Callable[[Record], str]) -> str:
@@ -86,60 +79,42 @@ def _demonstrations(record: Record, pool: Sequence[Record], key: str, show: Call
     return "".join(show(demonstration) + "\n\n" for demonstration in chosen.values())
 
 
-def _pool(path: Path) -> list[Record]:
-    """Read the folder's file of demonstrations; [] if there is none."""
-    pattern = next((pattern for name, pattern in _DEMONSTRATIONS.items() if path.name.startswith(name)), None)
-    files = sorted(path.parent.glob(pattern)) if pattern else []
-    return [record for file in files[:1] for record in read_jsonl(file) if not _is_popular(record)]
-
-
 def _is_popular(record: Record) -> bool:
     """Tell whether a question of popqa is about a popular subject: the suite leaves those out."""
     return record.has("s_pop") and math.log10(max(record.get("s_pop", (int, float), "a number"), 1)) >= POPULAR
 
 
-def _json_kv(record: Record, task: str, pool: Sequence[Record]) -> Example:
+def _json_kv(record: Record) -> Example:
     pairs = record.get("demos", list, "a list of keys and values")[:SHOTS]
     for pair in pairs:
         if not isinstance(pair, list) or len(pair) != 2:
             raise record.error(f"expected pairs of a key and a value in the field 'demos', got {shown(pair)}")
     demos = "\n\n".join(f"Key: {key}\nCorresponding value: {value}" for key, value in pairs) + "\n\n"
-    asked = "\n\nExtract the value corresponding to the specified key in the JSON object below.\n\n"
-    question = f"{asked}{demos}Key: {record.text('question')}"
-    answers = record.texts("answer")
-    prefix = "\nCorresponding value:"
-    return Example("json_kv", record.text("context"), question, prefix, answers, 100, "helmet_substring", chat=False)
+    values = {"context": record.text("context"), "question": record.text("question"), "demos": demos}
+    return FORMS["helmet"]["json_kv"].example("json_kv", values, record.texts("answer"))
 
 
 def _qa(record: Record, task: str, pool: Sequence[Record]) -> Example:
     def show(demo: Record) -> str:
         return f"{_titled(demo)}\n\nQuestion: {demo.text('question')}\nAnswer: {demo.texts('answers')[0]}"
 
-    context = _QA + _demonstrations(record, pool, "id" if record.has("id") else "question", show) + _titled(record)
-    asked = f"\n\nQuestion: {record.text('question')}"
-    return Example(task, context, asked, "\nAnswer:", record.texts("answers"), 20, "helmet_substring", **_few_shot(pool))
+    demos = _demonstrations(record, pool, "id" if record.has("id") else "question", show)
+    values = {"context": _titled(record), "question": record.text("question"), "demos": demos}
+    return FORMS["helmet"]["kilt"].example(task, values, record.texts("answers"), labels={"shots": SHOTS if pool else 0})
 
 
-def _rerank(record: Record, task: str, pool: Sequence[Record]) -> Example:
+def _rerank(record: Record, pool: Sequence[Record]) -> Example:
+    def ranking(ranked: Record) -> str:
+        return " > ".join(_relevance(ranked))
+
     def show(demo: Record) -> str:
-        return f"{_numbered(demo)}\n\nQuery: {demo.text('query')}\nRanking: {_ranking(demo)}"
+        return f"{_numbered(demo)}\n\nQuery: {demo.text('query')}\nRanking: {ranking(demo)}"
 
-    context = _RANK + _demonstrations(record, pool, "qid", show) + _numbered(record)
-    answers = (_ranking(record), json.dumps(_relevance(record)))
-    asked = f"\n\nQuery: {record.text('query')}"
-    return Example("msmarco_rerank", context, asked, "\nRanking:", answers, 200, "helmet_ndcg10", **_few_shot(pool))
-
-
-def _few_shot(pool: Sequence[Record]) -> dict[str, Any]:
-    """Return what examples of one line of answer share, whose demonstrations come from a pool."""
-    return {"chat": False, "stop": ("\n",), "labels": {"shots": SHOTS if pool else 0}}
-
-
-_KINDS = (  # the fields that tell a task's records
-    (("num_kvs",), _json_kv),
-    (("query",), _rerank),
-    (("ctxs", "answers"), _qa),
-)
+    demos = _demonstrations(record, pool, "qid", show)
+    values = {"context": _numbered(record), "query": record.text("query"), "demos": demos}
+    answers = (ranking(record), json.dumps(_relevance(record)))
+    labels = {"shots": SHOTS if pool else 0}
+    return FORMS["helmet"]["msmarco_rerank"].example("msmarco_rerank", values, answers, labels=labels)
 
 
 def read_helmet(path: Path, limit: int | None = None) -> list[Example]:
@@ -147,16 +122,22 @@ def read_helmet(path: Path, limit: int | None = None) -> list[Example]:
 
     Args:
         path: the file, for example `data/kilt/nq-dev-multikilt_1000_k50_dep6.jsonl`.
+        limit: most lines to read.
     """
-    pool, task = _pool(path), path.name.partition("-")[0].partition("_")[0]
+    pattern = next((pattern for name, pattern in _DEMONSTRATIONS.items() if path.name.startswith(name)), None)
+    files = sorted(path.parent.glob(pattern)) if pattern else []
+    pool = [record for file in files[:1] for record in read_records(file) if not _is_popular(record)]
 
     def example(record: Record) -> Example:
-        for fields, make in _KINDS:
-            if all(map(record.has, fields)):
-                return record.fitted(make(record, task, pool))
+        if record.has("num_kvs"):
+            return fitted(record, _json_kv(record))
+        if record.has("query"):
+            return fitted(record, _rerank(record, pool))
+        if record.has("ctxs") and record.has("answers"):
+            return fitted(record, _qa(record, path.name.partition("-")[0].partition("_")[0], pool))
         raise record.error(
             "expected HELMET's fields 'num_kvs' (json_kv), 'query' (msmarco) or 'ctxs' and 'answers' (kilt), got "
             f"{sorted(map(str, record.values))}"
         )
 
-    return [example(record) for record in read_jsonl(path, limit) if not _is_popular(record)]
+    return [example(record) for record in read_records(path, limit) if not _is_popular(record)]
