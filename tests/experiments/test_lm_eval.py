@@ -35,7 +35,7 @@ TEXT = "The grass is green. The sky is blue. The sun is yellow. Here we go. Ther
 @pytest.fixture(scope="module")
 def tiny():
     """A small random model with the built-in tokenizer."""
-    return LoadedModel("tiny", vivid_params(CONFIG), CONFIG, TOKENIZER, BUILTIN / "tokenizer.json")
+    return LoadedModel("tiny", vivid_params(CONFIG), CONFIG, TOKENIZER, BUILTIN)
 
 
 def make(model, *args, **kwargs):
