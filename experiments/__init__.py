@@ -17,17 +17,17 @@ Quality:
 
 Speed and memory:
 
-* ``speed``: decode steps, prompts, one layer, host memory: time, bytes, floor. ``speed/kernels``: operation x
+* ``speed``: decode steps, prompts, host memory: time, bytes, floor. ``speed/kernels``: operation x
   implementation x shape.
 
-``lab`` has the studies behind pages of the documentation. Nothing outside imports it, and it is in no wheel:
+``lab`` has the studies behind pages of the documentation that still run; a finished one lives at the commit of its record.
+Nothing outside imports it, and it is in no wheel:
 
 * ``fidelity``: KL, top-1 agreement and perplexity beside Full, along texts through the decode path.
-* ``exact``: drafts of `kvjax.Verified`: kept tokens, speed, equality with Full.
-* ``ablations``: the parts of the papers' methods, one at a time; recall over a long generation. ``readings``: their readings.
 * ``insight``: attention mass and recall by layer, head and step.
-* ``peers``: the same steps in PyTorch, and kvpress's presses on the prompts of a result folder.
-* ``places``, ``agreement``: scores by place in the answer; orders of methods under two models.
+* ``peers``: the same steps in PyTorch.
 * ``training``: how the shipped model and the adapter were made.
+* ``goldens``: makers of the numbers of other programs that tests compare with.
+* ``profile``, ``tpu_bytes``: the kernels of a step on GPUs, and the bytes of steps compiled for a TPU.
 * ``site``, ``plot``: pages and tables of the documentation, figures of the lab's records.
 """

@@ -17,7 +17,6 @@ from kvjax.methods import H2O, Quest, SnapKV, StreamingLLM, ThinK
 from kvjax.methods.stretched import Stretched
 from kvjax.protocol.families import AppendOnly
 from kvjax.protocol.method import Method
-from kvjax.protocol.slots import SlotMethod
 from kvjax.protocol.typing import pytree
 from kvjax.testing.layer import Drive as Drive
 from kvjax.testing.layer import drive as drive
@@ -69,9 +68,6 @@ SMALL_PATTERNS = {"window": 4, "num_sink": 1, "num_recent": 1, "block": 4, "stri
 WRAPPERS = {
     "stages": Stages(evict=SnapKV(budget=20, obs_window=5), retrieve=Quest(budget=8, page_size=4, num_dense_layers=0)),
     "thinned": Stages(evict=SnapKV(budget=20, obs_window=5), retrieve=small(ThinK, obs_window=5, num_recent=6)),
-    "thin_pages": Stages(
-        evict=small(ThinK, obs_window=5, num_recent=6), retrieve=Quest(budget=8, page_size=4, num_dense_layers=0)
-    ),
     "per_layer": PerLayer(layers={0: small(StreamingLLM, budget=12, chunk=8)}, default=H2O(budget=12)),
     "dense_below": DenseBelow(length=20, method=Quest(budget=8, page_size=4, num_dense_layers=0)),
     "periodic": Periodic(evict=SnapKV(budget=12, obs_window=5), interval=4),
@@ -92,8 +88,7 @@ def kinds(wanted: Callable[[Any], bool]) -> tuple[str, ...]:
     return tuple(name for name in NAMES if wanted(registry.builtin()[name]))
 
 
-# Which file of tests runs which methods by default. The first four follow from the classes; the rest are choices, by the
-# program that the methods share in that file.
+# Which methods meet their oracles where. Some follow from the classes; the rest is a choice for speed.
 # Reads its prompt twice: by default only methods/test_kvzip.py runs it.
 TWICE = kinds(lambda cls: cls.reread is not Method.reread)
 # Scores under one mechanism, whose laws always run for SnapKV in "stages": by default only test_prompt_eviction.py runs them,
@@ -101,19 +96,15 @@ TWICE = kinds(lambda cls: cls.reread is not Method.reread)
 ONCE = kinds(lambda cls: issubclass(cls, AppendOnly) and cls.evicts and cls is not SnapKV and not cls.spans_layers)
 # Full under other angles: by default only methods/test_positions.py looks at these.
 ANGLES = kinds(lambda cls: issubclass(cls, Stretched))
-# Retrieval by a guess of the query: by default only test_scan.py runs it.
-GUESSED = kinds(lambda cls: issubclass(cls, SlotMethod) and cls.needs_guess)
-# Retrieval by a scan of codes or of clusters: by default only test_scan.py runs them, in few programs.
-SCANS = ("magicpig", "pqcache", "retrievalattention", "retroinfer", "socket")
-# Retrieval by pages with rules of its own: by default only test_scan.py and methods/test_freekv.py run it.
-PAGES = ("freekv",)
-# Keys of fewer numbers: by default only test_small_keys.py runs them.
-SMALL = ("shadowkv", "think")
-ELSEWHERE = (*ONCE, *ANGLES, *SCANS, *PAGES, *GUESSED, *SMALL, *TWICE)
+# Retrieval by scans, guesses and pages with rules of their own, and keys of fewer numbers: they are slow tests.
+SLOWLY = (
+    "freekv", "infinigen", "magicpig", "pqcache", "retrievalattention", "retroinfer", "shadowkv", "socket", "think",
+)  # fmt: skip
+ELSEWHERE = (*ONCE, *ANGLES, *SLOWLY, *TWICE)
 # A choice for speed. Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
 REPEATED = (
     "full", "snapkv", "h2o", "infllm", "keydiff", "streamingllm", "selfextend", "per_layer", "dense_below", "periodic",
-    "twilight", "layer_budgets", "thinned", "thin_pages", "prefill", "verified", *ELSEWHERE,
+    "twilight", "layer_budgets", "thinned", "prefill", "verified", *ELSEWHERE,
 )  # fmt: skip
 
 
@@ -128,8 +119,10 @@ def repeated(params: Any, but: Any) -> list[Any]:
 
 
 def but_once(params: Any) -> list[Any]:
-    """Parameters of a test that is no law: the names in `ELSEWHERE` run only under ``--thorough``."""
-    return repeated(params, but=[x.values[0] for x in params if x.values[0] not in ELSEWHERE])
+    """Parameters of a test that is no law: the names in `ELSEWHERE` run only under ``--thorough``, `SLOWLY` as slow tests."""
+    slow = [pytest.param(*x.values, marks=[*x.marks, pytest.mark.slow]) for x in params if x.values[0] in SLOWLY]
+    others = [x for x in params if x.values[0] not in SLOWLY]
+    return slow + repeated(others, but=[x.values[0] for x in others if x.values[0] not in ELSEWHERE])
 
 
 METHODS = [group(name) for name in NAMES]
@@ -145,28 +138,21 @@ def any_example(name: str) -> Any:
 def generous(name: str) -> Any:
     """The example with room for everything in any test here; None if nothing limits it."""
     big = 96
-    if name == "verified":
-        return kvjax.Verified(draft=SnapKV(budget=big, obs_window=5), depth=2, worth=None)
-    if name == "stages":
-        return Stages(evict=SnapKV(budget=big, obs_window=5), retrieve=Quest(budget=big, page_size=4, num_dense_layers=0))
-    if name == "thinned":
-        return Stages(evict=SnapKV(budget=big, obs_window=5), retrieve=small(ThinK, channels=1.0, obs_window=5))
-    if name == "thin_pages":
-        retrieve = Quest(budget=big, page_size=4, num_dense_layers=0)
-        return Stages(evict=small(ThinK, channels=1.0, obs_window=5, num_recent=6), retrieve=retrieve)
-    if name == "per_layer":
-        return PerLayer(layers={0: small(StreamingLLM, budget=big, chunk=8)}, default=H2O(budget=big))
-    if name == "periodic":
-        return Periodic(evict=SnapKV(budget=big, obs_window=5), interval=4)
-    if name == "layer_budgets":
-        return LayerBudgets(method=SnapKV(budget=2 * big, obs_window=5), shares=(0.5, 1.5))
-    if name == "dense_below":
-        return DenseBelow(length=big, method=Quest(budget=8, page_size=4, num_dense_layers=0))
-    if name == "prefill":  # fewer diagonals than slots, or the prompt would be read densely
-        inner = SnapKV(budget=big, obs_window=5)
-        return Prefill(method=inner, pattern=Pattern(diagonals=60), **SMALL_PATTERNS)
-    if name == "twilight":
-        return Twilight(method=Quest(budget=big, page_size=4, num_dense_layers=0), mass=1.0)
+    snapkv, quest = SnapKV(budget=big, obs_window=5), Quest(budget=big, page_size=4, num_dense_layers=0)
+    wrappers = {
+        "verified": kvjax.Verified(draft=snapkv, depth=2, worth=None),
+        "stages": Stages(evict=snapkv, retrieve=quest),
+        "thinned": Stages(evict=snapkv, retrieve=small(ThinK, channels=1.0, obs_window=5)),
+        "per_layer": PerLayer(layers={0: small(StreamingLLM, budget=big, chunk=8)}, default=H2O(budget=big)),
+        "periodic": Periodic(evict=snapkv, interval=4),
+        "layer_budgets": LayerBudgets(method=SnapKV(budget=2 * big, obs_window=5), shares=(0.5, 1.5)),
+        "dense_below": DenseBelow(length=big, method=Quest(budget=8, page_size=4, num_dense_layers=0)),
+        # Fewer diagonals than slots, or the prompt would be read densely.
+        "prefill": Prefill(method=snapkv, pattern=Pattern(diagonals=60), **SMALL_PATTERNS),
+        "twilight": Twilight(method=quest, mass=1.0),
+    }
+    if name in wrappers:
+        return wrappers[name]
     everything = {
         "chess": {"ratios": (1.0, 1.0, 1.0)},
         "duoattention": {"num_recent": big},

@@ -7,10 +7,7 @@ import sys
 from experiments.cli import Job
 from experiments.cli.plot import PlotCommand, plot
 
-PACKAGES = {
-    "fidelity": "experiments.lab.fidelity", "exact": "experiments.lab.exact", "insight": "experiments.lab.insight",
-    "drift": "experiments.lab.ablations",
-}  # fmt: skip
+PACKAGES = {"fidelity": "experiments.lab.fidelity", "insight": "experiments.lab.insight"}
 
 
 def _plot(command: PlotCommand) -> None:

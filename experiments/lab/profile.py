@@ -26,11 +26,10 @@ from experiments.answering import make_mesh, mesh_axes, mesh_text
 from experiments.cli import Job, Settings, option, record_path
 from experiments.records import make_record, table_file, write_bytes, write_record
 from experiments.records.report import Column, row_table
-from experiments.speed.bench import part_of
 from experiments.speed.settings import MODELS, Output, SpeedSettings
 from experiments.speed.token_loop import TokenLoop
 from experiments.speed.variants import kv_dtype_of, setting
-from models import random_params
+from models import ModelConfig, random_params
 from models.sharding import check_mesh
 
 _RUNS = 5  # the first run warms up, the last is profiled
@@ -101,6 +100,22 @@ def _profile(settings: ProfileSettings, command: ProfileCommand) -> None:
     write_record(command.out, make_record("profile", dataclasses.asdict(settings), rows))
     write_bytes(table_file(command.out), ("# Kernels of a decode step\n\n" + profile_table(rows, settings.top)).encode())
     print(f"record: {command.out}")
+
+
+def part_of(config: ModelConfig, parts: int) -> ModelConfig:
+    """Describe one device's part of a model as a model of its own, with the parameters that the device has on a mesh.
+
+    Args:
+        config: the model.
+        parts: the devices over which it is divided; with 1 it is returned as it is.
+
+    Raises:
+        ValueError: the parts would not be equal.
+    """
+    if parts == 1:
+        return config
+    # `local` leaves the vocabulary whole, because a cache keeps the logits of all tokens. End tokens may be in another part.
+    return dataclasses.replace(config.local(parts), vocab_size=config.vocab_size // parts, eos_token_ids=())
 
 
 def _traced(loop: TokenLoop) -> ProfileData:

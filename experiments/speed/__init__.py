@@ -9,7 +9,6 @@ from experiments.speed.report import speed_tables as speed_tables
 from experiments.speed.report import speedup as speedup
 from experiments.speed.roofline import Bandwidth as Bandwidth
 from experiments.speed.roofline import measure_bandwidth as measure_bandwidth
-from experiments.speed.roofline import roofline as roofline
 from experiments.speed.settings import MODELS as MODELS
 from experiments.speed.variants import budget_at as budget_at
 from experiments.speed.variants import uneven_scores as uneven_scores

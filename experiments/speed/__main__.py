@@ -9,14 +9,14 @@ written as soon as it is finished, and is not measured again. A row that does no
 Without flags it times Full, SnapKV and Quest in the shape of Llama-3.1-8B with 128K tokens, and on a CPU in a small shape
 with 4K tokens, which takes half a minute.
 
-By default, rows are decode steps (TPOT, time per output token), whose time is split into its parts on one device; at lengths
-at which no whole model fits, time ``--model llama-3.1-8b-4-layers``. ``--prefill`` times prefill (TTFT, time to the first
-token). ``--largest-batch`` looks for the largest batch that fits, downwards from the batch that the allocated bytes allow.
-Give the process most of the memory first (``XLA_PYTHON_CLIENT_MEM_FRACTION=0.95``). With ``--set pariskv.offload=True`` only
-the bytes on the device count. Give such rows a record of their own, and ignore their floor, which does not include the bus.
+By default, rows are decode steps (TPOT, time per output token), whose time is split on one device into the method's part and
+the rest; at lengths at which no whole model fits, time ``--model llama-3.1-8b-4-layers``. ``--prefill`` times prefill (TTFT,
+time to the first token). ``--largest-batch`` looks for the largest batch that fits, downwards from the batch that the
+allocated bytes allow. Give the process most of the memory first (``XLA_PYTHON_CLIENT_MEM_FRACTION=0.95``). With
+``--set pariskv.offload=True`` only the bytes on the device count. Give such rows a record of their own, and ignore their
+floor, which does not include the bus.
 
 ``--mesh`` spreads the rows over devices, and ``--beside-one`` also times them on one device in the same run.
-``--beside-part`` times one device's part of the model alone: the rest of the time on the mesh is collectives and waiting.
 ``--sums`` times the rows under several variants of the sums over devices (`sum_variants.py`).
 """
 
@@ -28,46 +28,46 @@ import pathlib
 
 import jax
 
-from experiments.answering import mesh_axes
-from experiments.cli import Against, Job, option, record_path
+from experiments.cli import Job, option, record_path
 from experiments.records import Results, save, with_figures, write_bytes
 from experiments.speed import plots, report
 from experiments.speed.bench import Bench
 from experiments.speed.rows import finish
-from experiments.speed.settings import MODELS, PlottedOutput, SpeedSettings
-from pallas_kernels.axes import MODEL
+from experiments.speed.settings import MODELS, Output, SpeedSettings
 
 
 @dataclasses.dataclass(frozen=True)
-class SpeedCommand(PlottedOutput):
-    """Where `experiments.speed` writes."""
+class SpeedCommand(Output):
+    """Where `experiments.speed` writes.
+
+    Attributes:
+        out: JSON record; the table goes beside it
+        plot: draw the figure beside the record (needs matplotlib)
+    """
 
     out: pathlib.Path = option(pathlib.Path("runs/speed.json"), read=record_path)
+    plot: bool = True
 
 
-def _speed(settings: SpeedSettings, command: SpeedCommand, against: Against) -> None:
+def _speed(settings: SpeedSettings, command: SpeedCommand) -> None:
     command, settings = with_figures(command), settings.on_device()
     results = open_results(command.out, MODELS[settings.model]().dtype)
     bench = Bench(settings, results)
     print(f"{settings.shown_model} on {jax.devices()[0].device_kind}")
     print(report.head())
-    failed = _beside(bench) if settings.beside_one else 0
-    failed += _beside(bench, mesh_axes(settings.mesh)[MODEL]) if settings.beside_part else 0
+    failed = _beside_one(bench) if settings.beside_one else 0
     time_rows(bench)
     if command.plot:
-        figure = plots.overview(results.metrics, " and ".join(results.devices))
+        figure = plots.beside_floors(results.metrics, " and ".join(results.devices))
         for kind in ("png", "pdf"):
             write_bytes(results.path.with_suffix(f".{kind}"), save(figure, kind))
-    finish(results, report.speed_tables(results.metrics, results.notes), against, failed + bench.failed)
+    finish(results, report.speed_tables(results.metrics, results.notes), failed + bench.failed)
 
 
-def _beside(bench: Bench, parts: int = 1) -> int:
-    """Measure the rows of a mesh on one device, in the same run, and return how many failed.
-
-    If ``parts`` is above 1, the device has one part of the model.
-    """
-    alone = dataclasses.replace(bench.settings, mesh=None, beside_one=False, beside_part=False, sums=())
-    one = Bench(alone, bench.results, bench.bandwidth, bench.run, parts)
+def _beside_one(bench: Bench) -> int:
+    """Measure the rows of a mesh on one device, in the same run, and return how many failed."""
+    alone = dataclasses.replace(bench.settings, mesh=None, beside_one=False, sums=())
+    one = Bench(alone, bench.results, bench.bandwidth, bench.run)
     time_rows(one)
     failed = one.failed
     del one  # its parameters must leave the device before the parameters of the mesh come
@@ -95,7 +95,7 @@ def open_results(path: pathlib.Path, dtype: str) -> Results:
     return Results(path, "speed", settings)
 
 
-main = Job(_speed, SpeedSettings, SpeedCommand, Against, models=True)
+main = Job(_speed, SpeedSettings, SpeedCommand, models=True)
 
 
 if __name__ == "__main__":

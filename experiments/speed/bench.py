@@ -1,4 +1,4 @@
-"""The measurements of a process on one model: decode steps and their parts, prefill, the largest batch."""
+"""The measurements of a process on one model: decode steps and the method's part of them, prefill, the largest batch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from experiments.answering import Setting, make_mesh, mesh_axes, mesh_text
 from experiments.records import Results, commit, knobs_of, operations, versions
 from experiments.speed import report
-from experiments.speed.attention_alone import attend_seconds
-from experiments.speed.roofline import Bandwidth, bytes_limit, measure_bandwidth, of_device, peak_bytes, roofline
+from experiments.speed.roofline import Bandwidth, bytes_limit, measure_bandwidth, of_device, peak_bytes
 from experiments.speed.rows import note_run, now
 from experiments.speed.settings import CHUNK_SIZE, MODELS, MOST_ROWS, SpeedSettings
 from experiments.speed.sum_variants import compiled
@@ -29,7 +28,7 @@ from kvjax.api.programs import cost_program
 from kvjax.decoding.layers import layer_methods
 from kvjax.mesh.sharding import place_rows, plan_of
 from kvjax.protocol.method import Method, num_bytes
-from models import ModelConfig, random_params
+from models import random_params
 from models.sharding import check_mesh
 
 
@@ -41,7 +40,6 @@ class Bench:
         results: the record, which is read first and written after every row.
         bandwidth: the read bandwidth for floors; None measures it when the first row needs it.
         run: the time at which the process began; None means now.
-        parts: above 1, the model is one device's part of the settings' model, divided over so many devices.
 
     Attributes:
         failed: rows that ended with an error other than too little memory.
@@ -54,16 +52,11 @@ class Bench:
     """
 
     def __init__(
-        self,
-        settings: SpeedSettings,
-        results: Results,
-        bandwidth: Bandwidth | None = None,
-        run: str | None = None,
-        parts: int = 1,
+        self, settings: SpeedSettings, results: Results, bandwidth: Bandwidth | None = None, run: str | None = None
     ) -> None:
         self.settings, self.results = settings, results
         self.mesh, self._placed = make_mesh(settings.mesh), mesh_text(mesh_axes(settings.mesh))
-        self.config, self._parts = part_of(MODELS[settings.model](), parts), {"parts": parts} if parts > 1 else {}
+        self.config = MODELS[settings.model]()
         check_mesh(self.config, self.mesh)
         self.failed = 0
         self.chunk_size = settings.chunk_size or CHUNK_SIZE
@@ -131,7 +124,7 @@ class Bench:
         """
         chosen = self.setting(name, length, **(knobs or {}))
         key = {"name": kind, "model": self.settings.shown_model, "mesh": self._placed, "method": name, "length": length}
-        key |= {"batch": batch, **self._parts, **more}
+        key |= {"batch": batch, **more}
         identity = {**key, "knobs": knobs_of(chosen.method)}
         known = self.results.find(identity)
         if known is not None and _counts(known, wanted):
@@ -166,7 +159,7 @@ class Bench:
             name: see `VARIANTS`.
             length: tokens stored.
             batch: rows.
-            split: split the time into its parts; None does as the settings say.
+            split: split the time into the method's part and the rest; None does as the settings say.
             sums: a variant of sums over devices.
         """
         drafts = name.startswith(VERIFIED)
@@ -174,21 +167,15 @@ class Bench:
         kept = {"kept": list(self.settings.acceptance)} if drafts else {}
 
         def measure(chosen: Setting) -> dict[str, Any]:
-            figures, cache = self.decode_figures(chosen.method, length, batch, kv_dtype_of(name), sums)
-            return figures | ({"split": self._split(figures["value"], cache, batch)} if split else {})
+            figures = self.decode_figures(chosen.method, length, batch, kv_dtype_of(name), sums)[0]
+            return figures | ({"split": self._split(figures["value"], batch)} if split else {})
 
         return self.row("decode", name, length, batch, measure, wanted="split" if split else None, sums=sums, **kept)
 
-    def _split(self, whole: float, cache: Any, batch: int) -> dict[str, float | None] | None:
-        """Measure the seconds of a step's parts; None if there is too little memory to measure them."""
-        try:
-            rest, alone = self.rest(batch), attend_seconds(cache)
-        except jax.errors.JaxRuntimeError as problem:
-            if not _lacks_memory(problem):
-                raise
-            return None
-        select = None if alone is None else whole - rest - alone
-        return {"rest": rest, "attend": alone, "select": select, "select_and_attend": whole - rest}
+    def _split(self, whole: float, batch: int) -> dict[str, float]:
+        """Measure the seconds of the method's part of a step and of the rest."""
+        rest = self.rest(batch)
+        return {"rest": rest, "method": whole - rest}
 
     def rest(self, batch: int) -> float:
         """Measure the seconds per token of everything but the method, once per batch size and run."""
@@ -243,7 +230,8 @@ class Bench:
         if kept:  # a pass and its draft steps read all weights, and give several tokens
             of_weights *= (1 + len(kept)) / float(seen.counters["tokens_per_pass"].mean())
         of_cache = float(seen.bytes_read.sum()) / devices
-        roof = roofline(of_weights + of_cache, statistics.median(spans), self.bandwidth)
+        read, seconds = of_weights + of_cache, statistics.median(spans)
+        floor = self.bandwidth.seconds(read)
         memory = loop.program.memory_analysis()
         figures = {
             **_times(spans, "s/token"),
@@ -251,9 +239,9 @@ class Bench:
             "compile_seconds": loop.compile_seconds,
             "weight_bytes_read": of_weights,
             "cache_bytes_read": of_cache,
-            "floor": roof.floor,
-            "ratio": roof.ratio,
-            "achieved_bandwidth": roof.achieved,
+            "floor": floor,
+            "ratio": seconds / floor,
+            "achieved_bandwidth": read / seconds,
             "attended_tokens": float(seen.attended.mean()),
             "counters": {key: float(x.mean()) for key, x in seen.counters.items()},
             "weight_bytes": self.weights,
@@ -331,22 +319,6 @@ class Bench:
             "largest_batch", lambda known: [*(x for x in known or [] if not key.items() <= x.items()), largest]
         )
         return batch
-
-
-def part_of(config: ModelConfig, parts: int) -> ModelConfig:
-    """Describe one device's part of a model as a model of its own, with the parameters that the device has on a mesh.
-
-    Args:
-        config: the model.
-        parts: the devices over which it is divided; with 1 it is returned as it is.
-
-    Raises:
-        ValueError: the parts would not be equal.
-    """
-    if parts == 1:
-        return config
-    # `local` leaves the vocabulary whole, because a cache keeps the logits of all tokens. End tokens may be in another part.
-    return dataclasses.replace(config.local(parts), vocab_size=config.vocab_size // parts, eos_token_ids=())
 
 
 def _times(spans: Sequence[float], unit: str) -> dict[str, Any]:

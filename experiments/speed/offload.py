@@ -23,27 +23,27 @@ from typing import Any
 import jax
 
 from experiments.answering import Setting
-from experiments.cli import Against, Job, option, record_path
-from experiments.records import Results, save, with_figures, write_bytes
-from experiments.speed import plots, report
+from experiments.cli import Job, option, record_path
+from experiments.records import Results
+from experiments.speed import report
 from experiments.speed.bench import Bench
 from experiments.speed.roofline import bytes_limit
 from experiments.speed.rows import finish
-from experiments.speed.settings import MODELS, OffloadSettings, PlottedOutput
+from experiments.speed.settings import MODELS, OffloadSettings, Output
 from experiments.speed.traffic import traffic
 from experiments.speed.variants import kv_dtype_of, read_knobs
 from kvjax.accounting.memory import link_bandwidth, offload_share, placed_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class OffloadCommand(PlottedOutput):
+class OffloadCommand(Output):
     """Where `experiments.speed.offload` writes."""
 
     out: pathlib.Path = option(pathlib.Path("runs/offload.json"), read=record_path)
 
 
-def _run(settings: OffloadSettings, command: OffloadCommand, against: Against) -> None:
-    command, settings = with_figures(command), settings.on_device()
+def _run(settings: OffloadSettings, command: OffloadCommand) -> None:
+    settings = settings.on_device()
     if offloaded := [name for name, knobs in read_knobs(settings.knobs).items() if "offload" in knobs]:
         raise ValueError(f"--set {offloaded[0]}.offload: rows are measured offloaded and resident, see --no-resident")
     device, dtype = jax.devices()[0].device_kind, MODELS[settings.model]().dtype
@@ -57,9 +57,7 @@ def _run(settings: OffloadSettings, command: OffloadCommand, against: Against) -
         for batch in settings.batches:
             for name in settings.variants:
                 _time(bench, settings, name, length, batch, link)
-    if command.plot and any(row["name"] != "prefill" for row in results.metrics):
-        write_bytes(command.out.with_suffix(".png"), save(plots.offload(results.metrics)))
-    finish(results, report.offload_tables(results.metrics, results.notes), against, bench.failed)
+    finish(results, report.offload_tables(results.metrics, results.notes), bench.failed)
 
 
 def _time(bench: Bench, settings: OffloadSettings, name: str, length: int, batch: int, link: float) -> None:
@@ -126,7 +124,7 @@ def measure(bench: Bench, name: str, length: int, batch: int, share: float, link
     return bench.row("offload" if share else "resident", name, length, batch, run, knobs, share=float(share))
 
 
-main = Job(_run, OffloadSettings, OffloadCommand, Against, models=True)
+main = Job(_run, OffloadSettings, OffloadCommand, models=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,14 +18,12 @@ _LEGEND = (
     "device."
 )
 _MESH_LEGEND = (
-    " Of one: the time over the time on one device, in brackets if the latter is from another run. Of part: the time over "
-    "the time of one device's part of the model alone, which waits for no sum. Sums: the variant of sums over devices."
+    " Of one: the time over the time on one device, in brackets if the latter is from another run. Sums: the variant of sums "
+    "over devices."
 )
 _SPLIT_LEGEND = (
-    " Rest, attend, select: milliseconds per token without the method's attention (each layer answers with its query), in "
-    "attention over a fixed selection (the rows are "
-    "gathered inside that kernel), and the remainder (rotation, storing, selection, updates); `s+a` where the last two "
-    "cannot be told apart."
+    " Rest, method: milliseconds per token without the method (each layer answers with its query), and the remainder: "
+    "rotation, storing, selection, attention, updates. A record of an earlier commit may tell attention apart."
 )
 _OFFLOAD_LEGEND = (
     "TPOT: milliseconds per output token, median (least - most). Resident: TPOT with everything on the device. "
@@ -54,8 +51,8 @@ def line(row: Row, others: Sequence[Row]) -> str:
     if row["error"] is not None:
         return f"{begin} {failure(row, 120)}{where}"
     floor, ratio = (f"{1e3 * row['floor']:9.3f}", f"{row['ratio']:6.3f}") if "floor" in row else (" " * 9, " " * 6)
-    for text, whose in ((of_one(row, others), "one device"), (of_part(row, others), "a part alone")):
-        where += f", {text} of {whose}" if text else ""
+    if text := of_one(row, others):
+        where += f", {text} of one device"
     times = f"{1e3 * row['value']:10.3f} {floor} {ratio} {speedup(row, others):>8s}"
     return f"{begin} {times}  {row['wall_seconds']:.0f} s{where}"
 
@@ -74,12 +71,6 @@ def of_one(row: Row, others: Sequence[Row]) -> str:
     The ratio stands in brackets if the row on one device was measured in another run.
     """
     return _ratio(row, others, mesh=None, sums=None) if row.get("mesh") else ""
-
-
-def of_part(row: Row, others: Sequence[Row]) -> str:
-    """Tell the time of a row on a mesh over the time of one device's part of the model alone, or "", as `of_one`."""
-    parts = re.search(r"model=(\d+)", row.get("mesh") or "")
-    return _ratio(row, others, mesh=None, sums=None, parts=int(parts[1])) if parts else ""
 
 
 def _ratio(row: Row, others: Sequence[Row], times: str = "", **differs: str | int | None) -> str:
@@ -117,7 +108,7 @@ def speed_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
         for model in dict.fromkeys(row["model"] for row in metrics if row["name"] == kind):
             mine = [row for row in metrics if (row["name"], row["model"]) == (kind, model)]
             mine.sort(key=lambda row: (row["length"], row["batch"], row.get("queries", 1)))
-            has = {name: any(row.get(name) for row in mine) for name in ("mesh", "sums", "parts", "split")}
+            has = {name: any(row.get(name) for row in mine) for name in ("mesh", "sums", "split")}
             shown = {name: column for name, column in columns.items() if has.get(_ONLY_WITH.get(name, ""), True)}
             lines += [f"## {title}, {model}", "", *row_table(mine, shown), ""]
     if notes.get("largest_batch"):
@@ -137,7 +128,7 @@ def speed_tables(metrics: Sequence[Row], notes: Mapping[str, Any]) -> str:
 
 # Columns that stand in a table if some of its rows have the field.
 _ONLY_WITH = {
-    "sums": "sums", "mesh": "mesh", "of one": "mesh", "of part": "parts", "rest / attend / select ms": "split",
+    "sums": "sums", "mesh": "mesh", "of one": "mesh", "rest / method ms": "split",
 }  # fmt: skip
 
 
@@ -151,7 +142,6 @@ def _kinds(metrics: Sequence[Row]) -> dict[str, tuple[str, dict[str, Column]]]:
     }
     last: dict[str, Column] = {
         "of one": lambda row: of_one(row, metrics),
-        "of part": lambda row: of_part(row, metrics),
         "of Full": lambda row: speedup(row, metrics),
         "compile s": ("compile_seconds", 1, ".1f"),
         "notes": _notes,
@@ -166,7 +156,7 @@ def _kinds(metrics: Sequence[Row]) -> dict[str, tuple[str, dict[str, Column]]]:
         "TB/s": ("achieved_bandwidth", 1e-12, ".2f"),
         "cache GB": ("cache_bytes", 1e-9, ".2f"),
         "program GB": ("program_bytes", 1e-9, ".2f"),
-        "rest / attend / select ms": _split,
+        "rest / method ms": _split,
     }
     prefill: dict[str, Column] = {
         "rows": "batch",
@@ -201,9 +191,9 @@ def _split(row: Row) -> str | None:
     parts = row.get("split")
     if parts is None:
         return None
-    if parts["attend"] is None:
-        return f"{1e3 * parts['rest']:.3f} / s+a {1e3 * parts['select_and_attend']:.3f}"
-    return " / ".join(f"{1e3 * parts[name]:.3f}" for name in ("rest", "attend", "select"))
+    method = parts["method"] if "method" in parts else parts["select_and_attend"]
+    attention = f", attention {1e3 * parts['attend']:.3f}" if parts.get("attend") else ""
+    return f"{1e3 * parts['rest']:.3f} / {1e3 * method:.3f}{attention}"
 
 
 def _notes(row: Row) -> str:

@@ -1,4 +1,4 @@
-"""The memory roofline: the read bandwidth, measured in the same run, and the bytes that a decode step must read."""
+"""The memory roofline: the read bandwidth, measured in the same run, and the memory of a device."""
 
 from __future__ import annotations
 
@@ -78,26 +78,3 @@ def peak_bytes() -> int | None:
 def bytes_limit() -> int | None:
     """Return the bytes that this process may allocate on the device; None if the device does not report them."""
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-
-
-@dataclasses.dataclass(frozen=True)
-class Roofline:
-    """A measured time beside the least time that the memory allows.
-
-    Attributes:
-        bytes_read: bytes that must be read.
-        floor: seconds to read them.
-        ratio: the measured time over the floor.
-        achieved: bytes per second: `bytes_read` over the measured time.
-    """
-
-    bytes_read: float
-    floor: float
-    ratio: float
-    achieved: float
-
-
-def roofline(bytes_read: float, seconds: float, bandwidth: Bandwidth) -> Roofline:
-    """Compare a measured time with the floor of the bytes that had to be read."""
-    floor = bandwidth.seconds(bytes_read)
-    return Roofline(bytes_read=bytes_read, floor=floor, ratio=seconds / floor, achieved=bytes_read / seconds)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import pathlib
 from collections.abc import Callable
 from typing import Self
@@ -17,7 +16,7 @@ from experiments.speed.sum_variants import check_sums
 from experiments.speed.variants import VARIANTS, VERIFIED
 from kvjax.cache.quantised import check_kv_dtype
 from models import ModelConfig, shapes
-from pallas_kernels.axes import DATA, MODEL
+from pallas_kernels.axes import DATA
 
 _SMALL = ModelConfig(
     vocab_size=4096,
@@ -46,7 +45,7 @@ _ON_CPU, _ELSEWHERE = ("small", 4096), ("llama-3.1-8b", 131072)  # the model and
 _MODES = ("prefill", "largest_batch")  # what is timed instead of decode steps
 # A setting on the left has no meaning without the one on the right, or beside it.
 _NEEDS = {
-    "chunk_size": "prefill", "most_rows": "largest_batch", "sums": "mesh", "beside_one": "mesh", "beside_part": "mesh",
+    "chunk_size": "prefill", "most_rows": "largest_batch", "sums": "mesh", "beside_one": "mesh",
 }  # fmt: skip
 _EXCLUDES = {"largest_batch": ("prefill", "mesh", "batches"), "split": _MODES, "acceptance": ("mesh", *_MODES)}
 
@@ -117,15 +116,14 @@ class SpeedSettings(RowSettings):
         mesh: the devices over which the model, the rows or the slots of a row are spread, such as data=1,model=2 or slots=2
             (default: one device)
         beside_one: with --mesh: time every row on one device before, in the same run
-        beside_part: with --mesh: time one device's part of the model before, alone, which waits for no sum
         sums: with --mesh: comma-separated variants of sums over devices, of xla, nccl-graph, nccl-graph-open and
             symmetric-graph; every row is timed under each (default: as XLA does it)
-        split: split the time of a decode step into its parts (default: yes, on one device)
+        split: split the time of a decode step into the method's part and the rest (default: yes, on one device)
         prefill: time prefill instead
         largest_batch: look for the largest batch instead of --batches
         most_rows: with --largest-batch: where to begin at most (default 64)
         acceptance: comma-separated, for methods named verified_METHOD: the share of drafted tokens that are kept at each
-            place, as `experiments.lab.exact` measures it on real text; so many tokens are drafted in each pass
+            place; so many tokens are drafted in each pass
         weight_dtype: keep kernels and tables in int8 or int4; the rows' model is named MODEL@WEIGHT_DTYPE
 
     Raises:
@@ -135,7 +133,6 @@ class SpeedSettings(RowSettings):
     batches: tuple[PositiveInt, ...] = ()
     mesh: str | None = None
     beside_one: bool = False
-    beside_part: bool = False
     sums: tuple[str, ...] = ()
     split: bool | None = None
     prefill: bool = False
@@ -163,11 +160,9 @@ class SpeedSettings(RowSettings):
     def _check_mesh(self) -> None:
         axes = mesh_axes(self.mesh)
         if self.split and axes and not self.beside_one:
-            raise ValueError("--split has no meaning with --mesh: only decode steps on one device are split into parts")
+            raise ValueError("--split has no meaning with --mesh: only decode steps on one device are split")
         for name in self.sums:
             check_sums(name)
-        if self.beside_part and (axes[MODEL] == 1 or math.prod(axes.values()) > axes[MODEL]):
-            raise ValueError(f"--beside-part needs a mesh that divides the model and nothing else, got --mesh {self.mesh}")
         for batch in self.batches or (1,):
             if axes and batch % axes[DATA]:
                 raise ValueError(f"--batches must be multiples of the {axes[DATA]} devices of the axis {DATA!r}, got {batch}")
@@ -185,7 +180,7 @@ class SpeedSettings(RowSettings):
 
     @property
     def splits(self) -> bool:
-        """Whether the time of decode steps is split into its parts."""
+        """Whether the time of decode steps is split."""
         return self.split is not False and self.mesh is None
 
     @property
@@ -238,17 +233,6 @@ class Output:
     """
 
     out: pathlib.Path = option(read=record_path)
-
-
-@dataclasses.dataclass(frozen=True)
-class PlottedOutput(Output):
-    """Where a job writes that has a figure.
-
-    Attributes:
-        plot: draw the figure beside the record (needs matplotlib)
-    """
-
-    plot: bool = True
 
 
 def _flag(name: str) -> str:

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -203,8 +202,3 @@ class Nothing(LayerMethod):
 
     def room(self, state: Array) -> None:
         return None
-
-
-def structure(method: LayerMethod) -> Any:
-    """Return class, static fields and shapes of the other fields: layers that differ in these must be timed apart."""
-    return jax.tree.structure(method), tuple(np.shape(leaf) for leaf in jax.tree.leaves(method))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -112,6 +112,9 @@ def step_cost(cache: Cache) -> Stats:
     row = [
         heads * row_bytes(model.head_dim, model.dtype, cache.kv_dtype if window is None else None, once) for window in windows
     ]
+    counters: dict[str, list[Array]] = {}
+    for name, value in (entry for cost in costs for entry in cost.counters.items()):
+        counters.setdefault(name, []).append(value)
     return Stats(
         length=jnp.copy(cache.length),  # the next call consumes the cache
         # Devices that share the heads have equally many heads.
@@ -121,7 +124,7 @@ def step_cost(cache: Cache) -> Stats:
         bus_bytes=axes.total(sum(c.bus_bytes for c in costs) + jnp.zeros_like(costs[0].kv_bytes)),
         visible=_sum(seen) / len(seen),
         full_bytes_read=axes.total(_full_bytes(seen, row, fixed)),
-        counters=jax.tree.map(axes.mean, _mean_counters([c.counters for c in costs])),
+        counters=jax.tree.map(axes.mean, {name: _sum(values) / len(values) for name, values in counters.items()}),
         resident_bytes=num_bytes((cache.layers, cache.shared)),
     )
 
@@ -130,12 +133,6 @@ def _full_bytes(seen: list[Array], row: list[int], fixed: int) -> Array:
     """Count what `Full` reads: of each layer with attention the tokens that it sees, and the state of recurrent layers."""
     read = _sum(x * size for x, size in zip(seen, row, strict=True))
     return read + fixed if fixed else read
-
-
-def _mean_counters(layers: list[Mapping[str, Array]]) -> dict[str, Array]:
-    names = dict.fromkeys(name for counters in layers for name in counters)
-    by_name = {name: [counters[name] for counters in layers if name in counters] for name in names}
-    return {name: _sum(values) / len(values) for name, values in by_name.items()}
 
 
 def _sum(arrays: Iterable[Array]) -> Array:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -14,7 +12,7 @@ from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerStorage
 from kvjax.cache.divided import FEW, merged
 from kvjax.cache.packed_keys import ThinCache, pick_channels
-from kvjax.protocol.typing import EMPTY, pytree, static
+from kvjax.protocol.typing import pytree, static
 from kvjax.selection import page_slots
 from pallas_kernels.attend.causal_attention import causal_attention
 from pallas_kernels.attend.dense_attention import dense_attention
@@ -22,9 +20,8 @@ from pallas_kernels.attend.dense_decode import dense_decode
 from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.attend.past_attention import past_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention
-from pallas_kernels.numerics import finite_or_zero, merge_pair, merge_with, product_precision
+from pallas_kernels.numerics import merge_pair
 from pallas_kernels.score.column_mass import column_mass
-from pallas_kernels.soft_cap import capped
 
 _LOGITS = 1 << 20  # the most logits, slots x queries, that dense attention holds at once per query head
 
@@ -59,30 +56,12 @@ class Selection:
         return slots, mask & inside & jnp.take_along_axis(cache.valid, slots, axis=2)
 
 
-_MASKED = jax.make_user_context(False)  # a value of this kind is part of the key of every trace that JAX keeps
-
-
-def masked_attention() -> contextlib.AbstractContextManager[None]:
-    """Make attention over chosen slots dense with a mask within this context: the slow reference of the same mathematics."""
-    return _MASKED(True)
-
-
-def is_masked() -> bool:
-    """Tell whether this is in the context of `masked_attention`."""
-    return _MASKED.value
-
-
 def attend_selected(query: Array, cache: LayerStorage, chosen: Selection) -> tuple[Array, Array]:
     """Attend with one query [B, H, G, D] to chosen slots: output [B, H, G, D] and lse float32 [B, H, G].
 
     If the slots are divided over devices, ``chosen`` has slots of this device, and the result covers the slots of all
     devices.
     """
-    if is_masked():
-        out, lse = _attend_masked(query, cache, chosen)
-        return (out, lse) if chosen.partials is None else merge_with(out, lse, *chosen.partials)
-    if cache.older is not None:
-        return _attend_widened(query, cast("ThinCache", cache), chosen)
     out, lse = gather_attention(
         query,
         *cache.stored,
@@ -98,59 +77,6 @@ def attend_selected(query: Array, cache: LayerStorage, chosen: Selection) -> tup
     return merged(out, lse, cache)
 
 
-def _attend_widened(query: Array, cache: ThinCache, chosen: Selection) -> tuple[Array, Array]:
-    """Run `attend_selected` where keys of the first slots have only some channels: on copies of the chosen rows."""
-    slots, mask = chosen.tokens(cache)
-    copies = jnp.broadcast_to(jnp.arange(slots.shape[2], dtype=jnp.int32), slots.shape)
-    out, lse = gather_attention(
-        query,
-        *cache.listed(jnp.where(mask, slots, 0)),
-        copies,
-        mask,
-        scale=1 / math.sqrt(query.shape[-1]),
-        bias=chosen.bias,
-        partials=chosen.partials,
-    )
-    return out, lse
-
-
-def _attend_masked(query: Array, cache: LayerStorage, chosen: Selection) -> tuple[Array, Array]:
-    """Run `attend_selected` with a mask, without the partial softmaxes."""
-    cache = cache.resident()
-    slots, mask = chosen.tokens(cache)
-    b, h = jnp.arange(query.shape[0])[:, None, None], jnp.arange(query.shape[1])[None, :, None]
-    if chosen.bias is not None:
-        heads, group = jnp.arange(query.shape[2])[None, None, :, None], (b[..., None], h[..., None])
-        none = jnp.full((*query.shape[:3], cache.num_slots), -jnp.inf, jnp.float32)
-        bias = jnp.where(mask[:, :, None], chosen.bias, -jnp.inf)
-        return _attend_biased(query, cache, none.at[*group, heads, slots[:, :, None]].max(bias))
-    kept = jnp.zeros(cache.position.shape, bool).at[b, h, slots].max(mask)
-    position = jnp.where(kept, cache.position, EMPTY)
-    newest = cache.position.max(axis=(1, 2))[:, None]
-    out, lse = dense_attention(
-        query[..., None, :],
-        cache.key,
-        cache.value,
-        query_position=newest,
-        key_position=position,
-        scale=1 / math.sqrt(query.shape[-1]),
-    )
-    return merged(out[..., 0, :], lse[..., 0], cache)
-
-
-def _attend_biased(query: Array, cache: LayerStorage, bias: Array) -> tuple[Array, Array]:
-    """Run `attend_selected` over all slots with a ``bias`` float32 [B, H, G, S] of their logits."""
-    exact = product_precision(query.dtype)
-    logits = jnp.einsum("bhgd,bhsd->bhgs", query, cache.key, precision=exact, preferred_element_type=jnp.float32)
-    logits = capped(logits / math.sqrt(query.shape[-1]))
-    logits = jnp.where(bias > -jnp.inf, logits + bias, -jnp.inf)  # no NaN of an empty slot
-    lse = jax.nn.logsumexp(logits, axis=3)
-    weight = jnp.exp(logits - finite_or_zero(lse)[..., None])
-    value = jnp.where(cache.valid[..., None], cache.value.astype(jnp.float32), 0)
-    out = jnp.sum(weight[..., None] * value[:, :, None], axis=3)  # as a matrix product it would copy all values
-    return out.astype(query.dtype), lse
-
-
 def attend_held(query: Array, cache: LayerStorage, gap: Array | None = None) -> tuple[Array, Array]:
     """Attend with the newest token's query [B, H, G, D] to all stored tokens: output [B, H, G, D], lse float32 [B, H, G].
 
@@ -159,42 +85,11 @@ def attend_held(query: Array, cache: LayerStorage, gap: Array | None = None) -> 
     if cache.older is not None:
         return _attend_thin(query, cast("ThinCache", cache))
     cache = cache.resident()
-    out, lse = _over_slots(query, cache, gap=gap)
+    out, lse = attend_slots(query, cache, gap=gap)
     return merged(out, lse, cache)
 
 
-def attend_held_mass(query: Array, cache: LayerStorage, gap: Array | None = None) -> tuple[Array, Array, Array]:
-    """Run `attend_held`, and sum the attention probability of each slot over the group: float32 [B, H, S].
-
-    The sum is made of the logits that attention computes, so no key is read twice. All slots of the rows are on this device.
-    """
-    out, lse, mass = _over_slots(query, cache.resident(), gap=gap, mass=True)
-    return out, lse, mass
-
-
-def attend_few_mass(query: Array, cache: LayerStorage, position: Array) -> tuple[Array, Array, Array]:
-    """Run `attend_all`, and sum the attention probability of each slot over the group, for the first query alone.
-
-    It is made of the logits that attention computes, as in `attend_held_mass`. There are at most `FEW` queries, and all
-    slots of the rows are on this device.
-
-    Returns:
-        The output [B, H, G, T, D], lse float32 [B, H, G, T], and the mass float32 [B, H, S].
-    """
-    out, lse, mass = _over_slots(query, cache.resident(), mass=True, position=position)
-    return out, lse, mass
-
-
-def attend_held_parts(query: Array, cache: LayerStorage) -> tuple[Array, Array]:
-    """Run `attend_held` in N partial softmaxes, for an operation that merges them: float32 [B, H, N, G, D] and [B, H, N, G].
-
-    The cache is resident, and all slots of its rows are on this device.
-    """
-    out, lse = _over_slots(query, cache, parts=True)
-    return out, lse
-
-
-def _over_slots(
+def attend_slots(
     query: Array,
     cache: LayerStorage,
     *,
@@ -203,7 +98,20 @@ def _over_slots(
     mass: bool = False,
     position: Array | None = None,
 ) -> tuple[Array, ...]:
-    """Run `dense_decode` over the slots of a resident cache that are on this device, with queries at positions or one."""
+    """Attend to the stored tokens on this device, by `dense_decode`; the cache is resident.
+
+    Args:
+        query: [B, H, G, D], of the newest token; or [B, H, G, T, D] at ``position`` int32 [B, T], of at most `FEW` tokens.
+        gap: as in `attend_held`.
+        parts: whether to return N partial softmaxes, for an operation that merges them: float32 [B, H, N, G, D] and
+            [B, H, N, G]. All slots of the rows are on this device.
+        mass: whether to return the attention probability of each slot too, float32 [B, H, S], summed over the group and for
+            the first query alone. It is made of the logits that attention computes, so no key is read twice. All slots of
+            the rows are on this device.
+
+    Returns:
+        The output in the shape of the query, and lse float32 without the last axis.
+    """
     return dense_decode(
         query,
         *cache.stored,
@@ -241,7 +149,7 @@ def attend_all(query: Array, cache: LayerStorage, position: Array) -> tuple[Arra
     cache = cache.resident()
     tokens = query.shape[3]
     if 0 < tokens <= FEW:  # a decode kernel reads the cache once for them, and codes as they are
-        out, lse = _over_slots(query, cache, position=position)
+        out, lse = attend_slots(query, cache, position=position)
         return merged(out, lse, cache)
     block = max(1024, _LOGITS // max(tokens, 1))  # all slots at once for one query, block by block for many
     out, lse = dense_attention(
@@ -271,7 +179,7 @@ def attend_stored(
     if query.shape[3] > 1:
         out, lse = attend_all(query, cache, position)
     elif observes and cache.parts == 1 and sinks is None:
-        out, _, mass = attend_held_mass(query[..., 0, :], cache, gap)
+        out, _, mass = attend_slots(query[..., 0, :], cache.resident(), gap=gap, mass=True)
         return out[..., None, :], mass
     else:
         out, lse = attend_held(query[..., 0, :], cache, gap)

@@ -194,10 +194,8 @@ def _of_layer(given: Any) -> tuple[Pattern, ...]:
     missing = [head for head in range(len(heads)) if head not in heads]
     if missing:
         raise ValueError(f"no entry {missing[0]}")
-    return tuple(_of_entry(heads[head]) for head in range(len(heads)))
-
-
-def _of_entry(entry: Any) -> Pattern:
-    name, one, other = entry[:3]
-    kind = _IN_FILES[name]
-    return Pattern(kind, blocks=one) if kind == "block_sparse" else Pattern(kind, columns=one, diagonals=other)
+    entries = [(_IN_FILES[name], one, other) for name, one, other, *_ in (heads[head] for head in range(len(heads)))]
+    return tuple(
+        Pattern(kind, blocks=one) if kind == "block_sparse" else Pattern(kind, columns=one, diagonals=other)
+        for kind, one, other in entries
+    )

@@ -21,8 +21,7 @@ The other forms:
   newest key gets a copy (`newest_key`), because a kernel's operand is written to memory first. An offloaded cache of codes
   has them in host memory and the scales of all slots on the device.
 * ``packed_keys``: the first slots have some channels of their keys, packed, and the later slots have whole keys (ThinK).
-  Attention to all slots multiplies packed keys as they are; attention to chosen slots copies these rows, with zeros for
-  dropped channels. A method can choose from it if it declares `thin_block`.
+  Attention multiplies packed keys as they are.
 * ``divided``: this device's slots of rows that a mesh divides along the axis ``slots`` (`PartCache`).
 * ``latent``: keys that are the values too, as in latent attention (MLA), stored once, also as codes (`LatentCache`).
 

@@ -20,7 +20,6 @@ from jax import Array, lax
 
 from kvjax.cache.storage import LayerCache, LayerSpec, LayerStorage, PlainCache
 from kvjax.protocol.typing import EMPTY, not_none, pytree, static
-from kvjax.rope import rotate
 from kvjax.selection import kept_positions, kept_rows
 from pallas_kernels import axes
 from pallas_kernels.attend.past_attention import past_attention
@@ -61,13 +60,6 @@ class PartCache(LayerCache):
             cursor=jnp.clip(slot, 0, self.num_slots - 1)[:, 0],
         )
         return self.holding(stored.key, stored.value, stored.position, cursor)
-
-    def append_rotated(
-        self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
-    ) -> tuple[Array, PartCache]:
-        # The kernel that stores a token would rotate the query only where the token is stored.
-        query, key = rotate(query, position[:, None, None], inv_freq), rotate(key, position[:, None], inv_freq)
-        return query, self.append(key, value, position)
 
     def compact(self, slots: Array, keep: Array, room: int) -> LayerCache:
         """Run `LayerCache.compact` for ``slots`` int32 [B, H, K] of all devices: each device gets all kept tokens."""

@@ -1,13 +1,11 @@
 """Storage whose older keys have only some of their channels, packed: what `kvjax.methods.ThinK` stores of a prompt.
 
 The newest tokens have whole keys, and so have all later tokens. `ThinCache` has the interface of other storage, except that
-``key`` and ``value`` hold the newer slots alone. `kvjax.attention.over_cache.attend_held` reads the packed keys as they are.
-Other reads of a step, of chosen slots and the newest key, get a zero for each dropped channel and touch no other slot
-(`ThinCache.rows_at`, `ThinCache.listed`). Prompts and `extend` get all slots in this form (`ThinCache.resident`).
+``key`` and ``value`` hold the newer slots alone. A step attends to all slots, and
+`kvjax.attention.over_cache.attend_held` reads the packed keys as they are. An `extend` gets all slots with a zero for each
+dropped channel (`ThinCache.resident`).
 
-Slots are counted over both parts, older slots first. Between the parts are empty slots, more in rows with shorter prompts. So
-a method that selects from a `ThinCache` declares its block size (`kvjax.protocol.slots.SlotAttention.thin_block`), and
-the newer slots begin with a block (`ThinCache.in_blocks`): then a row has the same blocks in every batch.
+Slots are counted over both parts, older slots first. Between the parts are empty slots, more in rows with shorter prompts.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from kvjax.cache.storage import LayerCache, LayerStorage, Older, PlainCache
 from kvjax.protocol.typing import EMPTY, pytree, traced
 from kvjax.selection import compact
 from pallas_kernels import axes
-from pallas_kernels.host import Rows, take_rows
+from pallas_kernels.host import take_rows
 
 # A packed key has a multiple of `_ROW` channels: whole products of tensor cores, and aligned rows. In heads of fewer than 64
 # channels, which no large model has, it has a multiple of a quarter of the channels.
@@ -73,11 +71,6 @@ class ThinCache(LayerStorage):
         query, newer = self.newer.append_rotated(query, key, value, position, inv_freq)
         return query, dataclasses.replace(self, newer=newer)
 
-    @property
-    def newest(self) -> tuple[Array, Array, Rows]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        key, value = self.rows_at(jnp.maximum(self.cursor - 1, 0)[:, None])
-        return key, value, Rows(host=self.value, newest=self.cursor, sinks=0)  # a ring of one copy; `host` is not read
-
     def resident(self) -> LayerCache:
         older = self.older
         return PlainCache(
@@ -88,42 +81,15 @@ class ThinCache(LayerStorage):
         )
 
     def rows_at(self, slots: Array) -> tuple[Array, Array]:
-        return self.listed(slots[:, None])
-
-    def listed(self, slots: Array) -> tuple[Array, Array]:
-        """Read keys and values [B, H, K, D] at ``slots`` int32 [B, H or 1, K], dropped channels as 0, and no other slot."""
-        older, behind = self.older, slots - self.older.key.shape[2]
-        packed = (behind < 0)[..., None]
-        key = widened(take_rows(older.key, slots), older.channels, self.key.shape[3])
-        return (
-            jnp.where(packed, key, take_rows(self.key, behind)),
-            jnp.where(packed, take_rows(older.value, slots), take_rows(self.value, behind)),
-        )
+        return self.resident().rows_at(slots)
 
     def keys_between(self, slots: Array) -> Array:
         return self.keys_at(slots)
 
-    def in_blocks(self, size: int) -> ThinCache:
-        """Insert empty slots before the newer slots, so that the newer slots begin with a block of ``size`` slots."""
-        more = ((0, 0), (0, 0), (0, -self.older.key.shape[2] % size))
-        older = dataclasses.replace(
-            self.older,
-            key=jnp.pad(self.older.key, (*more, (0, 0))),
-            value=jnp.pad(self.older.value, (*more, (0, 0))),
-            position=jnp.pad(self.older.position, more, constant_values=EMPTY),
-        )
-        return dataclasses.replace(self, older=older)
-
-    def packed_bytes(self, attended: Array) -> tuple[Array, int]:
-        """Compute how packing changes the bytes of a step that attends to ``attended`` float32 [B, H] slots.
-
-        Returns:
-            The least bytes that packing saves, float32 [B]: the query decides which slots a step chooses, so as many slots as
-            possible count as newer slots, whose keys are whole. Exact where a step attends to all slots. And the bytes of the
-            channel indices, which every step reads.
-        """
+    def packed_bytes(self) -> tuple[Array, int]:
+        """Count the bytes of a step that packing saves, float32 [B], and the bytes of the channel indices."""
         older = self.older
-        packed = jnp.maximum(attended - jnp.sum(self.newer.valid, axis=2, dtype=jnp.float32), 0).sum(axis=1)
+        packed = jnp.sum(older.position >= 0, axis=(1, 2), dtype=jnp.float32)
         spared = (older.value.shape[3] - older.key.shape[3]) * older.key.dtype.itemsize
         return packed * spared, math.prod(older.channels.shape[1:]) * older.channels.dtype.itemsize
 

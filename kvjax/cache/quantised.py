@@ -23,7 +23,6 @@ from kvjax.cache.latent import empty_latent
 from kvjax.cache.storage import LayerCache, LayerSpec, PlainCache, empty_cache
 from kvjax.protocol.fields import shown
 from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
-from kvjax.rope import rotate
 from kvjax.selection import kept_positions
 from pallas_kernels.formats.quantised import Quantised, code_bytes, dequantise, scale_bytes, zeros
 
@@ -67,15 +66,6 @@ class QuantisedCache(LayerCache):
             return super().append(key, value, position, start)
         slot, mine, cursor = next_here(self, position)  # a chunk may begin on another device
         return self._with_tokens(key, value, position, cursor, jnp.where(mine, slot, self.num_slots))
-
-    def append_rotated(
-        self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array
-    ) -> tuple[Array, QuantisedCache]:
-        if self.parts == 1:
-            return super().append_rotated(query, key, value, position, inv_freq)
-        # The kernel that stores a token would rotate the query only where the token is stored.
-        query, key = rotate(query, position[:, None, None], inv_freq), rotate(key, position[:, None], inv_freq)
-        return query, self.append(key, value, position)
 
     def compact(self, slots: Array, keep: Array, room: int) -> QuantisedCache:
         """Keep slots as `LayerCache.compact` and `kvjax.cache.divided.PartCache.compact` do; codes move unchanged."""

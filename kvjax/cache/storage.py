@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.protocol.typing import EMPTY, not_none, pytree
+from kvjax.rope import rotate
 from kvjax.selection import kept_positions, kept_rows
 from pallas_kernels import axes
 from pallas_kernels.formats.quantised import Quantised, numbers_at, stored_like, vector_bytes, whole
@@ -221,6 +222,9 @@ class LayerCache(LayerStorage):
         return self.holding(put(self.stored[0], key), put(self.stored[1], value), position, cursor)
 
     def append_rotated(self, query: Array, key: Array, value: Array, position: Array, inv_freq: Array) -> tuple[Array, Self]:
+        if self.parts > 1:  # the kernel that stores a token would rotate the query only where the token is stored
+            query, key = rotate(query, position[:, None, None], inv_freq), rotate(key, position[:, None], inv_freq)
+            return query, self.append(key, value, position)
         stored = stored_token(self, key, value, position, query[..., 0, :], inv_freq)
         cache = self.holding(stored.key, stored.value, stored.position, stored.cursor)
         return not_none("query", stored.query)[..., None, :], cache

@@ -36,24 +36,19 @@ class Cache:
         return self.length.shape[0]
 
     def __repr__(self) -> str:
-        return describe_cache(self)
-
-
-def describe_cache(cache: Cache) -> str:
-    """Write rows, tokens, method, layers and bytes of a cache for its ``repr``."""
-    if not isinstance(cache.length, jax.Array):  # a placeholder of a tree that JAX rebuilds
-        return f"Cache(length={cache.length!r}, ...)"
-    arrays = [x for x in jax.tree.leaves((cache.layers, cache.shared)) if isinstance(x, jax.Array)]
-    sizes = [(x.size * x.dtype.itemsize, on_host(x)) for x in arrays]
-    total, in_host = sum(size for size, _ in sizes), sum(size for size, host in sizes if host)
-    model = cache.model
-    return (
-        f"Cache({count_rows(cache.length)}, {describe_numbers(cache.length)} tokens, {show_value(cache.method, brief=True)}, "
-        f"{len(cache.layers)} layers of {model.num_kv_heads} KV heads x {model.head_dim}, {megabytes(total)}"
-        + (f", in {cache.kv_dtype}" if cache.kv_dtype else "")
-        + (f", {megabytes(in_host)} of them in host memory" if in_host else "")
-        + (f", over {cache.plan})" if cache.plan else ")")
-    )
+        if not isinstance(self.length, jax.Array):  # a placeholder of a tree that JAX rebuilds
+            return f"Cache(length={self.length!r}, ...)"
+        arrays = [x for x in jax.tree.leaves((self.layers, self.shared)) if isinstance(x, jax.Array)]
+        sizes = [(x.size * x.dtype.itemsize, on_host(x)) for x in arrays]
+        total, in_host = sum(size for size, _ in sizes), sum(size for size, host in sizes if host)
+        model, method = self.model, show_value(self.method, brief=True)
+        return (
+            f"Cache({count_rows(self.length)}, {describe_numbers(self.length)} tokens, {method}, "
+            f"{len(self.layers)} layers of {model.num_kv_heads} KV heads x {model.head_dim}, {megabytes(total)}"
+            + (f", in {self.kv_dtype}" if self.kv_dtype else "")
+            + (f", {megabytes(in_host)} of them in host memory" if in_host else "")
+            + (f", over {self.plan})" if self.plan else ")")
+        )
 
 
 def check_alive(cache: Cache) -> None:

@@ -25,11 +25,6 @@ from pallas_kernels.numerics import bounded_loop
 from pallas_kernels.soft_cap import soft_cap
 
 
-def smallest(limits: list[int | None], default: int) -> int:
-    """Return the smallest of ``default`` and the given limits; None means no limit."""
-    return min([default, *(limit for limit in limits if limit is not None)])
-
-
 def run_step(
     params: Any, cache: Cache, tokens: Array, active: Array, sync_host: bool = True, length: Array | None = None
 ) -> Cache:
@@ -78,7 +73,8 @@ def run_extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache
     total = tokens.shape[1]
     # A single token would look like a decode step, in which a method selects. But an `extend` attends to all kept tokens,
     # however long it is, so a single token gets a padding token after it.
-    chunk = smallest([m.max_tokens(in_prompt=False) for m in methods], max(total, 2))
+    limits = [most for m in methods if (most := m.max_tokens(in_prompt=False)) is not None]
+    chunk = min([max(total, 2), *limits])
     chunks = -(-total // chunk)
     tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - total)))
     active = jnp.arange(chunks * chunk)[None] < length[:, None]

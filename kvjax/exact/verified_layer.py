@@ -8,7 +8,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.attention.over_cache import attend_few_mass, attend_stored
+from kvjax.attention.over_cache import attend_slots, attend_stored
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
 from kvjax.cache.divided import FEW
 from kvjax.exact.rewind import rewound
@@ -121,7 +121,7 @@ class VerifiedLayer(LayerMethod):
         observes = self.shares and 0 < draft.observes <= inputs.position.shape[1]
         # Sinks change the softmax after its sum over slots, so a mass that is summed with it would leave them out.
         if observes and several and cache.parts == 1 and inputs.position.shape[1] <= FEW and inputs.sinks is None:
-            out, _, mass = attend_few_mass(query, cache, inputs.position)
+            out, _, mass = attend_slots(query, cache.resident(), mass=True, position=inputs.position)
         else:
             out, mass = attend_stored(query, cache, inputs.position, observes, sinks=inputs.sinks)
         if mass is not None:  # read before rejected tokens lose their positions, or XLA copies the positions of all slots
@@ -186,10 +186,16 @@ class VerifiedLayer(LayerMethod):
         if most is None or most >= tokens:
             return self.draft.attend(state, inputs)[1]
         count = -(-tokens // most)
-        padded = _padded(inputs, count * most)
+        more = count * most - tokens
+
+        def pad(x: Array, axis: int, fill: int) -> Array:
+            return jnp.pad(x, [(0, more * (at == axis)) for at in range(x.ndim)], constant_values=fill)
+
+        padded = _each(inputs, pad)
 
         def body(index: Array, state: Any) -> Any:
-            _, state = self.draft.attend(state, _piece(padded, index * most, most))
+            piece = _each(padded, lambda x, axis, _: lax.dynamic_slice_in_dim(x, index * most, most, axis))
+            _, state = self.draft.attend(state, piece)
             due = self.draft.due(state)
             if due is None:
                 return state
@@ -262,22 +268,7 @@ def _for_draft(inputs: Inputs) -> Inputs:
     return dataclasses.replace(inputs, shared=inputs.shared.draft)
 
 
-def _padded(inputs: Inputs, tokens: int) -> Inputs:
-    """Pad the tokens of ``inputs`` to ``tokens``."""
-    more = tokens - inputs.position.shape[1]
-    return _each(inputs, lambda x, axis, fill: jnp.pad(x, _widths(x, axis, more), constant_values=fill))
-
-
-def _piece(inputs: Inputs, start: Array, size: int) -> Inputs:
-    """Slice ``size`` tokens of ``inputs``."""
-    return _each(inputs, lambda x, axis, fill: lax.dynamic_slice_in_dim(x, start, size, axis))
-
-
 def _each(inputs: Inputs, change: Any) -> Inputs:
     """Apply ``change(array, axis of tokens, fill of padding)`` to every array that has tokens."""
     axes = {"query": (3, 0), "key": (2, 0), "value": (2, 0), "position": (1, -1), "tokens": (1, 0)}
     return dataclasses.replace(inputs, **{name: change(vars(inputs)[name], *how) for name, how in axes.items()})
-
-
-def _widths(x: Array, axis: int, more: int) -> list[tuple[int, int]]:
-    return [(0, more if at == axis else 0) for at in range(x.ndim)]

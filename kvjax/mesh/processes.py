@@ -77,14 +77,11 @@ def put[X](x: X, sharding: NamedSharding) -> X:
 def readable[X](mesh: Mesh | None, tree: X) -> X:
     """Gather the arrays of ``tree`` so that this process can read them; if it can already, or in a trace, do nothing."""
     leaves = jax.tree.leaves(tree)
-    if mesh is None or not is_known(leaves) or not any(map(is_elsewhere, leaves)):
+    if mesh is None or not is_known(leaves):
+        return tree
+    if not any(isinstance(x, Array) and not (x.is_fully_addressable or x.is_fully_replicated) for x in leaves):
         return tree
     return jax.jit(_copy, out_shardings=NamedSharding(mesh, PartitionSpec()))(tree)
-
-
-def is_elsewhere(x: Any) -> bool:
-    """Tell whether some values of an array are only on devices of other processes."""
-    return isinstance(x, Array) and not x.is_fully_addressable and not x.is_fully_replicated
 
 
 def of_each(mesh: Mesh, numbers: np.ndarray) -> np.ndarray:

@@ -23,7 +23,6 @@ class Full(AppendOnly):
     PAPER: ClassVar[str] = "arXiv:1706.03762"
 
     slot_block = 1
-    thin_block = 1
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         return cache, None

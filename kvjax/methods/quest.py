@@ -57,10 +57,6 @@ class Quest(Retrieval):
     def slot_block(self) -> int:
         return self.page_size
 
-    @property
-    def thin_block(self) -> int:
-        return self.page_size
-
     def summarize(self, key: Array, valid: Array) -> Box:
         # An empty page gets the bounds inf and -inf. NaN would do, too, but jax_debug_nans stops at it.
         low, high = (jnp.where(valid[..., None], key, bound) for bound in (jnp.inf, -jnp.inf))

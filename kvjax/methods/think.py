@@ -10,8 +10,7 @@ Score of channel c, over the prompt's last ``obs_window`` queries and all tokens
 
 At the prompt's end the C best channels stay. A step attends to all tokens: a dropped channel adds nothing to q.k, and the
 scale stays 1/sqrt(D). Prompt attention is dense and exact. After an eviction, as in ``Stages(evict=SnapKV(),
-retrieve=ThinK())``, only the tokens that are left enter the score. Before a retrieval, as in ``Stages(evict=ThinK(),
-retrieve=Quest())``, a step attends to selected tokens alone, and the bounds of pages have 0 in dropped channels too.
+retrieve=ThinK())``, only the tokens that are left enter the score.
 
 **Source**: Xu et al., "ThinK: Thinner Key Cache by Query-Driven Pruning" (arXiv:2407.21018, section 3);
 SalesforceAIResearch/ThinK e365413 for the two means, the number of channels, and which tokens stay whole.

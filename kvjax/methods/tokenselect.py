@@ -37,7 +37,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kvjax.attention.over_cache import is_masked
 from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerSpec, LayerStorage
 from kvjax.cache.divided import best_of_rows, here, log_total, merged, part_slots, total
@@ -45,10 +44,8 @@ from kvjax.cache.offload import Near, empty_storage, offload
 from kvjax.methods.budgets import scaled
 from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.protocol.typing import EMPTY, pytree, static, traced
-from kvjax.rope import rotate
 from kvjax.selection import smooth
 from pallas_kernels import axes
-from pallas_kernels.attend.dense_attention import dense_attention
 from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention
 from pallas_kernels.choose.tokenselect.token_list import token_list
@@ -148,7 +145,7 @@ class TokenSelect(LayerMethod):
         cache, tokens = state.cache, query.shape[3]
         scale = 1 / math.sqrt(query.shape[-1])
         token, used = here(slots.token, slots.used, cache)
-        if not is_masked() and inputs.start is None and tokens == 1:
+        if inputs.start is None and tokens == 1:
             out, lse = gather_attention(
                 query[..., 0, :],
                 *cache.stored,
@@ -161,29 +158,14 @@ class TokenSelect(LayerMethod):
             )
             out, _ = with_sinks(*merged(out, lse, cache), inputs.sinks)
             return out[..., None, :], state
-        if not is_masked():
-            key, value = cache.stored
-            if cache.rows is not None:
-                value = with_vectors(value, cache.rows.host)
-            key, value = rotated_rows(key, value, token, inputs.inv_freq)
-            if cache.parts > 1:  # every device gets the whole list, which is short
-                key, value = (total(jnp.where(used[:, None, :, None], x, 0), cache) for x in (key, value))
-            made = prefix_attention(query, key, value, start=slots.first, length=slots.real, scale=scale)
-            return with_sinks(*made, inputs.sinks)[0], state
-        cache, row = cache.resident(), jnp.arange(len(slots.token))[:, None]
-        token = jnp.where(used, token, cache.num_slots)
-        empty = jnp.full(cache.position[:, 0].shape, EMPTY, jnp.int32)
-        place = empty.at[row, token].set(slots.place, mode="drop")
-        order = jnp.arange(tokens, dtype=jnp.int32)[None]
-        out, lse = dense_attention(
-            query,
-            rotate(cache.key, place[:, None], inputs.inv_freq),
-            cache.value,
-            query_position=jnp.where(order < slots.real[:, None], slots.first[:, None] + order, EMPTY),
-            key_position=jnp.broadcast_to(place[:, None], cache.position.shape),
-            scale=scale,
-        )
-        return with_sinks(*merged(out, lse, cache), inputs.sinks)[0], state
+        key, value = cache.stored
+        if cache.rows is not None:
+            value = with_vectors(value, cache.rows.host)
+        key, value = rotated_rows(key, value, token, inputs.inv_freq)
+        if cache.parts > 1:  # every device gets the whole list, which is short
+            key, value = (total(jnp.where(used[:, None, :, None], x, 0), cache) for x in (key, value))
+        made = prefix_attention(query, key, value, start=slots.first, length=slots.real, scale=scale)
+        return with_sinks(*made, inputs.sinks)[0], state
 
     def finish(self, state: TokenState, spec: LayerSpec) -> TokenState:
         rows = state.cache.rows

@@ -232,15 +232,11 @@ class Retrieval(SlotMethod):
         stored, _ = count_all(cache)
         newest = (jnp.maximum(cache.cursor, 1) - 1) % self.page_size + 1
         chosen = (self.budget // self.page_size - 1) * self.page_size + newest[:, None]
-        pages = total(jnp.sum(self._occupancy(cache) > 0, axis=2), cache).astype(jnp.float32)
+        valid = jnp.pad(cache.valid, ((0, 0), (0, 0), (0, -cache.num_slots % self.page_size)))
+        tokens = jnp.sum(valid.reshape(*valid.shape[:2], -1, self.page_size), axis=3, dtype=jnp.int32)
+        pages = total(jnp.sum(tokens > 0, axis=2), cache).astype(jnp.float32)
         per_page = sum(x.dtype.itemsize * x[0, 0, 0].size for x in jax.tree.leaves(aux))
         return jnp.minimum(stored, chosen.astype(jnp.int32)), pages * per_page
-
-    def _occupancy(self, cache: LayerStorage) -> Array:
-        """Count the tokens in each page: int32 [B, H, P]."""
-        pad = -cache.num_slots % self.page_size
-        valid = jnp.pad(cache.valid, ((0, 0), (0, 0), (0, pad)))
-        return jnp.sum(valid.reshape(*valid.shape[:2], -1, self.page_size), axis=3, dtype=jnp.int32)
 
     def _summarize(self, cache: LayerStorage, pages: Array) -> Any:
         """Compute the summaries of ``pages`` int32 [B, N]. Slots past the end of the cache count as empty."""

@@ -111,11 +111,6 @@ class Cost:
     bus_bytes: Array | float = 0.0  # float32 [B], at least so many of `kv_bytes` cross the bus
     counters: Mapping[str, Array]  # the method's statistics of the run so far, float32 [B] each
 
-    @property
-    def bytes_read(self) -> Array:
-        """Bytes of keys, values and metadata read, all KV heads: float32 [B]."""
-        return self.kv_bytes + self.metadata_bytes
-
 
 class Method(abc.ABC):
     """A method as the whole model sees it. Subclasses are abstract or final; no implemented function is overridden."""

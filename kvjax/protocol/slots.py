@@ -70,9 +70,6 @@ class SlotAttention(LayerMethod):
     observes = 0  # `update` gets the attention mass of its tokens if there are at least so many; 0: never
     moves_slots = False  # True: `update` moves slots, so no index of another method may point to them
     packs = False  # True: `compress` returns a `kvjax.cache.packed_keys.ThinCache`, which stores only some channels of keys
-    # Slots per block in which it selects, if it can select from a `ThinCache`: then it reads keys by `compress`, `keys_at`
-    # and `newest_key` alone, and empty blocks change nothing. None if it cannot.
-    thin_block: int | None = None
     sparse_prompt: SparsePrompt | None = None  # sparse attention over the prompt; None means dense attention
 
     @property
@@ -143,7 +140,10 @@ class SlotAttention(LayerMethod):
             mass = mass_of(query, cache, inputs.position, lse[..., None]) if self.observes == 1 else None
         seen = cache if single else cache.resident()  # `update` may need keys that have no copies on the device
         out = out.reshape(inputs.query.shape)
-        # Metadata is read before it is written. Without this barrier XLA copies what an in-place kernel will change.
+        # Metadata is read before it is written, and so is a cache that gives up a token. Without a barrier XLA copies them.
+        if single and self.bounded_slots() is not None:
+            out, cache = lax.optimization_barrier((out, cache))
+            seen = cache
         out, aux = lax.optimization_barrier((out, state.aux))
         changed, aux = self.update(seen, aux, step, mass)
         check_alike(self, "update", state.aux, aux)
@@ -193,7 +193,7 @@ class SlotAttention(LayerMethod):
         slots, metadata = self.count(cache, state.aux, shared)
         attended = slots.astype(jnp.float32)
         crossing = jnp.maximum(attended - cache.copied().astype(jnp.float32)[:, None], 0)
-        spared, channels = (0, 0) if cache.older is None else cast("ThinCache", cache).packed_bytes(attended)
+        spared, channels = (0, 0) if cache.older is None else cast("ThinCache", cache).packed_bytes()
         return Cost(
             attended=attended.mean(axis=1),
             kv_bytes=attended.sum(axis=1) * cache.slot_bytes - spared,

@@ -33,6 +33,7 @@ _LAYER = (
     laws.equal_query_heads_attend_as_one,
     laws.prompt_chunks_do_not_change_results,
     laws.cost_counts_what_is_attended,
+    laws.outputs_are_attention_over_the_chosen,
 )
 MODEL_LAWS = (  # of a whole model
     laws.setting_does_something,
@@ -104,8 +105,6 @@ def check_method(
         few_programs=True,
     )
     chosen = [] if method.spans_layers else [*_LAYER]
-    if not method.spans_layers and getattr(method, "selects", False):
-        chosen.append(laws.mask_mode_equals_gather_mode)
     chosen += MODEL_LAWS
     if everything is not None:
         chosen.append(laws.everything_kept_equals_full)

@@ -12,14 +12,14 @@ import numpy as np
 
 from kvjax.api.fork import fork
 from kvjax.api.generate import generate
-from kvjax.attention.over_cache import masked_attention
 from kvjax.cache import LayerCache, PlainCache
 from kvjax.cache.latent import LatentCache
 from kvjax.decoding.decode import run_step
 from kvjax.decoding.recurrent import row_bytes
-from kvjax.protocol.method import Method, with_inner
+from kvjax.protocol.method import Step, with_inner
 from kvjax.protocol.typing import layer_recurrence, layer_windows, pytree, values_are_keys
-from kvjax.testing.layer import Drive
+from kvjax.rope import rotate
+from kvjax.testing.layer import Drive, frequencies
 from kvjax.testing.subject import LAYER_STEPS, LENGTHS, QUESTIONS, STEPS, Subject
 
 
@@ -63,18 +63,13 @@ def rows_are_independent(subject: Subject) -> None:
 
 def permuting_heads_permutes_the_output(subject: Subject) -> None:
     """Check that permuting heads permutes the output: no head is special, unless the knobs say so."""
-    if any(_tells_heads_apart(method) for method in with_inner(subject.method)):
-        return
+    knobs = [value for method in with_inner(subject.method) for value in vars(method).values() if isinstance(value, tuple)]
+    if any(not isinstance(entry, (int, float, jax.Array)) for value in knobs for entry in value):
+        return  # a knob has an entry for each head: a table of scores, or several patterns
     q, k, v = (x[:, ::-1] for x in subject.rows)
     got, want = subject.drive(q, k, v), subject.plain
     _close(got.outputs[:, :, ::-1], want.outputs, 1e-5)
     np.testing.assert_array_equal(got.attended[:, :, ::-1], want.attended)
-
-
-def _tells_heads_apart(method: Method) -> bool:
-    # A knob has an entry for each head: a table of scores, or several patterns.
-    tuples = [value for value in vars(method).values() if isinstance(value, tuple)]
-    return any(not isinstance(entry, (int, float, jax.Array)) for value in tuples for entry in value)
 
 
 def equal_query_heads_attend_as_one(subject: Subject) -> None:
@@ -115,11 +110,25 @@ def scores_are_numbers(subject: Subject) -> None:
         _must(not any(seen), f"{cls.__name__}.score returned NaN for a stored token or page")
 
 
-def mask_mode_equals_gather_mode(subject: Subject) -> None:
-    """Check that dense attention with a mask gives the same as gathering, for methods that choose slots."""
-    with masked_attention():
-        masked = subject.drive()
-    same(masked, subject.plain, lengths=subject.lengths)
+def outputs_are_attention_over_the_chosen(subject: Subject) -> None:
+    """Check that a step gives float64 attention over the tokens that it chose, each once, for methods with plain logits."""
+    layer: Any = subject.layer
+    got, (q, k, v) = subject.plain, subject.rows
+    if not layer.slotted or layer.packs or layer.extrapolates:
+        return
+    query, at = jnp.zeros((*q.shape[:3], 1, q.shape[4])), jnp.zeros((len(q), 1), jnp.int32)
+    step = Step(query=query, position=at, tokens=at, shared=None, guess=query)
+    chosen = jax.eval_shape(layer.select, got.state.cache, got.state.aux, step)
+    if chosen is not None and (chosen.bias is not None or chosen.partials is not None):  # logits of its own
+        return
+    inv_freq, at = frequencies(q.shape[-1]), jnp.arange(q.shape[-2], dtype=jnp.int32)
+    q, k = (np.asarray(rotate(jnp.asarray(x), at, inv_freq), np.float64) for x in (q, k))
+    for step, row in np.ndindex(got.outputs.shape[:2]):
+        logits = np.einsum("hgd,hsd->hgs", q[row, :, :, subject.lengths[row] + step], k[row]) / np.sqrt(q.shape[-1])
+        logits = np.where(got.attended[step, row][:, None], logits, -np.inf)
+        weight = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        want = np.einsum("hgs,hsd->hgd", weight / weight.sum(axis=-1, keepdims=True), v[row])
+        _close(got.outputs[step, row], want, 1e-4)
 
 
 def cost_counts_what_is_attended(subject: Subject) -> None:

@@ -17,11 +17,10 @@ from jax import Array
 
 from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerCache, LayerStorage
-from kvjax.cache.packed_keys import ThinCache
 from kvjax.protocol.fields import shown
 from kvjax.protocol.method import LayerMethod, Method, Prompt, Step, check_method, declarations
 from kvjax.protocol.slots import Reads, SlotMethod, count_all
-from kvjax.protocol.typing import not_none, pytree, static, traced
+from kvjax.protocol.typing import pytree, static, traced
 
 
 class Answer(property):
@@ -160,19 +159,13 @@ class Stages(SlotMethod):
     The metadata of the second method is made from the compressed cache, so it has no evicted slot. The second method may
     also keep every slot in fewer bytes: ``Stages(evict=SnapKV(...), retrieve=ThinK())``.
 
-    The first may drop channels instead of tokens: ``Stages(evict=ThinK(), retrieve=Quest(...))``. A dropped channel is 0 in
-    the metadata and in attention alike, and a step reads the packed keys of the chosen slots. The tokens whose keys stay
-    whole begin in a page of their own. The second method is then `Quest`, or `Twilight` around it, without ``offload``.
-    All other methods are refused when the wrapper is made (ValueError): most of them read all keys, or take the slots before
-    the newest for the newest tokens. All three: ``Stages(evict=Stages(evict=SnapKV(...), retrieve=ThinK()),
-    retrieve=Quest(...))``.
+    A method that drops channels of keys can only come last (ValueError).
     """
 
     evict: SlotMethod = traced("compresses the prompt")
     retrieve: SlotMethod = traced("selects in each step among the slots that are left")
 
     keeps = "what `evict` keeps"
-    thin_block = None  # a third method after these two is not supported
 
     near = passes("retrieve", SlotMethod.near)
     reread_tokens = passes("evict", SlotMethod.reread_tokens)
@@ -194,7 +187,8 @@ class Stages(SlotMethod):
         if retrieve.spans_layers:
             raise ValueError(f"Stages: retrieve must choose in each layer alone, {type(retrieve).__name__} chooses for all")
         if evict.packs:
-            _check_thin(evict, retrieve)
+            name = type(evict).__name__
+            raise ValueError(f"Stages: {name} drops channels of keys, so it must come last: retrieve={name}()")
         first = {evict.reads.moments_from, retrieve.reads.moments_from} - {None}
         if len(first) > 1:
             raise ValueError(f"Stages: evict and retrieve must have one moments_from, got {sorted(map(str, first))}")
@@ -212,7 +206,7 @@ class Stages(SlotMethod):
         return self.evict.slot_block if self.evict.evicts else None  # each device retrieves from all that was kept
 
     def offloaded(self, share: float) -> Method | None:
-        retrieve = None if self.evict.packs else self.retrieve.offloaded(share)
+        retrieve = self.retrieve.offloaded(share)
         return None if retrieve is None else dataclasses.replace(self, retrieve=retrieve)
 
     @property
@@ -221,12 +215,8 @@ class Stages(SlotMethod):
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerStorage, tuple]:
         cache, first = self.evict.compress(cache, prompt, room)
-        if not self.evict.packs:
-            cache, second = self.retrieve.compress(cache, prompt, room)
-            return cache, (first, second)
-        thin = cast("ThinCache", cache).in_blocks(not_none("thin_block", self.retrieve.thin_block))
-        _, second = self.retrieve.compress(thin.resident(), prompt, room)  # the metadata; the keys stay packed
-        return thin, (first, second)
+        cache, second = self.retrieve.compress(cache, prompt, room)
+        return cache, (first, second)
 
     def select(self, cache: LayerStorage, aux: tuple, step: Step) -> Selection | None:
         return self.retrieve.select(cache, aux[1], step)
@@ -272,7 +262,6 @@ class DenseBelow(Around):
     length: int = static("tokens; the selection has room for this number", least=1)
 
     keeps = "what `method` keeps"
-    thin_block = None  # a short row attends to its first slots, so there must be no empty ones between tokens
 
     compress = passes("method", SlotMethod.compress)
     update = passes("method", SlotMethod.update)
@@ -317,25 +306,6 @@ class DenseBelow(Around):
     def _short(self, cache: LayerStorage) -> Array:
         """Mark the rows that still attend to all tokens, bool [B, 1]."""
         return (cache.cursor <= self.length)[:, None]
-
-
-def _check_thin(evict: SlotMethod, retrieve: SlotMethod) -> None:
-    """Refuse a ``retrieve`` that `Stages` cannot run after ``evict``, which keeps only some channels of keys."""
-    first, second = type(evict).__name__, type(retrieve).__name__
-    if evict.selects:
-        raise ValueError(f"Stages: {first} chooses slots of its packed keys already, so nothing can come after it")
-    if retrieve.packs:
-        raise ValueError(f"Stages: {first} has dropped channels of keys already, got {second} after it")
-    if retrieve.offload:
-        raise ValueError(
-            f"Stages: what {first} packs stays on the device; {second} after it must have offload=False, "
-            f"got {retrieve.offload!r}"
-        )
-    if retrieve.thin_block is None:
-        raise ValueError(
-            f"Stages: after {first} retrieve must choose from packed keys with empty slots between tokens, as Quest can, and "
-            f"Twilight around Quest, got {second}; or let {first} come last: Stages(evict=SnapKV(), retrieve={first}())"
-        )
 
 
 def slot_method(role: str, value: Any, weighs: bool = False) -> SlotMethod:

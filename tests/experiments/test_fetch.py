@@ -31,8 +31,6 @@ LOADING = {  # a command line of every job that loads a model, without the model
     "experiments.heads.layers": [],
     "experiments.heads.patterns": [],
     "experiments.lab.insight.__main__": ["--length", "256"],
-    "experiments.lab.ablations.__main__": ["votes"],
-    "experiments.lab.exact.__main__": [],
     "experiments.lab.fidelity.__main__": [],
     "experiments.lab.training.adapter": [],
 }
@@ -67,7 +65,7 @@ def test_offline_reaches_the_loader(command, empty_cache, tmp_path, capsys):
     (tmp_path / "prompt.txt").write_text("The key is 4821.")
     more = [str(tmp_path / "prompt.txt") if part == "PROMPT" else part for part in LOADING[command]]
     if command not in WITHOUT_OUT:
-        more += ["--out", str(tmp_path / ("out.json" if "exact" in command else "out"))]
+        more += ["--out", str(tmp_path / "out")]
     flag = "--base" if command == "experiments.lab.training.adapter" else "--model"
     assert job_of(command)([*more, flag, "smollm2", "--offline"]) == 2
     out, err = capsys.readouterr()

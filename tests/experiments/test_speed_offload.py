@@ -63,7 +63,6 @@ def test_every_method_decodes_offloaded_and_resident(command, capsys):
     assert 0 < paris["bus_bytes"] <= 100 * 2 * 2 * 2 * 8 * 4 and 0.5 < paris["hot"] < 1
     assert paris["host_bytes"] > rows["resident", "pariskv", 2]["host_bytes"] == 0
     assert "MB over the bus" in said and "| ParisKV | 4096 | 2 |" in out.with_suffix(".md").read_text()
-    assert out.with_suffix(".png").stat().st_size > 5000
     command(*arguments)
     again = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("offload", "resident"))]
     assert again and all(line.endswith("from the record") for line in again)
@@ -148,7 +147,6 @@ def test_prompts_have_a_row_for_each_method_that_offloads(command, capsys):
     assert row["error"] is None and row["host_bytes"] == (4096 + 32) * 2 * 2 * 8 * 4
     table = out.with_suffix(".md").read_text()
     assert "### Prompts" in table and "| ParisKV | 4096 | 1 | 1024 |" in table and "TPOT" not in table
-    assert not out.with_suffix(".png").exists()  # which shows decoding
     with pytest.raises(SystemExit):
         command("--chunk-size", 1024)
     assert "--chunk-size has no meaning without --prompts" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import pytest
 
 import kvjax
 from kvjax import rope
-from kvjax.methods import H2O, TOVA, Full, KeyDiff, Quest, SnapKV, StreamingLLM
+from kvjax.methods import H2O, Full, KeyDiff, Quest, SnapKV, StreamingLLM
 from kvjax.protocol.families import Retrieval
 from kvjax.protocol.typing import pytree
 from kvjax.testing.model import TinyModel
@@ -40,9 +40,7 @@ def prefill(tokens, method="full", **options):
 
 WRONG_METHODS = [  # what the message names, and calls
     ("SnapKV: budget .*31", lambda: SnapKV(budget=31)),
-    ("StreamingLLM: budget .*num_sink=4", lambda: StreamingLLM(budget=4)),
     ("H2O: budget .*num_recent=8", lambda: H2O(budget=8, num_recent=8)),
-    ("Quest: budget .*page_size=16", lambda: Quest(budget=15)),
     ("SnapKV: budget .*capacity=64", lambda: SnapKV(budget=100, capacity=64)),
     ("SnapKV: capacity", lambda: SnapKV(budget=np.array([40, 64]))),
     ("SnapKV: capacity", lambda: jax.eval_shape(lambda budget: SnapKV(budget=budget), 64)),
@@ -50,7 +48,6 @@ WRONG_METHODS = [  # what the message names, and calls
     ("SnapKV discards", lambda: DenseBelow(length=9, method=SnapKV())),
     ("method .*'quest'", lambda: DenseBelow(length=9, method="quest")),
     ("H2O .*Quest", lambda: Stages(evict=H2O(), retrieve=Quest())),
-    ("retrieve .*TOVA", lambda: Stages(evict=SnapKV(), retrieve=TOVA())),
     ("retrieve .*KeyDiff", lambda: Stages(evict=SnapKV(), retrieve=KeyDiff())),
     ("evict .*StreamingLLM", lambda: Stages(evict=StreamingLLM(), retrieve=Quest())),
     ("retrieve .*class Quest", lambda: Stages(evict=SnapKV(), retrieve=Quest)),
@@ -58,7 +55,6 @@ WRONG_METHODS = [  # what the message names, and calls
     ("layer 2", lambda: prefill([[1]], PerLayer(layers={2: Full()}, default=Full()), max_new_tokens=2)),
     ("layers .*0", lambda: prefill([[1]], PerLayer(layers={0: Full(), -2: Quest()}, default=Full()), max_new_tokens=2)),
     ("'qwest' .*'quest'", lambda: kvjax.make("qwest")),
-    ("'page_sise' .*'page_size'", lambda: kvjax.make("quest", page_sise=4)),
     ("'bugdet' .*'budget'", lambda: Quest(bugdet=5)),
     ("'budget'", lambda: Full(budget=5)),
     ("head_dim", lambda: rope.inverse_frequencies(7, 1e4)),
@@ -188,19 +184,20 @@ def test_a_model_that_returns_something_else_is_refused():
 
 def test_renumbering_methods_may_run_past_the_model():
     """A method that re-numbers positions never uses a high one, so the model's limit does not apply to it."""
-    cache = prefill([[1] * 200], small(StreamingLLM, budget=12, chunk=64), max_new_tokens=4)
-    assert int(cache.length[0]) == 200
+    method = small(StreamingLLM, budget=12, chunk=64)
+    assert jax.eval_shape(lambda: prefill([[1] * 200], method, max_new_tokens=4)).length.shape == (1,)
 
 
 # ---- caches -------------------------------------------------------------------------------------------------------
 
 
 def test_caches_that_do_not_fit_the_call_are_refused():
-    cache, params = read("full", max_new_tokens=4), tiny_params()
+    """Room is counted per row: a short row may take more tokens than the longest row has room for."""
+    cache, params = read("full", max_new_tokens=1), tiny_params()  # 49 slots, prompts of 40, 23 and 9
     for message, call in (
         ("Full.* Quest", lambda: kvjax.generate(params, cache, method=example("quest"))),
-        ("12 more tokens in row 0", lambda: kvjax.generate(params, cache, max_new_tokens=13)),
-        ("12 more tokens in row 0", lambda: kvjax.extend(params, cache, np.ones((3, 13), np.int32))),
+        ("9 more tokens in row 0", lambda: kvjax.generate(params, cache, max_new_tokens=10)),
+        ("9 more tokens in row 0", lambda: kvjax.extend(params, cache, np.ones((3, 10), np.int32))),
         ("max_position_embeddings=160", lambda: kvjax.generate(params, cache, max_new_tokens=121)),
         ("3 rows", lambda: kvjax.extend(params, cache, [[1]])),
         ("vocab_size=61", lambda: kvjax.extend(params, cache, [[1], [99], [2]])),
@@ -208,20 +205,9 @@ def test_caches_that_do_not_fit_the_call_are_refused():
         ("'h20' .*'h2o'", lambda: kvjax.generate(params, cache, max_new_tokens=2, method="h20")),
     ):
         refuses(message, call)
-    assert kvjax.generate(params, cache, max_new_tokens=2).tokens.shape == (3, 2), "a refusal consumes nothing"
-
-
-def test_a_full_row_refuses_a_step():
-    cache = prefill([[1, 2, 3]], max_new_tokens=1)
-    cache = kvjax.decode_step(tiny_params(), cache, np.array([1]))
-    refuses("room for 0 more tokens in row 0", lambda: kvjax.decode_step(tiny_params(), cache, np.array([1])))
-
-
-def test_room_is_counted_per_row():
-    """A short row may take more tokens than the longest row has room for."""
-    cache = read("full", max_new_tokens=1)  # 49 slots, prompts of 40, 23 and 9
-    question = padded([[], [1] * 20, []], 20)
-    assert kvjax.extend(tiny_params(), cache, question[0], lengths=question[1]).length.tolist() == [40, 43, 9]
+    after = kvjax.extend(params, cache, [[1] * 9, [1] * 20, []])  # a refusal consumes nothing
+    assert after.length.tolist() == [49, 43, 9]
+    refuses("room for 0 more tokens in row 0", lambda: kvjax.decode_step(params, after, np.array([1, 1, 1])))
 
 
 # ---- drawing ------------------------------------------------------------------------------------------------------
@@ -237,14 +223,10 @@ def test_a_consumed_cache_is_refused():
     view = np.asarray(cache.length)  # JAX deletes no array that NumPy looks at
     first = kvjax.generate(tiny_params(), cache, max_new_tokens=2)
     assert view.shape == (3,) and not cache.length.is_deleted()
-    kvjax.generate(tiny_params(), first.cache, max_new_tokens=2)
+    kvjax.generate(tiny_params(), first.cache, max_new_tokens=2, eos_token_ids=3)  # one id needs no list
     assert "tokens attended" in first.stats.summary(), "what is known of the first turn outlives its cache"
     refuses("consumed", lambda: kvjax.fork(cache))
     refuses("Generation", lambda: kvjax.generate(tiny_params(), first, max_new_tokens=2))
-
-
-def test_one_end_of_sequence_token_needs_no_list():
-    assert kvjax.generate(tiny_params(), read("full"), max_new_tokens=2, eos_token_ids=3).tokens.shape == (3, 2)
 
 
 # ---- numbers and platforms ----------------------------------------------------------------------------------------
@@ -276,25 +258,6 @@ def test_non_finite_logits_name_their_row_and_step():
 def test_parameters_of_another_model_are_refused(field, size, leaf):
     config = dataclasses.replace(TINY, **{field: size})
     refuses(f"params .*{leaf}", lambda: kvjax.prefill(tiny_params(), [[1, 2]], config=config, max_new_tokens=2))
-
-
-def test_lists_that_are_nested_too_deeply_are_refused():
-    """Python can hold them; JAX cannot walk through them, and Python cannot show them."""
-    deep: list = []
-    for _ in range(100_000):
-        deep = [deep]
-    for name, call in (
-        ("Quest: budget", lambda: Quest(budget=deep)),
-        ("tokens", lambda: prefill([deep])),
-        ("tokens", lambda: prefill(deep)),
-        ("lengths", lambda: prefill(np.ones((1, 3), np.int32), lengths=deep)),
-        ("method", lambda: prefill([[1]], method=deep)),
-        ("params", lambda: kvjax.prefill(deep, [[1]], config=TINY, max_new_tokens=2)),
-        ("config", lambda: kvjax.prefill(tiny_params(), [[1]], config=deep)),
-        ("eos_token_ids", lambda: kvjax.sweep(tiny_params(), [[1]], ["full"], config=TINY, eos_token_ids=deep)),
-        ("PerLayer: layers", lambda: PerLayer(layers=deep, default=Full())),
-    ):
-        refuses(f"{name} must .*, got (the row )?a list that is nested too deeply to show", call)
 
 
 def test_a_cache_of_another_model_is_refused():

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 MODEL = TinyModel(num_layers=1, head_dim=16, hidden_size=24)
 PROMPT = 40
 TOKENS = np.random.default_rng(5).integers(0, MODEL.vocab_size, PROMPT + 2)
-RUN = ("full", "quest", "h2o")  # one of each kind; other methods under --thorough
+RUN = ("quest", "h2o")  # one of each kind; other methods under --thorough
 # Their oracles do not attend as a layer of this model does: budgets and scores of two layers, sentences, a given basis.
 OTHERS = ("duoattention", "headkv", "kvzip", "pyramidkv", "sentencekv", "shadowkv")
 

@@ -16,7 +16,7 @@ from kvjax.decoding.decode import run_step
 from kvjax.decoding.prefill import run_prefill
 from kvjax.methods import InfLLM, SnapKV
 from kvjax.protocol.families import Eviction
-from kvjax.protocol.method import LayerSpec, Prompt, Step, settle_due
+from kvjax.protocol.method import LayerSpec, Step, settle_due
 from kvjax.protocol.typing import pytree
 from kvjax.testing.model import TinyModel
 from tests.harness import small
@@ -120,10 +120,7 @@ def test_a_wrong_score_and_a_forgotten_decorator_are_named():
     "cls, told",
     [
         (SnapKV, "``obs_window`` (static, default 32): last prompt tokens, which vote and are always kept"),
-        (SnapKV, "``budget`` (traced, default 1024): prompt slots kept per KV head"),
-        (Prompt, "``length`` (traced, default None): int32 [B], tokens of each row"),
         (Step, "``position`` (traced): int32 [B, T], EMPTY for padding"),
-        (kvjax.Generation, "``num_tokens`` (traced): int32 [B], generated tokens per row"),
         (kvjax.Stats, "``host_bytes`` (static, default 0): the part of"),
     ],
 )

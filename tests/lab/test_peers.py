@@ -9,17 +9,13 @@ import sys
 import jax
 import pytest
 
-from experiments.lab.peers.quality import __main__ as quality
-from experiments.lab.peers.quality import settings as quality_settings
-from experiments.lab.peers.quality.report import peer_scores
-from experiments.lab.peers.speed import __main__ as peers
-from experiments.lab.peers.speed.report import peer_tables
-from experiments.lab.peers.speed.settings import PRESSES, PeersSettings
-from experiments.lab.peers.torch_device import make_press
+from experiments.lab.peers import __main__ as peers
+from experiments.lab.peers.report import peer_tables
+from experiments.lab.peers.settings import PRESSES, PeersSettings
 from experiments.records import Results, versions
 from experiments.speed import MODELS, budget_at
 from kvjax import registry
-from models import ModelConfig, builtin_directory
+from models import ModelConfig
 
 TINY = ModelConfig(
     vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=8,
@@ -28,51 +24,32 @@ TINY = ModelConfig(
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers"])
-@pytest.mark.parametrize("job", [peers, quality], ids=["speed", "quality"])
-def test_a_missing_package_is_one_sentence(job, name, monkeypatch, capsys, tmp_path):
+def test_a_missing_package_is_one_sentence(name, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "torch", peers)  # stands for one that is there: any module
     monkeypatch.setitem(sys.modules, name, None)  # which makes its import fail
-    assert job.main([*[str(tmp_path)] * (job is quality), "--out", str(tmp_path / "peers.json")]) == 2
+    assert peers.main(["--out", str(tmp_path / "peers.json")]) == 2
     said = capsys.readouterr().err
     assert f" needs {name}, which is not installed here: pip install torch transformers" in said and said.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("settings", "wrong", "message"),
+    ("wrong", "message"),
     [
-        (PeersSettings, {"methods": ["quest"]}, "methods: expected one of full, snapkv"),
-        (PeersSettings, {"caches": ["paged"]}, "caches"),
-        (PeersSettings, {"model": "gpt"}, "unknown model 'gpt'"),
-        (PeersSettings, {"mode": "fast"}, "mode"),
-        (PeersSettings, {"lengths": [0]}, "lengths"),
-        (quality_settings.PeersSettings, {"methods": ["quest"]}, "methods: expected one of full, snapkv"),
+        ({"methods": ["quest"]}, "methods: expected one of full, snapkv"),
+        ({"caches": ["paged"]}, "caches"),
+        ({"model": "gpt"}, "unknown model 'gpt'"),
+        ({"mode": "fast"}, "mode"),
+        ({"lengths": [0]}, "lengths"),
     ],
 )
-def test_wrong_settings_are_refused(settings, wrong, message):
+def test_wrong_settings_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
-        settings.from_mapping(wrong, "a file")
-
-
-def test_scores_are_paired_by_sample_and_a_failure_is_a_note():
-    def row(library, method, task, *scores, error=None):
-        made = {"library": library, "method": method, "base": method.partition("(")[0], "name": task, "length": 64}
-        value = 100 * sum(scores) / len(scores) if scores else None
-        return made | {"budget": 8, "value": value, "scores": dict(enumerate(scores)), "error": error, "kept_tokens": 8.0}
-
-    rows = [row("kvjax", "snapkv(obs_window=64)", task, 1, 1, 0) for task in "ab"]
-    rows += [row("kvpress", "snapkv", task, 1, 0, 0) for task in "ab"]
-    rows += [row("kvpress", "kvzip", "a", 1, 1), row("kvpress", "kvzip", "b", error="RuntimeError: 1 | 2\nmore")]
-    text = peer_scores(rows, {"runs": {"now": {"device": "a card", "versions": {"torch": "2"}, "commit": "c"}}})
-    paired = "33.3 / 66.7 (-33.3)"
-    assert f"| snapkv | snapkv(obs_window=64) | {paired} | {paired} | 33.3 / 66.7 | -33.3 (" in text
-    assert "| kvzip |  | 100.0 / - | - / - |  |  | 8.0 | b: RuntimeError: 1 / 2 |" in text
-    assert "## 64 tokens, 8 kept" in text and "Run now: a card, torch 2, commit c." in text
+        PeersSettings.from_mapping(wrong, "a file")
 
 
 def test_presses_are_methods_with_a_budget():
-    beside = {name for method in quality_settings.METHODS for name in quality_settings.beside(method)}
-    assert {*PRESSES, *beside} <= set(registry.classes())
+    assert {*PRESSES} <= set(registry.classes())
     assert {budget_at(name, 131072) for name in PRESSES} == {1024} and budget_at("snapkv", 256) == 64
 
 
@@ -105,7 +82,7 @@ def test_table_says_why_a_row_has_no_value():
 
 @pytest.fixture
 def command(monkeypatch, capsys, tmp_path):
-    """`python -m experiments.lab.peers.speed` on a tiny model: what it prints, and its record."""
+    """`python -m experiments.lab.peers` on a tiny model: what it prints, and its record."""
     for package in ("torch", "transformers"):
         pytest.importorskip(package, reason=f"the peers need {package}, which is not installed")
     import torch
@@ -146,8 +123,8 @@ def test_filled_static_cache_continues_like_the_prompt(command):
     import torch
     import transformers
 
-    from experiments.lab.peers.speed.filled_cache import dynamic_cache, static_cache
-    from experiments.lab.peers.speed.random_model import random_model
+    from experiments.lab.peers.filled_cache import dynamic_cache, static_cache
+    from experiments.lab.peers.random_model import random_model
 
     model = random_model(TINY, "sdpa", torch.device("cpu"))
     text = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -177,7 +154,7 @@ def test_presses_leave_their_budget(command):
 def test_a_row_without_memory_is_a_row(command, monkeypatch):
     import torch
 
-    from experiments.lab.peers.speed import bench
+    from experiments.lab.peers import bench
 
     def no_memory(*_, **__):
         try:
@@ -189,24 +166,3 @@ def test_a_row_without_memory_is_a_row(command, monkeypatch):
     printed, record = command("--methods", "full", "--caches", "dynamic")
     (row,) = record["metrics"]
     assert row["out_of_memory"] and row["value"] is None and "out of memory" in printed
-
-
-@needs_torch
-@pytest.mark.parametrize("method", ["full", *quality_settings.PRESSES])
-def test_answers_follow_what_a_press_kept(method):
-    """A press keeps its budget, and Full's answer is that of a pass over the whole text."""
-    for package in ("torch", "transformers", "kvpress"):
-        pytest.importorskip(package, reason=f"the peers need {package}, which is not installed")
-    import torch
-
-    from experiments.lab.peers.quality import bench
-
-    model = bench.load(str(builtin_directory()), "sdpa", "float32", torch.device("cpu"))
-    ids = [(7 * at) % 5000 + 5 for at in range(150)]
-    press = None if method == "full" else make_press(quality_settings.PRESSES[method][0], len(ids), 80)
-    answer, kept = bench.answer_prompt(model, ids, press, 6, ())
-    assert len(answer) == 6 and abs(kept - (150 if method == "full" else 80)) <= 0.5
-    assert bench.answer_prompt(model, ids, press, 6, answer[1:2])[0] == answer[: answer.index(answer[1]) + 1]
-    if method == "full":
-        whole = model(torch.tensor([ids + answer[:-1]])).logits[0, 149:].argmax(dim=-1)
-        assert whole.tolist() == answer

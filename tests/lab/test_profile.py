@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import pytest
 from jax.profiler import ProfileData
 
 from experiments.lab import profile
 from experiments.speed.settings import MODELS
-from models import ModelConfig
+from models import ModelConfig, param_shapes, shapes
+from models.sharding import param_spec
 from tests.tiny_models import TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -82,3 +85,13 @@ def test_without_a_gpu_the_command_says_so(monkeypatch, tmp_path, capsys):
     assert code == 2
     assert "the profiler saw no kernels" in capsys.readouterr().err
     assert not (tmp_path / "p.json").exists()
+
+
+@pytest.mark.parametrize("config", [shapes.llama31_70b(), shapes.qwen3_0_6b()], ids=["untied", "tied"])
+def test_a_part_of_a_model_has_the_parameters_of_a_device_on_a_mesh(config):
+    mesh, config = jax.sharding.AbstractMesh((4,), ("model",)), dataclasses.replace(config, num_layers=1)
+    whole, part = param_shapes(config), param_shapes(profile.part_of(config, 4))
+    assert profile.part_of(config, 1) == config
+    for (path, leaf), mine in zip(jax.tree_util.tree_leaves_with_path(whole), jax.tree.leaves(part), strict=True):
+        split = jax.sharding.NamedSharding(mesh, param_spec("/".join(key.key for key in path), leaf.ndim))
+        assert split.shard_shape(leaf.shape) == mine.shape, path

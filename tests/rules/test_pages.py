@@ -30,7 +30,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 
 def text_of(page):
-    return page.read_text(encoding="utf-8")
+    """The text of a page without the commands of finished studies, which are of other commits."""
+    return re.sub(r"at commit [0-9a-f]{8}: `[^`]+`", "", page.read_text(encoding="utf-8"))
 
 
 def blocks(page, language):

@@ -1,1 +1,1 @@
-"""What PyTorch users have instead: scores of kvpress and times of its steps, beside ours (needs torch)."""
+"""The speed of decoding the same shapes in PyTorch: Hugging Face `generate` and kvpress, to compare with kvjax."""

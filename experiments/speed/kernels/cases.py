@@ -11,8 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import Array, lax
+from jax import Array
 
 import pallas_kernels
 from pallas_kernels.dispatch import Operation
@@ -30,15 +29,11 @@ class Case:
         operation: the operation, all of whose implementations are compared.
         function: the public function of the operation.
         shape: the shape, which draws the arguments.
-        reference: makes the result to compare with; None takes "xla".
-        others: implementations that are not in the operation's table, by name.
     """
 
     operation: Operation
     function: Run
     shape: Shape
-    reference: Run | None = None
-    others: Mapping[str, Run] = dataclasses.field(default_factory=dict)
 
     def make(self) -> tuple[Array, dict[str, Any]]:
         """Draw the arguments: a float array that a loop may change between runs, and the rest by name."""
@@ -52,9 +47,7 @@ class Case:
         return self.function(**({} if chained is None else {chained: first}), **arrays, **self.shape.options, **how)
 
     def expected(self, first: Array, arrays: Mapping[str, Any]) -> Any:
-        """Compute the result to compare with, from what `make` returns."""
-        if self.reference is not None:
-            return self.defined(self.reference(first, arrays))
+        """Compute the result to compare with, by "xla", from what `make` returns."""
         if self.shape.timed.float32:
             first, arrays = jax.tree.map(_exact, (first, arrays), is_leaf=lambda x: isinstance(x, Quantised))
         return self.defined(jax.jit(functools.partial(self.run, implementation="xla"))(first, arrays))
@@ -83,25 +76,7 @@ def cases(tiny: bool = False, wide: bool = False) -> list[Case]:
 def _case(place: str, shape: Shape) -> Case:
     module, name = importlib.import_module(place), place.rpartition(".")[2]
     operation, function = getattr(module, name.upper()), getattr(module, name)
-    return Case(operation, function, shape, **_rivals(shape) if name == "kth_select" else {})
-
-
-def _rivals(shape: Shape) -> Mapping[str, Any]:
-    """Return what `kth_select` is compared with: a stable sort as the reference, and JAX's own operation."""
-    best = shape.sizes.K
-    others = {"lax.top_k": functools.partial(_top_k, best=best)}
-    return {"reference": functools.partial(_sorted_best, best=best), "others": others}
-
-
-def _sorted_best(score: Array, _: Mapping[str, Any], *, best: int) -> tuple[np.ndarray, np.ndarray]:
-    """Select by a stable sort of whole rows: ascending lists, and the number of their entries."""
-    order = np.argsort(-np.asarray(score), axis=-1, kind="stable")[..., :best]
-    return np.sort(order, axis=-1).astype(np.int32), np.full(score.shape[:2], best, np.int32)
-
-
-def _top_k(score: Array, _: Mapping[str, Any], *, best: int) -> tuple[Array, Array]:
-    _, index = lax.top_k(score, best)
-    return jnp.sort(index, axis=-1), jnp.full(score.shape[:2], best, jnp.int32)
+    return Case(operation, function, shape)
 
 
 def _exact(x: Any) -> Any:

@@ -13,7 +13,7 @@ from experiments.records import Results
 from experiments.speed.device_time import loop_seconds
 from experiments.speed.kernels.cases import Case, Run
 from experiments.speed.kernels.report import line
-from experiments.speed.roofline import Bandwidth, roofline
+from experiments.speed.roofline import Bandwidth
 
 _SLOW = 3e-3  # seconds; a slower call is repeated fewer times
 
@@ -40,7 +40,7 @@ def implementations(case: Case, args: tuple) -> tuple[dict[str, Run], dict[str, 
         except Exception:  # a kernel that cannot even be traced: it is run, and its row has the error
             pass
         able[name] = run
-    return {**able, **case.others}, missing
+    return able, missing
 
 
 def error(got: Any, want: Any) -> float:
@@ -118,7 +118,7 @@ def measure(case: Case, run: Run, args: tuple, want: Any, bandwidth: Bandwidth |
     once = time.perf_counter() - begun
     loop = {"chain": 1, "iterations": max(1, min(20, int(0.1 / once)))} if once > _SLOW else {}
     took = loop_seconds(run, *args, repeats=repeats, **loop)
-    roof = roofline(case.shape.bytes_read, took.median, bandwidth)
+    floor = bandwidth.seconds(case.shape.bytes_read)
     return {
         "value": took.median,
         "unit": "s",
@@ -126,8 +126,8 @@ def measure(case: Case, run: Run, args: tuple, want: Any, bandwidth: Bandwidth |
         "most": took.most,
         "compile_seconds": took.compile,
         **checked,
-        "floor": roof.floor,
-        "ratio": roof.ratio,
+        "floor": floor,
+        "ratio": took.median / floor,
     }
 
 

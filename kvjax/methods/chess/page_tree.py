@@ -140,7 +140,7 @@ def build(layers: list[LayerCache], shape: Shape, complete: Array, inv_freq: lis
     if shape.fan is None:
         return Nodes(mean_keys=vectors, shape=shape)
     in_chunks = _means(vectors, complete, shape.fan[0], chunks)
-    in_grids = _means(in_chunks, _parents(complete, shape.fan[0]), shape.fan[1], grids)
+    in_grids = _means(in_chunks, -(-complete // shape.fan[0]), shape.fan[1], grids)
     return Nodes(mean_keys=jnp.concatenate([vectors, in_chunks, in_grids], axis=1), shape=shape)
 
 
@@ -178,7 +178,7 @@ def put_page(nodes: Nodes, page: Array, vector: Array, when: Array) -> Nodes:
 
 def mean_page(nodes: Nodes, complete: Array) -> Array:
     """Average the vectors of the first ``complete`` int32 [B] pages: float32 [B, N], zeros where no page exists."""
-    exists = _exists(nodes.pages, complete)[..., None]
+    exists = (jnp.arange(nodes.pages.shape[1], dtype=jnp.int32)[None] < complete[:, None])[..., None]
     total = jnp.where(exists, nodes.pages.astype(jnp.float32), 0).sum(axis=1)
     return total / jnp.maximum(complete, 1)[:, None].astype(jnp.float32)
 
@@ -238,10 +238,6 @@ def _best(score: Array, candidate: Array, ratio: float | Array) -> Array:
     return jnp.zeros(score.shape, bool).at[row, order].set(among) & candidate
 
 
-def _exists(score: Array, count: Array) -> Array:
-    return jnp.arange(score.shape[1], dtype=jnp.int32)[None] < count[:, None]
-
-
 def _any_child(children: Array, fan: int, number: int) -> Array:
     padded = jnp.pad(children, ((0, 0), (0, number * fan - children.shape[1])))
     return padded.reshape(-1, number, fan).any(axis=2)
@@ -249,10 +245,6 @@ def _any_child(children: Array, fan: int, number: int) -> Array:
 
 def _children(kept: Array, fan: int, number: int) -> Array:
     return jnp.repeat(kept, fan, axis=1)[:, :number]
-
-
-def _parents(count: Array, fan: int) -> Array:
-    return (count + fan - 1) // fan
 
 
 def _means(children: Array, count: Array, fan: int, number: int) -> Array:

@@ -65,7 +65,7 @@ def projected(store: Store, query: Array) -> Array:
 def attend_listed(
     layout: Layout, store: Store, cache: LayerStorage, query: Array, parts: Array, blocks: Array, count: Array
 ) -> Array:
-    """Attend as `attend_packed` with one query per head and ascending lists of blocks, with kernels if there are any.
+    """Attend with one query per head to the buffer and to listed blocks, with kernels if there are any.
 
     Args:
         layout: static sizes.
@@ -101,8 +101,8 @@ def _owners(layout: Layout, store: Store) -> dict[str, Any]:
 def attend_packed(layout: Layout, store: Store, cache: LayerStorage, query: Array, position: Array, keep: Array) -> Array:
     """Attend to packed blocks and the buffer under one softmax.
 
-    All stored tokens are unpacked, so this function is for several tokens at once, and the slow reference for one token. The
-    output is rotated out of the segments' bases; the cache is not.
+    All stored tokens are unpacked, so this function is for several tokens at once. The output is rotated out of the segments'
+    bases; the cache is not.
 
     Args:
         layout: static sizes.

@@ -45,7 +45,6 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.attention.over_cache import is_masked
 from kvjax.cache import LayerSpec, LayerStorage
 from kvjax.cache.offload import empty_storage
 from kvjax.methods.mosaickv.attention import (
@@ -61,7 +60,7 @@ from kvjax.methods.mosaickv.strategy import BLOCKS, Layout, vector_bytes
 from kvjax.protocol.method import Cost, Inputs, LayerMethod
 from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
 from kvjax.rope import rotate
-from kvjax.selection import mask_of, page_slots
+from kvjax.selection import page_slots
 from pallas_kernels.attend.causal_attention import causal_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention
 from pallas_kernels.choose.kth_select import kth_select
@@ -143,7 +142,10 @@ class MosaicKV(LayerMethod):
         position = jnp.where(early, inputs.position, EMPTY) if layout.dynamic else inputs.position
         store = write(layout, cache, state.store, key, inputs.value, position)
         if query.shape[3] == 1:
-            out = self._decode(layout, store, cache, query[..., 0, :], inputs.position)[..., None, :]
+            parts = projected(store, query[..., 0, :])
+            out = attend_listed(layout, store, cache, query[..., 0, :], parts, *self._select(layout, store, parts))[
+                ..., None, :
+            ]
         else:  # several tokens at once attend to all stored tokens
             keep = jnp.broadcast_to(visible_blocks(layout, store), store.block.values.shape[:3])
             out = attend_packed(layout, store, cache, query, inputs.position, keep[:, :, None])
@@ -249,15 +251,6 @@ class MosaicKV(LayerMethod):
             scale=1 / math.sqrt(query.shape[-1]),
         )
         return out, MosaicState(cache=cache)
-
-    def _decode(self, layout: Layout, store: Store, cache: LayerStorage, query: Array, position: Array) -> Array:
-        """Attend to the best blocks and the buffer with one rotated query [B, H, G, D] per head: [B, H, G, D]."""
-        parts = projected(store, query)
-        blocks, count = self._select(layout, store, parts)
-        if is_masked():
-            keep = mask_of(blocks, _listed(blocks, count), store.block.values.shape[2])
-            return attend_packed(layout, store, cache, query[..., None, :], position, keep[:, :, None])[..., 0, :]
-        return attend_listed(layout, store, cache, query, parts, blocks, count)
 
     def _select(self, layout: Layout, store: Store, parts: Array) -> tuple[Array, Array]:
         """Select the best blocks for queries ``parts`` from `projected`.

@@ -293,13 +293,9 @@ def owner(layout: Layout, store: Store, slot: Array) -> Array:
     segment = jnp.minimum(slot // layout.segment, store.last[:, None, None])
     if store.output is None:
         return segment
-    fitted = _reached(store.output, slot)
+    # The fitted output segments that begin at or before the slot.
+    fitted = jnp.sum(store.output.starts[:, None, None] <= slot[..., None], axis=-1, dtype=jnp.int32)
     return jnp.where(fitted > 0, store.prompt_segments + fitted - 1, segment)
-
-
-def _reached(output: Output, slot: Array) -> Array:
-    """Count the fitted output segments that begin at or before each slot [B, H, K]: int32 [B, H, K]."""
-    return jnp.sum(output.starts[:, None, None] <= slot[..., None], axis=-1, dtype=jnp.int32)
 
 
 def _current(store: Store) -> Array:

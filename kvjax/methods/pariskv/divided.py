@@ -22,7 +22,7 @@ from pallas_kernels.store.pariskv.encode import encode
 
 def choose(
     query: Array,
-    signs: Array | None,
+    signs: Array,
     cache: LayerStorage,
     index: tuple[Array, Array, Array, Array],
     shares: Array,
@@ -37,7 +37,7 @@ def choose(
 
     Args:
         query: [B, H, G, D], rotated by RoPE.
-        signs: of the rotation before encoding, or None.
+        signs: of the rotation before encoding.
         index: ids and rows of this device's slots, counts over all devices, the slot that ends the zone.
     """
     ids, rows, counts, stop = index
@@ -66,7 +66,7 @@ def choose(
 def store(
     cache: LayerStorage,
     active: Array,
-    signs: Array | None,
+    signs: Array,
     index: tuple[Array, Array, Array, Array, Array],
     *,
     num_local: int,
@@ -77,7 +77,7 @@ def store(
 
     Args:
         active: int32 [B, T], positions of the new tokens, EMPTY for none.
-        signs: of the rotation before encoding, or None.
+        signs: of the rotation before encoding.
         index: ids and rows of this device's slots; counts and the counts that wait, of all devices; the slot that ends the
             zone.
 

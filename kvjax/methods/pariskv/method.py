@@ -129,7 +129,7 @@ class ParisKV(SlotMethod):
         batch, heads, slots, dim = cache.key.shape
         size, slices = min(_BLOCK, slots), dim // hashing.SLICE
         waiting = stop + self._beyond(cache, stop)
-        empty, signs = jnp.zeros((batch, heads, slices, hashing.CLUSTERS), jnp.int32), self._signs(dim)
+        empty, signs = jnp.zeros((batch, heads, slices, hashing.CLUSTERS), jnp.int32), hashing.random_signs(self.seed, dim)
         index = Index(
             ids=jnp.zeros((batch, heads, slots, slices), jnp.uint8),
             rows=jnp.zeros((batch, heads, slots, dim), jnp.uint8),
@@ -144,7 +144,7 @@ class ParisKV(SlotMethod):
             place = cache.first + slot if cache.parts > 1 else slot  # among the slots of all devices
             valid = lax.dynamic_slice_in_dim(cache.valid, start, size, 2)
             keys = lax.dynamic_slice_in_dim(cache.key, start, size, 2)
-            ids, rows = encode(keys, valid, signs, scale=self._scale(dim))
+            ids, rows = encode(keys, valid, signs, scale=hashing.rotation_scale(dim))
             first = valid & (slot >= number * size) & (place >= self.num_sink)
             inside, soon = first & (place < _rows(stop)), first & (place >= _rows(stop)) & (place < _rows(waiting))
             return Index(
@@ -175,7 +175,7 @@ class ParisKV(SlotMethod):
             tail=self.num_local + self.buffer,
             size=max(least + best + self.buffer, min(bound, slots)),
         )
-        signs, scale = self._signs(cache.key.shape[3]), self._scale(cache.key.shape[3])
+        signs, scale = hashing.random_signs(self.seed, cache.key.shape[3]), hashing.rotation_scale(cache.key.shape[3])
         if cache.parts > 1:
             index = aux.ids, aux.rows, aux.counts, aux.stop
             return divided.choose(
@@ -220,8 +220,8 @@ class ParisKV(SlotMethod):
         dim = cache.key.shape[3]
         if cache.parts > 1:
             index = aux.ids, aux.rows, aux.counts, aux.next, aux.stop
-            sizes = {"num_local": self._near_next, "buffer": self.buffer, "scale": self._scale(dim)}
-            made = divided.store(cache, step.position, self._signs(dim), index, **sizes)
+            sizes = {"num_local": self._near_next, "buffer": self.buffer, "scale": hashing.rotation_scale(dim)}
+            made = divided.store(cache, step.position, hashing.random_signs(self.seed, dim), index, **sizes)
             return cache, Index(**dict(zip(("ids", "rows", "counts", "next", "stop"), made, strict=True)))
         key, copies = cache.newest_key if step.position.shape[1] == 1 else (cache.key, cache.rows)
         ids, rows, counts, waiting, stop = store_codes(
@@ -229,7 +229,7 @@ class ParisKV(SlotMethod):
             cache.position,
             step.position,
             cache.cursor,
-            self._signs(dim),
+            hashing.random_signs(self.seed, dim),
             aux.ids,
             aux.rows,
             aux.counts,
@@ -237,7 +237,7 @@ class ParisKV(SlotMethod):
             aux.stop,
             num_local=self._near_next,
             buffer=self.buffer,
-            scale=self._scale(dim),
+            scale=hashing.rotation_scale(dim),
             rows=copies,
         )
         return cache, Index(ids=ids, rows=rows, stop=stop, counts=counts, next=waiting)
@@ -252,7 +252,7 @@ class ParisKV(SlotMethod):
         slices = aux.ids.shape[3]
         metadata = zone * slices + candidates * aux.rows.shape[3]
         attended = total(jnp.sum(kept, axis=2, dtype=jnp.int32), cache) + jnp.minimum(candidates, self.budget)
-        dense = self._dense(cache, aux)[:, None]
+        dense = ((cache.cursor < self._enough()) | (aux.stop <= self.num_sink))[:, None]  # rows that attend to all tokens
         return jnp.where(dense, stored, attended), jnp.where(dense, none, metadata.astype(jnp.float32))
 
     def counters(self, aux: Index, shared: Any) -> dict[str, Array]:
@@ -295,17 +295,6 @@ class ParisKV(SlotMethod):
     def _enough(self) -> Array:
         """Compute the least number of stored tokens with which a row selects, int32."""
         return jnp.maximum(self.dense_below, self.num_sink + self.num_local + 2 * self.budget)
-
-    def _dense(self, cache: LayerStorage, aux: Index) -> Array:
-        """Mark the rows that attend to all tokens, bool [B]."""
-        return (cache.cursor < self._enough()) | (aux.stop <= self.num_sink)
-
-    def _signs(self, dim: int) -> Array | None:
-        """Draw the signs of the randomized Hadamard rotation; a subclass for ablations has no rotation and returns None."""
-        return hashing.random_signs(self.seed, dim)
-
-    def _scale(self, dim: int) -> float:
-        return hashing.rotation_scale(dim)
 
 
 def _rows(x: Array) -> Array:

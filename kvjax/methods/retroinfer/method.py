@@ -159,7 +159,8 @@ class RetroInfer(SlotMethod):
         )
 
     def select(self, cache: LayerStorage, aux: Clusters, step: Step) -> Selection:
-        query, most = step.query[..., 0, :], self._most_best(aux)
+        query = step.query[..., 0, :]
+        most = max(math.ceil(aux.size.shape[2] * self.capacity), 1)  # clusters that are attended exactly
         room = _ROOM * most * self.cluster_size
         logits, listed, ends, considered, exact = cluster_rank(
             query,
@@ -229,10 +230,6 @@ class RetroInfer(SlotMethod):
         row, sums = (x.dtype.itemsize * x.shape[3] for x in (aux.centroid, aux.value_sum))
         read = (used * (row + 4) + estimated * (sums + 4) + best * 4)[:, None] + exact * 4
         return stored - clustered[:, None] + exact, read.astype(jnp.float32)
-
-    def _most_best(self, aux: Clusters) -> int:
-        """Compute the most clusters that are attended exactly."""
-        return max(math.ceil(aux.size.shape[2] * self.capacity), 1)
 
     def _grows(self, cache: LayerStorage) -> bool:
         """Decide whether a row can have enough tokens for more clusters."""

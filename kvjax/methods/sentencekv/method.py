@@ -143,7 +143,7 @@ class SentenceKV(SlotMethod):
         votes = window_votes(cache, prompt)
         batch, heads, group, num_slots = votes.shape
         # The prompt is whole, so a slot is the position of its token.
-        ends = self._ends(prompt.tokens, jnp.arange(num_slots, dtype=jnp.int32)[None]).astype(jnp.int32)
+        ends = self._ends(prompt.tokens).astype(jnp.int32)
         sentence = jnp.cumsum(ends, axis=1) - ends
         if self.prefilter == "kv_head":
             votes = votes.sum(axis=2)
@@ -163,7 +163,8 @@ class SentenceKV(SlotMethod):
 
     def select(self, cache: LayerStorage, aux: Sentences, step: Step) -> Selection:
         """Select the best sentences, and the step's own token, in none before `update`, as a recent token or with all."""
-        score = vector_score(step.query[..., 0, :], aux.mean, aux.count, added=self._asked_before(aux))
+        # The queries of the open sentence ask too. A sum ranks as a mean, rounded less.
+        score = vector_score(step.query[..., 0, :], aux.mean, aux.count, added=aux.query_sum)
         slots, listed = sentence_cut(
             score,
             aux.sentence,
@@ -176,10 +177,6 @@ class SentenceKV(SlotMethod):
             rules=self._rules,
         )
         return Selection(slots=slots, mask=listed)
-
-    def _asked_before(self, aux: Sentences) -> Array | None:
-        """The queries that ask besides the step's own: those of the open sentence. A sum ranks as a mean, rounded less."""
-        return aux.query_sum
 
     def update(self, cache: LayerStorage, aux: Sentences, step: Step, mass: Array | None) -> tuple[LayerStorage, Sentences]:
         tokens, event = step.position.shape[1], self._events(step)
@@ -208,7 +205,7 @@ class SentenceKV(SlotMethod):
     def counters(self, aux: Sentences, shared: Any) -> dict[str, Array]:
         return {"sentences": aux.count.astype(jnp.float32).mean(axis=1)}
 
-    def _table(self) -> Array:
+    def _table(self) -> Array | np.ndarray:
         """Check and return the boundary table."""
         if self.boundary is None:
             raise ValueError(
@@ -218,15 +215,15 @@ class SentenceKV(SlotMethod):
         table = self.boundary
         if not isinstance(table, (np.ndarray, jax.Array)) or table.dtype != bool or table.ndim != 1:
             raise ValueError(f"SentenceKV: boundary must be a bool array [V], got {shown(table)}")
-        return jnp.asarray(table)
+        return table
 
-    def _ends(self, tokens: Array, position: Array) -> Array:
-        """Mark the tokens that end a sentence, bool [B, T], from ids and positions int32 [B, T]; unknown ids do not."""
-        return self._table().at[tokens].get(mode="fill", fill_value=False)
+    def _ends(self, tokens: Array) -> Array:
+        """Mark the tokens that end a sentence, bool [B, T], from ids int32 [B, T]; unknown ids do not."""
+        return jnp.asarray(self._table()).at[tokens].get(mode="fill", fill_value=False)
 
     def _events(self, step: Step) -> Array:
         """Compute the effect of each token of a step on the open sentence, int32 [B, T]: 0, `JOINS` or `CLOSES`."""
-        ends = self._ends(step.tokens, step.position)
+        ends = self._ends(step.tokens)
         return jnp.where(step.position < 0, 0, jnp.where(ends, CLOSES, JOINS))
 
     @property

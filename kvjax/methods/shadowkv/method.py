@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.attention.over_cache import attend_all, attend_held_parts, attend_whole
+from kvjax.attention.over_cache import attend_all, attend_slots, attend_whole
 from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
 from kvjax.cache.offload import empty_storage
@@ -123,6 +123,7 @@ class ShadowKV(LayerMethod):
         query, cache = inputs.append_to(state.cache)
         query, shadow = query[..., 0, :], state.shadow
         chunks, listed = self._chosen(shadow, query)
+        near, near_lse = attend_slots(query, cache, parts=True)
         out, lse = low_rank_attention(
             query,
             shadow.left,
@@ -133,7 +134,7 @@ class ShadowKV(LayerMethod):
             page_size=self.chunk_size,
             inv_freq=jnp.asarray(inputs.inv_freq),
             scale=1 / math.sqrt(query.shape[-1]),
-            partials=attend_held_parts(query, cache),
+            partials=(near, near_lse),
         )
         return with_sinks(out, lse, inputs.sinks)[0][..., None, :], dataclasses.replace(state, cache=cache)
 

@@ -32,9 +32,11 @@ def speaker(tmp_path_factory):
 def by_hand(speaker, before, after, method, special, new=8):
     ids = speaker.tokenizer.encode(before + CONTEXT, add_special_tokens=special).ids
     for question in QUESTIONS:
-        cache = kvjax.prefill(speaker.params, [ids], config=speaker.config, method=method, max_new_tokens=128)
+        cache = kvjax.prefill(speaker.params, [ids], config=speaker.config, method=method, max_new_tokens=32 + new)
         asked = speaker.tokenizer.encode(question + after, add_special_tokens=False).ids
-        out = kvjax.generate(speaker.params, kvjax.extend(speaker.params, cache, [asked]), max_new_tokens=new)
+        row = np.array([asked + [7] * (32 - len(asked))])  # in the programs of `kvjax.answer`, with other padding
+        cache = kvjax.extend(speaker.params, cache, row, lengths=[len(asked)])
+        out = kvjax.generate(speaker.params, cache, max_new_tokens=new)
         yield speaker.tokenizer.decode(np.asarray(out.tokens[0]).tolist())
 
 

@@ -12,7 +12,7 @@ import pytest
 import kvjax
 from kvjax.decoding.decode import padding_token
 from kvjax.decoding.sampling import Sampler
-from kvjax.methods import Full, Quest, SnapKV
+from kvjax.methods import Full, SnapKV
 from tests import harness
 from tests.harness import TINY, TRACES, example, padded, prompts, stored, tiny_params
 from tests.kvjax.cases import ONE, ended
@@ -20,17 +20,24 @@ from tests.kvjax.cases import ONE, ended
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 N = 10
+LAST = 59  # a token that the model does not draw here
 read = functools.partial(harness.read, config=ONE)  # one layer, which halves the programs
+
+
+def run(ends=(), cache=None, limits=N, **options):
+    """`generate` in one program: N tokens, a limit for each row, and three places for ``ends``."""
+    cache = read("full") if cache is None else cache
+    some = [*ends, *[LAST] * 3][:3]
+    limits = [limits] * 3 if isinstance(limits, int) else limits
+    return kvjax.generate(tiny_params(), cache, max_new_tokens=N, eos_token_ids=some, limits=limits, **options)
 
 
 @functools.cache
 def free_run():
-    """Greedy tokens without any EOS: int32 [3, N]."""
-    return np.asarray(kvjax.generate(tiny_params(), read("full"), max_new_tokens=N, eos_token_ids=()).tokens)
-
-
-def run(**options):
-    return kvjax.generate(tiny_params(), read("full"), max_new_tokens=N, **options)
+    """Greedy tokens that nothing ends: int32 [3, N]."""
+    out = run()
+    assert out.num_tokens.tolist() == [N] * 3
+    return np.asarray(out.tokens)
 
 
 # ---- the end of a row ---------------------------------------------------------------------------------------------
@@ -49,7 +56,7 @@ def test_rows_end_at_any_of_several_eos():
     free = free_run()
     ends = [int(free[0, 3]), int(free[1, 6]), int(free[2, 8])]
     want, counts = ended(free_run(), ends)
-    got = run(eos_token_ids=ends)
+    got = run(ends)
     np.testing.assert_array_equal(got.tokens, want)
     assert got.num_tokens.tolist() == counts and min(counts) < N
     np.testing.assert_array_equal(got.cache.length, np.array([len(p) for p in prompts()]) + counts)
@@ -58,7 +65,7 @@ def test_rows_end_at_any_of_several_eos():
 def test_ended_rows_stand_still():
     """The cache of a row that met its EOS holds exactly its own tokens, the EOS included."""
     stop = int(free_run()[0, 1])
-    got = run(eos_token_ids=[stop])
+    got = run([stop])
     layer = stored(got.cache.layers[0])
     for row, prompt in enumerate(prompts()):
         size = len(prompt) + int(got.num_tokens[row])
@@ -68,15 +75,14 @@ def test_ended_rows_stand_still():
 def test_eos_of_the_model_is_the_default():
     assert TINY.eos_token_ids == (60,)
     want, counts = ended(free_run(), [60])
-    got = run()
+    got = kvjax.generate(tiny_params(), read("full"), max_new_tokens=N)
     np.testing.assert_array_equal(got.tokens, want)
     assert got.num_tokens.tolist() == counts
 
 
 def test_all_rows_ended_at_once_leaves_the_loop():
     """Asking for many tokens costs nothing once every row has ended; what follows is padding."""
-    ends = free_run()[:, 0].tolist()
-    got = kvjax.generate(tiny_params(), read("full"), max_new_tokens=N, eos_token_ids=ends)
+    got = run(free_run()[:, 0].tolist())
     assert got.num_tokens.tolist() == [1, 1, 1] and (got.tokens[:, 1:] == padding_token(ONE)).all()
 
 
@@ -118,21 +124,18 @@ def test_draws_follow_the_filtered_distribution(options):
     np.testing.assert_allclose(got, want, atol=4 * 0.5 / np.sqrt(draws))
 
 
-def test_zero_temperature_is_greedy_at_run_time():
-    np.testing.assert_array_equal(run(eos_token_ids=(), temperature=0.0, key=jax.random.key(0)).tokens, free_run())
-
-
 def test_sampling_is_a_function_of_the_key_and_traced():
-    """Another temperature, k or p does not compile again; the same key gives the same tokens."""
+    """Another temperature, k or p does not compile again, and 0 is greedy; the same key gives the same tokens."""
 
     def draw(seed, **options):
-        return np.asarray(run(eos_token_ids=(), key=jax.random.key(seed), **options).tokens)
+        return np.asarray(run(key=jax.random.key(seed), **options).tokens)
 
     first = draw(1, temperature=1.0, top_k=20, top_p=0.9)
     traces = len(TRACES)
     np.testing.assert_array_equal(draw(1, temperature=1.0, top_k=20, top_p=0.9), first)
     assert not np.array_equal(draw(2, temperature=1.0, top_k=20, top_p=0.9), first)
     np.testing.assert_array_equal(draw(2, temperature=1.5, top_k=1, top_p=0.5), free_run())
+    np.testing.assert_array_equal(draw(2, temperature=0.0, top_k=20, top_p=0.9), free_run())
     assert len(TRACES) == traces
 
 
@@ -151,45 +154,46 @@ class Names:
         return "".join(f"<{token}>" for token in ids)
 
 
-@pytest.mark.parametrize("block, ends", [pytest.param(5, False, marks=pytest.mark.thorough), (4, True)])
-def test_stream_equals_generate(block, ends):
+def test_stream_equals_generate():
     options = {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "key": jax.random.key(3)}
-    free = np.asarray(run(eos_token_ids=(), **options).tokens)
-    ends = [int(free[0, 4])] if ends else []
+    free = np.asarray(run(**options).tokens)
+    ends = [int(free[0, 4])]
     want, counts = ended(free, ends)
     rows = [[], [], []]
-    for piece in kvjax.stream(tiny_params(), read("full"), max_new_tokens=N, block=block, eos_token_ids=ends, **options):
+    for piece in kvjax.stream(tiny_params(), read("full"), max_new_tokens=N, block=5, eos_token_ids=ends, **options):
         for row, new in zip(rows, piece, strict=True):
-            assert len(new) <= block
+            assert len(new) <= 5
             row += new
     for at, row in enumerate(rows):
         assert row == want[at, : counts[at]].tolist()
 
 
-def test_stream_of_text_never_shows_half_a_character():
-    pieces = list(
-        kvjax.stream(tiny_params(), read("full"), max_new_tokens=N - 1, block=3, eos_token_ids=(), tokenizer=Accents())
+def stream(tokenizer, stop):
+    return list(
+        kvjax.stream(tiny_params(), read("full"), max_new_tokens=N - 1, block=3, eos_token_ids=[stop], tokenizer=tokenizer)
     )
+
+
+def test_stream_of_text_never_shows_half_a_character():
+    pieces = stream(Accents(), LAST)
     assert [piece[0] for piece in pieces] == ["é", "éé", "é\ufffd"], "held back, then caught up; the last one has no rest"
 
 
 def test_rows_and_texts_have_no_padding():
     free = free_run()
     stop = int(free[0, 3])
-    got = run(eos_token_ids=[stop])
+    got = run([stop])
     want, counts = ended(free_run(), [stop])
     rows = [row[:count].tolist() for row, count in zip(want, counts, strict=True)]
     assert got.rows() == rows and got.rows()[0][-1] == stop
     assert got.texts(Names()) == [Names().decode([token for token in row if token != stop]) for row in rows]
-    assert run(eos_token_ids=(), limits=[2, 0, N]).rows() == [free[0, :2].tolist(), [], free[2].tolist()]
+    assert run(limits=[2, 0, N]).rows() == [free[0, :2].tolist(), [], free[2].tolist()]
 
 
 def test_stream_leaves_eos_out_of_text():
     free = free_run()
     stop = int(free[0, 3])
-    pieces = list(
-        kvjax.stream(tiny_params(), read("full"), max_new_tokens=N - 1, block=3, eos_token_ids=[stop], tokenizer=Names())
-    )
+    pieces = stream(Names(), stop)
     want, counts = ended(free[:, :-1], [stop])
     for row in range(3):
         shown = [token for token in want[row, : counts[row]].tolist() if token != stop]
@@ -199,35 +203,16 @@ def test_stream_leaves_eos_out_of_text():
 # ---- turns, forks, single steps -----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_many_questions_about_one_context():
-    """Prefill once, fork, ask: each copy answers as it does where all copies are asked its question."""
-    questions = [[5, 9, 2], [8, 1, 30], [4]]
-    cache = read(example("snapkv"), [prompts()[0]])
-    tokens, lengths = padded(questions, 3)
-
-    def answers(rows):
-        asked = kvjax.extend(tiny_params(), kvjax.fork(cache, 3), tokens[rows], lengths=lengths[rows])
-        return np.asarray(kvjax.generate(tiny_params(), asked, max_new_tokens=5, eos_token_ids=()).tokens)
-
-    together = answers([0, 1, 2])
-    assert len({tuple(row) for row in together.tolist()}) == 3
-    for row in range(3):
-        np.testing.assert_array_equal(answers([row] * 3), together[[row] * 3])
-
-
 def test_generating_goes_on_after_another_turn():
     """generate, extend, generate equals reading the whole conversation at once."""
-    first = kvjax.generate(tiny_params(), read("full"), max_new_tokens=5, eos_token_ids=())
-    turns = [list(p) + np.asarray(first.tokens)[i].tolist() + [7, 8] for i, p in enumerate(prompts())]
-    cache = kvjax.extend(tiny_params(), first.cache, [[7, 8]] * 3)
-    second = kvjax.generate(tiny_params(), cache, max_new_tokens=5, eos_token_ids=())
-    whole = kvjax.generate(tiny_params(), read("full", turns), max_new_tokens=5, eos_token_ids=())
-    np.testing.assert_array_equal(second.tokens, whole.tokens)
+    first = run(limits=5)
+    turns = [list(p) + first.rows()[i] + [7, 8] for i, p in enumerate(prompts())]
+    second = run(cache=kvjax.extend(tiny_params(), first.cache, [[7, 8]] * 3))
+    np.testing.assert_array_equal(second.tokens, run(cache=read("full", turns)).tokens)
 
 
 def test_decode_step_moves_active_rows_only():
-    cache = read(example("quest"))
+    cache = read("full")
     before = jax.tree.map(np.asarray, (cache.layers, cache.logits, cache.length))
     after = kvjax.decode_step(tiny_params(), cache, np.array([1, 2, 3]), active=np.array([True, False, True]))
     assert (after.length - before[2]).tolist() == [1, 0, 1]
@@ -256,7 +241,7 @@ def test_padding_does_not_matter():
     """Tokens behind a prompt's end are never read."""
     tokens, lengths = padded(prompts())
     dirty = np.where(np.arange(48)[None] < lengths[:, None], tokens, 33)
-    for name in ("full", "h2o", "snapkv"):
+    for name in ("full", "snapkv"):
         clean, other = (
             kvjax.prefill(
                 tiny_params(), x, lengths=lengths, config=ONE, method=example(name), pad_multiple=1, max_new_tokens=24
@@ -270,32 +255,23 @@ def test_padding_does_not_matter():
 
 
 def test_calls_inside_transformations_equal_calls_outside():
-    """A cache, tokens and limits that a function closes over; `vmap` under `jit`, and `jit`."""
-    cache = read(Quest(budget=8, capacity=12, page_size=4, num_dense_layers=0))
-    asked, sizes, limits = jnp.array([[5, 9], [8, 1], [4, 0]]), jnp.array([2, 2, 1]), jnp.array([4, 5, 3])
-    budgets, keys = jnp.array([4, 12]), jax.random.split(jax.random.key(5), 2)
+    """Mapped prompts under mapped knobs, keys and limits; a cache and tokens that a jitted function closes over."""
 
-    def draw(budget, key):
-        method = Quest(budget=budget, capacity=12, page_size=4, num_dense_layers=0)
-        options = {"temperature": 1.0, "key": key, "limits": limits, "eos_token_ids": limits, "method": method}
-        return kvjax.generate(tiny_params(), kvjax.fork(cache), max_new_tokens=5, **options).tokens
+    def draw(budget, key, most):
+        method = SnapKV(budget=budget, capacity=12, obs_window=5)
+        return run(cache=read(method), limits=[4, most, 3], temperature=1.0, key=key).tokens
 
-    want = [np.asarray(draw(*given)) for given in zip(budgets, keys, strict=True)]
-    np.testing.assert_array_equal(jax.jit(jax.vmap(draw))(budgets, keys), want)
+    keys, most = jax.random.split(jax.random.key(5), 2), jnp.array([5, 2])
+    made = jax.vmap(draw)(jnp.array([1, 12]), keys, most)  # 1 < obs_window becomes 5
+    for got, *given in zip(made, (5, 12), keys, most, strict=True):
+        np.testing.assert_array_equal(draw(*given), got)
+    cache, asked, sizes = read("full"), jnp.array([[5, 9], [8, 1], [4, 0]]), jnp.array([2, 2, 1])
 
     def step(now):
         now = kvjax.extend(tiny_params(), now, asked, lengths=sizes)
-        return kvjax.decode_step(tiny_params(), now, limits, active=limits > 3).logits
+        return kvjax.decode_step(tiny_params(), now, sizes, active=sizes > 1).logits
 
     np.testing.assert_allclose(jax.jit(lambda: step(cache))(), step(kvjax.fork(cache)), atol=1e-5)
-
-
-def test_evicting_under_an_eager_vmap_equals_calls_one_by_one():
-    def run(budget):
-        return kvjax.generate(tiny_params(), read(SnapKV(budget=budget, capacity=12, obs_window=5)), max_new_tokens=5).tokens
-
-    for budget, tokens in zip((5, 12), jax.vmap(run)(jnp.array([1, 12])), strict=True):  # 1 < obs_window becomes 5
-        np.testing.assert_array_equal(run(budget), tokens)
 
 
 def test_checks_see_the_values_that_a_jitted_function_closes_over():
@@ -316,23 +292,18 @@ def test_a_method_with_array_leaves_survives_generate():
     """`generate` consumes the cache, not the method object it was given."""
     method = SnapKV(budget=jnp.int32(12), capacity=12, obs_window=5)
     for _ in range(2):
-        cache = read(method)
-        kvjax.generate(tiny_params(), cache, method=method, max_new_tokens=5, eos_token_ids=())
+        run(cache=read(method), method=method)
     assert int(method.budget) == 12
 
 
 def test_a_method_may_be_named():
     cache = read("Full")
     assert cache.method == Full()
-    assert kvjax.generate(tiny_params(), cache, method="full", max_new_tokens=N).tokens.shape == (3, N)
+    assert run(cache=cache, method="full").tokens.shape == (3, N)
 
 
-@pytest.mark.parametrize(
-    "name", ["quest", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("h2o", "streamingllm", "snapkv", "keydiff"))]
-)
-def test_a_huge_budget_costs_no_more_than_the_tokens(name):
-    full = kvjax.generate(tiny_params(), read("full"), max_new_tokens=N, eos_token_ids=())
-    huge = kvjax.generate(tiny_params(), read(kvjax.make(name, budget=10**9)), max_new_tokens=N, eos_token_ids=())
+def test_a_huge_budget_costs_no_more_than_the_tokens():
+    full, huge = run(), run(cache=read(kvjax.make("quest", budget=10**9)))
     np.testing.assert_array_equal(huge.tokens, full.tokens)
     assert huge.stats.resident_bytes <= 1.3 * full.stats.resident_bytes  # metadata
     assert bool(huge.stats.is_no_op.all())

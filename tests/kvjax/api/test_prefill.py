@@ -15,6 +15,7 @@ from kvjax.decoding.layers import shares_prefill
 from kvjax.wrappers import PerLayer
 from models import DynamicScaling
 from tests.harness import NAMES, TINY, TRACES, example, padded, prompts, read, tiny_params
+from tests.kvjax.cases import ONE, go_on
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -23,16 +24,16 @@ DENSE = [name for name in NAMES if example(name).dense_prompt]
 
 def read_each(methods, **options):
     tokens, lengths = padded(prompts())
-    options = {"config": TINY, "lengths": lengths, "max_new_tokens": 24, "pad_multiple": 1, **options}
+    options = {"config": ONE, "lengths": lengths, "max_new_tokens": 24, "pad_multiple": 1, **options}
     return kvjax.prefill_each(tiny_params(), tokens, methods=methods, **options)
 
 
 @pytest.mark.parametrize(
     "names, options",
     [
-        (("quest", "snapkv", "full"), {}),
-        pytest.param(DENSE, {}, marks=pytest.mark.thorough),
-        pytest.param(DENSE, {"chunk_size": 16}, marks=pytest.mark.thorough),
+        (("quest", "snapkv", "full"), {"config": ONE}),
+        pytest.param(DENSE, {"config": TINY}, marks=pytest.mark.thorough),
+        pytest.param(DENSE, {"config": TINY, "chunk_size": 16}, marks=pytest.mark.thorough),
     ],
 )
 def test_each_cache_equals_its_method_alone(names, options):
@@ -48,19 +49,20 @@ def test_each_cache_equals_its_method_alone(names, options):
                 np.testing.assert_allclose(here, there, atol=1e-4)
 
 
-@pytest.mark.parametrize("chunk_size", [16, 64])  # pieces of prompts in the storage of all rows; whole prompts, row by row
+# Whole prompts, row by row; pieces of prompts in the storage of all rows.
+@pytest.mark.parametrize("chunk_size", [64, pytest.param(16, marks=pytest.mark.thorough)])
 def test_shared_storage_exists_once_and_a_fork_protects_it(chunk_size):
     """Methods that keep every token have one storage; a method that packs keys has its own."""
     methods = [example("think"), example("quest"), kvjax.methods.Full()]
     think, quest, full = read_each(methods, share_storage=True, chunk_size=chunk_size)
     sizes = {"batch": len(prompts()), "prompt_slots": len(padded(prompts())[0][0]), "max_new_tokens": 24}
     needed = [
-        kvjax.memory_needed(methods[1:], TINY, **sizes, chunk_size=chunk_size, share_storage=share).device
+        kvjax.memory_needed(methods[1:], ONE, **sizes, chunk_size=chunk_size, share_storage=share).device
         for share in (True, False)
     ]
     storage = sum(x.nbytes for x in jax.tree.leaves(full.layers))
     assert storage <= needed[1] - needed[0] < 2 * storage
-    for at in range(TINY.num_layers):
+    for at in range(ONE.num_layers):
         assert quest.layers[at].cache.key is full.layers[at].cache.key is not think.layers[at].cache.key
         assert quest.layers[at].cache.position is full.layers[at].cache.position
     before = np.asarray(full.layers[0].cache.key)
@@ -90,10 +92,10 @@ def test_caches_that_do_not_fit_together_are_refused(monkeypatch):
     """Each would fit alone. One sentence says what each needs, and nothing is traced."""
     methods, rows = [example("quest"), example("snapkv")], padded(prompts())[0]
     sizes = {"batch": len(rows), "prompt_slots": rows.shape[1], "max_new_tokens": 24, "chunk_size": 16}
-    alone = [kvjax.memory_needed(method, TINY, **sizes) for method in methods]
-    both = kvjax.memory_needed(methods, TINY, **sizes)
+    alone = [kvjax.memory_needed(method, ONE, **sizes) for method in methods]
+    both = kvjax.memory_needed(methods, ONE, **sizes)
     assert max(x.device for x in alone) < both.device <= sum(x.device for x in alone)
-    assert kvjax.memory_needed(methods[:1], TINY, **sizes) == alone[0]
+    assert kvjax.memory_needed(methods[:1], ONE, **sizes) == alone[0]
     monkeypatch.setattr(memory, "free_bytes", lambda mesh: both.device + both.staged - 1)
     TRACES.clear()
     said = r"2 methods that share one prefill need [\d.]+ MiB of .* \(Quest [\d.]+ MiB; SnapKV [\d.]+ MiB\), "
@@ -111,27 +113,21 @@ def test_prompts_under_vmap_refuse_host_memory(name):
     method, tokens = example(name, offload=True), np.ones((3, 2, 8), np.int32)
 
     def read(tokens):
-        return kvjax.prefill(tiny_params(), tokens, config=TINY, method=method, max_new_tokens=4).logits
+        return kvjax.prefill(tiny_params(), tokens, config=ONE, method=method, max_new_tokens=4).logits
 
     with pytest.raises(ValueError, match="caches in host memory do not run under jax.vmap, got a mapped axis of 3"):
         jax.eval_shape(jax.vmap(read), tokens)
 
 
-@pytest.mark.parametrize("chunk_size", [pytest.param(16, marks=pytest.mark.thorough), 64])
-def test_stretched_methods_with_a_factor_of_one_read_as_full_does(chunk_size):
+def test_stretched_methods_with_a_factor_of_one_read_as_full_does():
     """They share its storage, first or last in the list, and answer with its tokens; another factor reads alone."""
     stretched, whole = [kvjax.methods.PI(factor=1), kvjax.methods.NTK(factor=1.0)], [kvjax.methods.Full(), example("quest")]
-    for methods in (whole + stretched, stretched + whole):
-        caches = read_each(methods, share_storage=True, chunk_size=chunk_size)
-        for layers in zip(*(cache.layers for cache in caches), strict=True):
-            assert len({id(layer.cache.key) for layer in layers}) == 1
-        answers = {}
-        for name, cache in ((type(x).__name__, cache) for x, cache in zip(methods, caches, strict=True)):
-            if name != "Quest":
-                out = kvjax.generate(tiny_params(), kvjax.fork(cache), max_new_tokens=6, eos_token_ids=())
-                answers[name] = out.tokens
-        for name in ("PI", "NTK"):
-            np.testing.assert_array_equal(answers[name], answers["Full"])
+    caches = read_each([*stretched, *whole], share_storage=True, chunk_size=64)
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        assert len({id(layer.cache.key) for layer in layers}) == 1
+    pi, ntk, full = (go_on(kvjax.fork(cache)).tokens for cache in caches[:3])
+    np.testing.assert_array_equal(pi, full)
+    np.testing.assert_array_equal(ntk, full)
     with pytest.raises(ValueError, match=r"got PI\(factor=4.0\): prefill each alone"):
         read_each([*whole, kvjax.methods.PI(factor=4.0)])
     # A long text turns by frequencies that PI does not take.

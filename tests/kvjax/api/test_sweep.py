@@ -11,18 +11,18 @@ import pytest
 
 import kvjax
 from kvjax.api.sweep import group_by_structure
-from kvjax.methods import H2O, Full, HeadKV, KeyDiff, Quest, SnapKV, StreamingLLM, ThinK
+from kvjax.methods import H2O, Full, HeadKV, KeyDiff, Quest, SnapKV, StreamingLLM
 from kvjax.wrappers import LayerBudgets, Periodic, Stages, Twilight
 from tests import harness
 from tests.harness import TRACES, group, padded, prompts, repeated, small, tiny_params
-from tests.kvjax.cases import ONE
+from tests.kvjax.cases import ONE, N, go_on
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 read = functools.partial(harness.read, config=ONE)  # one layer, which halves the programs
 
 
-def quest(budget):
-    return Quest(budget=budget, capacity=12, page_size=4, num_dense_layers=0)
+def quest(budget, capacity=12):
+    return Quest(budget=budget, capacity=capacity, page_size=4, num_dense_layers=0)
 
 
 SETTINGS = {
@@ -32,8 +32,9 @@ SETTINGS = {
     "keydiff": [KeyDiff(budget=b, capacity=12, block=8) for b in (12, 5)],
     "streamingllm": [small(StreamingLLM, budget=b, capacity=12, chunk=8) for b in (6, 12)],
     "quest": [quest(b) for b in (4, 12)],
-    "stages": [Stages(evict=SnapKV(budget=b, capacity=20, obs_window=5), retrieve=quest(r)) for b, r in ((20, 8), (10, 12))],
-    "thin_pages": [Stages(evict=small(ThinK, obs_window=5, num_recent=6), retrieve=quest(b)) for b in (4, 12)],
+    "stages": [  # in the programs of `WRAPPERS`
+        Stages(evict=SnapKV(budget=b, capacity=20, obs_window=5), retrieve=quest(r, 8)) for b, r in ((20, 8), (10, 4))
+    ],
     "periodic": [Periodic(evict=SnapKV(budget=12, obs_window=5), budget=b, capacity=12, interval=2) for b in (7, 12)],
     "headkv": [HeadKV(budget=b, capacity=12, obs_window=5, scores=((1.0, 4.0),)) for b in (7, 12)],
     "layer_budgets": [LayerBudgets(method=SnapKV(budget=b, capacity=20, obs_window=5), shares=(0.6,)) for b in (10, 20)],
@@ -50,10 +51,10 @@ def run(methods, **options):
 def test_sweep_equals_a_loop(name):
     methods = SETTINGS[name]
     traces = len(TRACES)
-    results = run(methods, max_new_tokens=5, eos_token_ids=())
+    results = run(methods, max_new_tokens=N, eos_token_ids=())
     assert len(TRACES) == traces + 2, "one compile: the prompt once, the decode step once"
     for method, result in zip(methods, results, strict=True):
-        alone = kvjax.generate(tiny_params(), read(method), max_new_tokens=5, eos_token_ids=())
+        alone = go_on(read(method))
         np.testing.assert_array_equal(result.tokens, alone.tokens)
         np.testing.assert_array_equal(result.num_tokens, alone.num_tokens)
         np.testing.assert_allclose(result.stats.attended, alone.stats.attended)

@@ -31,8 +31,6 @@ from tests.harness import (
     drive,
     example,
     group,
-    padded,
-    prompts,
     random_tokens,
     read,
     stored,
@@ -166,17 +164,6 @@ def test_a_model_goes_on_from_it(name, tmp_path):
     assert np.all(once.stats.full_bytes_read < plain.stats.full_bytes_read)
     assert once.stats.resident_bytes < plain.stats.resident_bytes
     np.testing.assert_array_equal(once.stats.is_no_op, plain.stats.is_no_op)
-
-
-@pytest.mark.thorough
-def test_a_sweep_gives_what_single_runs_give():
-    tokens, lengths = padded(prompts())
-    settings = [example("h2o", budget=budget, capacity=12) for budget in (8, 12)]
-    options = {"config": TINY, "max_new_tokens": STEPS, "kv_dtype": "int8", "lengths": lengths}
-    for result in kvjax.sweep(tiny_params(), tokens, settings, eos_token_ids=(), **options):
-        once = go_on(read(result.method, kv_dtype="int8"))
-        np.testing.assert_array_equal(result.tokens, once.tokens)
-        np.testing.assert_array_equal(result.stats.kv_bytes, once.stats.kv_bytes)
 
 
 def test_a_slot_takes_its_codes_and_their_scales():

@@ -196,16 +196,3 @@ def test_state_that_layers_share_is_of_the_layers_without_a_window():
     assert shapes[0] == shapes[1]
     width = [cache.shared.tree.mean_keys.shape[2] for cache in (plain, windowed)]
     assert width == [2 * 2 * 8, 2 * 8] and windowed.shared.num_layers == 1
-
-
-@pytest.mark.thorough
-def test_a_sweep_gives_what_single_runs_give():
-    tokens, lengths = padded(prompts())
-    settings = [example("snapkv", capacity=12, budget=budget) for budget in (8, 12)]
-    swept = kvjax.sweep(
-        tiny_params(), tokens, [*settings, "full"], lengths=lengths, config=FIRST, max_new_tokens=STEPS, eos_token_ids=()
-    )
-    for result in swept:
-        cache = read(FIRST, result.method, pad_multiple=128)
-        alone = kvjax.generate(tiny_params(), cache, max_new_tokens=STEPS, eos_token_ids=())
-        np.testing.assert_array_equal(result.tokens, alone.tokens)

@@ -8,9 +8,10 @@ import pytest
 
 import kvjax
 from kvjax.exact import FromJudge
-from kvjax.protocol.method import Inputs, LayerSpec
+from kvjax.protocol.method import LayerSpec
 from kvjax.protocol.typing import EMPTY
 from tests.harness import drive, frequencies, random_tokens, small
+from tests.kvjax.cases import layer_inputs
 from tests.oracles.plain import attend, attend_to, best, rotate_all
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -64,13 +65,8 @@ def test_a_pass_renews_the_list_by_its_first_query():
     def given(first, tokens, start=None, kept=None):
         at = first[:, None] + np.arange(tokens)[None]
         real = at < (LENGTHS[:, None] if start is not None else first[:, None] + kept[:, None])
-        picked = (np.take_along_axis(x, at.reshape(len(at), *[1] * (x.ndim - 3), -1, 1), axis=-2) for x in ROWS)
-        query, key, value = map(jnp.asarray, picked)
-        position, inv_freq = jnp.asarray(np.where(real, at, EMPTY), jnp.int32), jnp.asarray(frequencies(DIM))
-        return Inputs(
-            query=query, key=key, value=value, position=position, tokens=jnp.asarray(at, jnp.int32), inv_freq=inv_freq,
-            shared=shared, start=start,
-        )  # fmt: skip
+        at, position = jnp.asarray(at, jnp.int32), jnp.asarray(np.where(real, at, EMPTY), jnp.int32)
+        return layer_inputs((*map(jnp.asarray, ROWS), jnp.asarray(frequencies(DIM))), at, position, start, shared)
 
     shared = kvjax.Verified(draft=DRAFT, depth=2).init_shared((spec,))
     _, state = layer.attend(layer.init(spec), given(np.zeros_like(LENGTHS), PROMPT, start=0))

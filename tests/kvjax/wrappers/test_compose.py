@@ -18,8 +18,8 @@ from kvjax.protocol.slots import SlotMethod
 from kvjax.protocol.typing import pytree
 from kvjax.wrappers import DenseBelow, PerLayer, Prefill, Stages, Twilight
 from kvjax.wrappers.compose import Answer, answers, passes
-from tests.harness import WRAPPERS, example, read, small, stored, tiny_params
-from tests.kvjax.cases import ONE, N, go_on
+from tests.harness import WRAPPERS, read, small, stored, tiny_params
+from tests.kvjax.cases import ONE, go_on
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -47,22 +47,12 @@ def test_per_layer_storage_differs_by_layer():
     assert [stored(layer).num_slots for layer in cache.layers] == [12 + 8, 20 + 24]
 
 
-@pytest.mark.thorough
-def test_per_layer_of_one_method_is_that_method():
-    np.testing.assert_array_equal(tokens(PerLayer(layers={0: SNAP}, default=SNAP)), tokens(SNAP))
-
-
 def test_per_layer_reaches_into_wrappers():
     """A wrapper's inner layers are resolved by the real layer index."""
     dense_first = PerLayer(layers={}, default=Quest(budget=8, page_size=4, num_dense_layers=1))
     assert dense_first.for_layer(0, 2) == Full() and dense_first.for_layer(1, 2).page_size == 4
     stages = Stages(evict=SNAP, retrieve=Quest(budget=8, page_size=4, num_dense_layers=1))
     assert stages.for_layer(0, 2).retrieve == Full() and stages.for_layer(1, 2).retrieve.page_size == 4
-
-
-def test_quest_dense_layers_are_full():
-    dense = example("quest", num_dense_layers=1)
-    np.testing.assert_array_equal(tokens(dense, config=ONE), tokens(Full(), config=ONE))
 
 
 @pytest.mark.thorough
@@ -77,35 +67,12 @@ def test_stages_hold_the_compressed_cache_only():
     assert int(stored(both.layers[0]).valid.sum(axis=2).max()) <= 20
 
 
-@pytest.mark.slow
-def test_three_stages_and_a_wrapper_in_a_wrapper():
-    inner = DenseBelow(length=10, method=QUEST)
-    method = PerLayer(layers={0: Full()}, default=Stages(evict=SNAP, retrieve=inner))
-    got = shapes(lambda: go_on(read(method)).tokens)
-    assert got.shape == (3, N)
-
-
 def test_wrappers_are_pytrees_of_their_inner_numbers():
     """Nested hyper-parameters are leaves that a sweep can stack."""
     stages = Stages(evict=SNAP, retrieve=QUEST)
     assert sorted(jax.tree.leaves(stages)) == [8, 20]
     doubled = jax.tree.map(lambda x: x // 2, stages)
     assert doubled.evict.budget == 10 and doubled.retrieve.budget == 4 and doubled.evict.capacity == 20
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: Stages(evict=H2O(budget=12), retrieve=QUEST),
-        lambda: Stages(evict=SNAP, retrieve=SNAP),
-        lambda: Stages(evict=StreamingLLM(budget=12), retrieve=QUEST),
-        lambda: DenseBelow(length=8, method=SNAP),
-        lambda: DenseBelow(length=8, method=StreamingLLM(budget=12)),
-    ],
-)
-def test_impossible_pairs_are_refused_at_construction(build):
-    with pytest.raises(ValueError, match="Stages|DenseBelow"):
-        build()
 
 
 # ---- what wrappers answer -------------------------------------------------------------------------------------------
@@ -197,7 +164,6 @@ def test_stages_answers_by_the_method_that_does_it():
 def test_what_a_wrapper_states_stays():
     """Class attributes, properties and fields are not replaced; `help` says where a declaration is explained."""
     assert Twilight(method=QUEST).obs_window == 1 > QUEST.obs_window
-    assert DenseBelow(length=9, method=QUEST).thin_block is None and QUEST.thin_block == 4
     assert "`kvjax.protocol.method.Method.evicts`" in inspect.getdoc(Twilight.evicts)
     assert inspect.getdoc(Prefill.compress) == inspect.getdoc(SlotMethod.compress)
 

@@ -28,13 +28,14 @@ from kvjax.methods import (
     Quest,
     SnapKV,
 )
-from kvjax.protocol.method import Inputs, LayerSpec, num_bytes, settle_due
+from kvjax.protocol.method import LayerSpec, num_bytes, settle_due
 from kvjax.protocol.typing import EMPTY
 from kvjax.testing.layer import stored
 from kvjax.testing.model import TinyModel
 from kvjax.wrappers import DenseBelow, Periodic, PerLayer, Stages
 from tests.harness import example, frequencies, oracle, random_tokens, small
-from tests.oracles import adakv, expectedattention, headkv, rkv, snapkv
+from tests.kvjax.cases import layer_inputs
+from tests.oracles import adakv, expectedattention, headkv, snapkv
 from tests.oracles.plain import best, keep_again, rotate_all, softmax
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -132,15 +133,7 @@ def positions(methods, q, k, v, inv_freq):
         max_new_tokens=STEPS,
     )  # fmt: skip
     lengths = jnp.asarray(LENGTHS, jnp.int32)
-
-    def inputs(at, position, start=None):
-        def pick(x):
-            return jnp.take_along_axis(x, at.reshape(len(at), *(1,) * (x.ndim - 3), -1, 1), axis=-2)
-
-        return Inputs(
-            query=pick(q), key=pick(k), value=pick(v), position=position, tokens=at, inv_freq=inv_freq, shared=None,
-            start=start,
-        )  # fmt: skip
+    inputs = functools.partial(layer_inputs, (q, k, v, inv_freq))
 
     whole = jnp.broadcast_to(jnp.arange(PROMPT, dtype=jnp.int32)[None], (len(LENGTHS), PROMPT))
     given = inputs(whole, jnp.where(whole < lengths[:, None], whole, EMPTY), 0)
@@ -190,20 +183,6 @@ def wanted(at, row, length):
     return keep_again(given.rotated_q, given.rotated_k, given.v, length, interval, kept, again)
 
 
-@pytest.mark.thorough
-def test_redundancy_equals_the_oracle():
-    """Also with keys that repeat each other, and empty slots behind them."""
-    key = np.array(rows()[1][:1, :, :40])
-    key[:, :, 20:] = key[:, :, :20]
-    valid = jnp.broadcast_to(jnp.arange(40)[None, None] < 37, key.shape[:3])
-    for threshold in (0, 0.3, 0.9):
-        got = small(RKV, threshold=threshold)._redundancy(jnp.where(valid[..., None], key, 0), valid)
-        for head in range(key.shape[1]):
-            want = rkv.redundancy(np.asarray(key[0, head, :37], np.float64), threshold)
-            np.testing.assert_allclose(got[0, head, :37], want, atol=1e-7)
-        assert not np.asarray(got[..., 37:]).any()
-
-
 # ---- memory -------------------------------------------------------------------------------------------------------
 
 BOUNDED = [
@@ -249,25 +228,6 @@ def test_a_long_generation_keeps_its_bytes():
     np.testing.assert_array_equal(held, 9 + steps % 4)
     np.testing.assert_array_equal(stored(after).cursor, held[:, 0])
     np.testing.assert_array_equal(stored(after).position.max(axis=2)[:, 0], length + steps - 1)
-
-
-@pytest.mark.thorough
-def test_ten_thousand_tokens_in_calls_of_any_length():
-    """Questions are read in blocks of the interval; the counter of a row goes on from call to call."""
-    tiny = TinyModel(num_layers=2, max_position_embeddings=1 << 16)
-    params = tiny.random_params()
-    method = PerLayer(layers={0: Periodic(evict=Knorm(budget=6), interval=3)}, default=RKV(budget=12, interval=7))
-    cache = kvjax.prefill(params, [[5] * 20, [7] * 3], config=tiny, method=method, max_new_tokens=10_000, pad_multiple=1)
-    arrays = [x.shape for x in jax.tree.leaves(cache.layers)]
-    for _ in range(5):
-        cache = kvjax.extend(params, cache, [[1, 2, 3, 4, 5, 6, 7, 8, 9], [4]])
-        out = kvjax.generate(params, cache, max_new_tokens=1999, eos_token_ids=())
-        cache = out.cache
-        assert [x.shape for x in jax.tree.leaves(cache.layers)] == arrays
-        for layer, most in zip(cache.layers, (6 + 3, 12 + 7), strict=True):
-            assert np.asarray(stored(layer).valid.sum(axis=2)).max() < most
-        assert np.asarray(out.stats.attended).max() < (9 + 19) / 2
-    np.testing.assert_array_equal(cache.length, [20 + 5 * 2008, 3 + 5 * 2000])
 
 
 def test_a_step_asks_once_whether_rows_are_due():

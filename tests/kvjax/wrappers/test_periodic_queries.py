@@ -11,11 +11,12 @@ import pytest
 
 from kvjax.attention.moments import add_queries, no_moments
 from kvjax.methods import ExpectedAttention, SnapKV, TriAttention
-from kvjax.protocol.method import Inputs, LayerSpec, settle_due
+from kvjax.protocol.method import LayerSpec, settle_due
 from kvjax.protocol.slots import Reads
 from kvjax.protocol.typing import EMPTY, pytree
 from kvjax.wrappers import Periodic
 from tests.harness import frequencies, random_tokens, small
+from tests.kvjax.cases import layer_inputs
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -48,15 +49,8 @@ def blocks_of(method, q, k, v, inv_freq):
     def inputs(first, count, size, start=None):
         step = jnp.arange(size)[None]
         at = jnp.minimum(first[:, None] + step, TEXT - 1)
-
-        def pick(x):
-            return jnp.take_along_axis(x, at.reshape(len(at), *(1,) * (x.ndim - 3), -1, 1), axis=-2)
-
         position = jnp.where(step < count[:, None], at, EMPTY).astype(jnp.int32)
-        return Inputs(
-            query=pick(q), key=pick(k), value=pick(v), position=position, tokens=at, inv_freq=inv_freq, shared=None,
-            start=start,
-        )  # fmt: skip
+        return layer_inputs((q, k, v, inv_freq), at, position, start)
 
     length = jnp.asarray(PROMPTS)
     state = method.finish(method.attend(method.init(spec), inputs(0 * length, length, 20, 0))[1], spec)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-import math
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +19,6 @@ from kvjax.decoding.checks import check_sizes
 from kvjax.methods import H2O, Full, KeyDiff, Quest, ShadowKV, SnapKV
 from kvjax.testing.model import TinyModel
 from kvjax.wrappers import DenseBelow, Pattern, PerLayer, Prefill, Stages, Twilight, patterns
-from pallas_kernels.attend.prefix_attention import prefix_attention
 from tests.harness import SMALL_PATTERNS, TINY, any_example, drive, frequencies, generous, random_tokens, read, tiny_params
 from tests.oracles import adaptive_prompt as oracle
 from tests.oracles import minference
@@ -106,43 +103,6 @@ def test_scores_by_antidiagonals_equal_float64_loops(monkeypatch):
                 want[row, 0, g, i - 2, j] = score
     np.testing.assert_allclose(got, want, atol=1e-6)
     np.testing.assert_allclose(want.sum(axis=4)[:, 0, 0], [[2, 2, 2], [2, 0, 0]], atol=1e-9)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(4))
-def test_blocks_hold_the_share_of_their_scores(seed):
-    """The lists of XAttention are the oracle's, and without its lightest block none has the share."""
-    pattern = Pattern("xattention", share=0.7)
-    prompt = Prefill(method=Full(), pattern=pattern, **SMALL_PATTERNS).sparse_prompt
-    q, k, _ = random_tokens(seed, 1, 1, 1, 46, 8)
-    lists = jax.jit(functools.partial(prompt.lists, start=0))(q, k, length=jnp.array([46], jnp.int32))
-    scores = oracle.antidiagonal_scores(q[0, 0, 0], k[0, 0], 4, 2)
-    blocks = oracle.xattention_blocks(q[0, 0, 0], k[0, 0], 0.7, 4, 2)
-    left_out = 0
-    for i, want in enumerate(blocks):
-        first, count = (int(x[0, 0, 0, i]) for x in (lists.first, lists.count))
-        listed = {i - int(back) for back in lists.distances[0, 0, 0, first : first + count]} | {i}
-        assert listed == want
-        held, whole = sum(scores[i, j] for j in want), sum(scores[i, j] for j in range(i + 1))
-        assert held >= 0.7 * whole and (want == {0, i} or held - min(scores[i, j] for j in want - {0, i}) < 0.7 * whole)
-        left_out += i + 1 - len(want)
-    assert left_out > 10
-
-
-@pytest.mark.thorough
-def test_all_of_the_attention_is_dense_attention():
-    """A share of 1, by each pattern that has one; a head beside them keeps the prompt sparse."""
-    heads = (Pattern("xattention", share=1.0), Pattern("flexprefill", share=1.0, tau=0.0, min_budget=1))
-    heads = (*heads, Pattern("flexprefill", share=1.0, tau=1.0, min_budget=1), KINDS["block_sparse"])
-    prompt = Prefill(method=Full(), pattern=(heads, heads), **SMALL_PATTERNS).for_layer(0, 2).sparse_prompt
-    assert not prompt.covers(40)
-    q, k, v = map(jnp.asarray, random_tokens(6, 2, 2, 2, 40, 8))
-    length = jnp.array([21, 13], jnp.int32)
-    out, _ = jax.jit(functools.partial(prompt.attend, start=16))(q[..., 16:37, :], k, v, length=length)
-    dense, _ = prefix_attention(q[..., 16:37, :], k, v, start=16, length=length, scale=1 / math.sqrt(8))
-    np.testing.assert_allclose(out[:, 0], dense[:, 0], atol=1e-5)
-    np.testing.assert_allclose(out[:, 1, 0], dense[:, 1, 0], atol=1e-5)
-    assert np.abs(out - dense)[:, 1, 1].max() > 0.01
 
 
 def test_a_prompt_that_fits_into_every_pattern_is_read_densely():

@@ -111,14 +111,6 @@ def compare_lists(got, alone, under_test, mass):
 
 
 @pytest.mark.thorough
-def test_all_of_the_mass_is_the_method_itself():
-    under_test, inner = subject("twilight"), WRAPPERS["twilight"].method
-    got, want = (under_test.drive(method=x) for x in (under_test.with_knob(mass=1.0), inner))
-    np.testing.assert_array_equal(got.attended, want.attended)
-    np.testing.assert_allclose(got.outputs, want.outputs, atol=1e-5, rtol=0)
-
-
-@pytest.mark.thorough
 def test_accounting_counts_the_method_and_4_bit_keys():
     """Half a byte for each channel and two numbers for each token of the method's selection."""
     under_test = subject("twilight")
