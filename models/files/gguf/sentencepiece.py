@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE, Unigram
 
 from .reader import GGUFFile
@@ -61,12 +61,3 @@ def merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, st
         ranked += [(pair, score) for pair in pairs]
     ranked.sort(key=lambda each: (each[1], len(each[0][0]), len(each[0][1])), reverse=True)
     return [pair for pair, _ in ranked]
-
-
-def special(kinds: Sequence[int], tokens: Sequence[str], control: int, defined: int) -> tuple[list, list]:
-    """List the tokens that mean something, and the texts that are never cut, as added tokens."""
-    each = list(zip(tokens, kinds, strict=False))
-    return (
-        [AddedToken(token, normalized=False, special=True) for token, kind in each if kind == control],
-        [AddedToken(token, normalized=False, special=False) for token, kind in each if kind == defined],
-    )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from .reader import GGUFFile
-from .sentencepiece import KINDS, sentencepiece, special
+from .sentencepiece import KINDS, sentencepiece
 from .splits import SPLITS, Split
 
 _MODEL = "tokenizer.ggml.model"
@@ -34,9 +32,9 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
         split = _split(file)
         tokenizer, begins = _byte_level(file, split), split.adds_bos
     kinds, tokens = (file.metadata.get(f"tokenizer.ggml.{key}", []) for key in ("token_type", "tokens"))
-    meaning, whole = special(kinds, tokens, _CONTROL, _USER_DEFINED)
-    tokenizer.add_special_tokens(meaning)
-    tokenizer.add_tokens(whole)
+    for chosen, add in ((_CONTROL, tokenizer.add_special_tokens), (_USER_DEFINED, tokenizer.add_tokens)):
+        texts = [token for token, kind in zip(tokens, kinds, strict=False) if kind == chosen]
+        add([AddedToken(token, normalized=False, special=chosen == _CONTROL) for token in texts])
     _frame(tokenizer, file, begins)
     return tokenizer
 
@@ -114,16 +112,14 @@ def _split(file: GGUFFile) -> Split:
 def _frame(tokenizer: Tokenizer, file: GGUFFile, begins: bool) -> None:
     """Let encoded texts begin and end with the tokens that the file asks for."""
     named = special_tokens(file)
-    frame: dict[str, list[Any]] = {"before": [], "after": []}
-    if file.metadata.get("tokenizer.ggml.add_bos_token", begins) and "bos_token" in named:
-        frame["before"].append(named["bos_token"])
-    if file.metadata.get("tokenizer.ggml.add_eos_token", False) and "eos_token" in named:
-        frame["after"].append(named["eos_token"])
-    around = dict.fromkeys(frame["before"] + frame["after"])
-    if not around:
-        return
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=[*frame["before"], "$A", *frame["after"]],
-        pair=[*frame["before"], "$A", *frame["after"], *frame["before"], "$B:1", *frame["after"]],
-        special_tokens=[(token, tokenizer.token_to_id(token)) for token in around],
-    )
+
+    def frame(name: str, default: bool) -> list[str]:
+        return [named[name]] if file.metadata.get(f"tokenizer.ggml.add_{name}", default) and name in named else []
+
+    before, after = frame("bos_token", begins), frame("eos_token", False)
+    if before or after:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *after],
+            pair=[*before, "$A", *after, *before, "$B:1", *after],
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(before + after)],
+        )
