@@ -7,8 +7,7 @@ from typing import Any
 from ...sizes.checks import check_counts, check_flags
 from ...sizes.experts import Clamp, Experts, Router
 from ..tables.families import FAMILIES as TABLE
-from ..tables.families import Family
-from ..tables.stacked_experts import ExpertFiles
+from ..tables.families import ExpertFiles, Family
 
 # A config.json with one of these keys declares another kind of experts; the supported families have none of the keys.
 _FOREIGN = ("shared_expert_intermediate_size", "n_shared_experts", "first_k_dense_replace", "n_group", "scoring_func")
