@@ -119,7 +119,7 @@ def test_many_questions_share_one_context(name):
         assert asked.context == one.context
         assert tasks.score(name, asked.target, asked.answers) == 1.0
         assert size(asked.prompt) + asked.max_new_tokens <= length
-    trained = tasks.make_document(request(name, length, size=size, num_questions=5, training=True))
+    trained = tasks.make_document(request(name, length, size=size, split="eval", num_questions=5, training=True))
     texts = ((q.question + q.answer_prefix, q.target) for q in trained.questions)
     assert length - 250 < size(trained.context) + sum(size(asked) + size(target) + 1 for asked, target in texts) <= length
 
@@ -127,6 +127,7 @@ def test_many_questions_share_one_context(name):
 def test_prompts_are_drawn_as_they_were_when_scores_were_recorded(monkeypatch):
     """With words of our own and without prose, which change with their packages; code is the running Python's."""
     adjectives, nouns = (tuple(f"{kind}{a}{b}" for a in "abcdefgh" for b in "abcdefghijklmnopqrst") for kind in ("x", "y"))
+    monkeypatch.setattr(words, "_words_of", words._words_of.__wrapped__)
     monkeypatch.setattr(words, "_word_list", lambda kind: nouns if kind == "noun" else adjectives)
     monkeypatch.setattr(words, "held_out", lambda text: text[-1].lower() in "acegikmoqs02468")
     monkeypatch.setattr(words, "every_word", lambda: tuple(f"{a}{b}{c}" for a in "abcdefgh" for b in nouns for c in "kl"))
