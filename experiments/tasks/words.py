@@ -34,14 +34,9 @@ def check_split(split: str) -> None:
 
 @functools.cache
 def _word_list(kind: str) -> tuple[str, ...]:
-    spec = importlib.util.find_spec("wonderwords")
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(
-            "the needle words come from the package 'wonderwords', which is not installed; "
-            "it belongs to kvjax (pip install wonderwords)"
-        )
     # The lists are read as data, because importing the package would also import its sentence generator.
-    path = pathlib.Path(spec.origin).parent / "assets" / f"{kind}list.txt"
+    (folder,) = importlib.util.find_spec("wonderwords").submodule_search_locations
+    path = pathlib.Path(folder) / "assets" / f"{kind}list.txt"
     words = {line.strip() for line in path.read_text(encoding="utf-8").splitlines()}
     return tuple(sorted(word for word in words if word and " " not in word and word.isascii()))
 
@@ -52,6 +47,11 @@ def every_word() -> tuple[str, ...]:
     return tuple(sorted({word for kind in ("noun", "adjective", "verb") for word in _word_list(kind)}))
 
 
+@functools.cache
+def _words_of(kind: str, split: str) -> tuple[str, ...]:
+    return tuple(word for word in _word_list(kind) if held_out(word) == (split == "eval"))
+
+
 class Words:
     """The source of keys and values of one split.
 
@@ -60,14 +60,12 @@ class Words:
 
     Raises:
         ValueError: unknown split.
-        ModuleNotFoundError: the needle word lists are not installed.
     """
 
     def __init__(self, split: str) -> None:
         check_split(split)
         self._held_out = split == "eval"
-        self.adjectives = tuple(w for w in _word_list("adjective") if held_out(w) == self._held_out)
-        self.nouns = tuple(w for w in _word_list("noun") if held_out(w) == self._held_out)
+        self.adjectives, self.nouns = _words_of("adjective", split), _words_of("noun", split)
 
     @functools.cached_property
     def plain_nouns(self) -> list[str]:
@@ -123,8 +121,6 @@ class Words:
             kind: "words", "numbers" or "uuids".
         """
         draws = {"words": self.word, "numbers": self.number, "uuids": self.uuid}
-        if kind not in draws:
-            raise ValueError(f"unknown kind of needle {kind!r}, expected one of {tuple(draws)}")
         return distinct(lambda: draws[kind](rng), count)
 
 
