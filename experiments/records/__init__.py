@@ -27,7 +27,6 @@ from experiments.records.plotting import line_style as line_style
 from experiments.records.plotting import new_figure as new_figure
 from experiments.records.plotting import save as save
 from experiments.records.plotting import tidy as tidy
-from experiments.records.plotting import token_axis as token_axis
 from experiments.records.plotting import token_label as token_label
 from experiments.records.plotting import with_figures as with_figures
 from experiments.records.record import commit as commit
