@@ -35,7 +35,6 @@ from tests.fuzz.verdicts import Broken
 DRAWS = 24  # of one structure
 NUMBERS = st.integers(0, 2**32 - 1).filter(bool)  # of structures; hypothesis begins with 0, whatever the seed
 _LAYER_ROWS, _LONGEST = 4, 40
-_Law = Callable[["Draw"], None]
 
 
 @dataclasses.dataclass(frozen=True)

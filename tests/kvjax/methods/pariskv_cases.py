@@ -14,7 +14,6 @@ from kvjax.protocol.method import Step
 from tests.oracles import pariskv as plain
 
 SINK, LOCAL, BUFFER, BUDGET = (plain.KNOBS[x] for x in ("num_sink", "num_local", "buffer", "budget"))  # 2, 4, 4, 5
-DENSE = plain.KNOBS["dense_below"]  # 17
 DIMS = (8, 16, 64, 128)
 
 
@@ -25,21 +24,17 @@ def store(k, v, room=0):
     return empty_cache(batch, heads, tokens + room, dim, "float32").append(jnp.asarray(k), jnp.asarray(v), at, 0)
 
 
-def step_of(query):
-    """A decode step with the rotated query [B, H, G, D]; ParisKV reads nothing else of it."""
-    batch = query.shape[0]
-    zero = jnp.zeros((batch, 1), jnp.int32)
-    return Step(query=jnp.asarray(query)[..., None, :], position=zero, tokens=zero, shared=None)
-
-
-@functools.partial(jax.jit, static_argnames="room")
-def index(method, cache, room=0):
-    return method.compress(cache, None, room)[1]
+@jax.jit
+def index(method, cache):
+    return method.compress(cache, None, 0)[1]
 
 
 @jax.jit
 def select(method, cache, aux, query):
-    return method.select(cache, aux, step_of(query))
+    """Choose for a decode step with the rotated query [B, H, G, D]; ParisKV reads nothing else of it."""
+    zero = jnp.zeros((query.shape[0], 1), jnp.int32)
+    step = Step(query=jnp.asarray(query)[..., None, :], position=zero, tokens=zero, shared=None)
+    return method.select(cache, aux, step)
 
 
 def positions(cache, chosen, row=0, head=0):
