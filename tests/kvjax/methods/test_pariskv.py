@@ -197,7 +197,7 @@ def test_most_of_the_true_best_keys_are_picked(make, coarse, final):
     assert aux.stop[0] == size
 
     @jax.jit
-    def select(method, query):
+    def select(method, cache, aux, query):
         """Choose for a decode step with a rotated query [D]; ParisKV reads nothing else of it."""
         zero = jnp.zeros((1, 1), jnp.int32)
         chosen = method.select(cache, aux, Step(query=query[None, None, None, None], position=zero, tokens=zero, shared=None))
@@ -208,7 +208,7 @@ def test_most_of_the_true_best_keys_are_picked(make, coarse, final):
     for at, query in enumerate(queries):
         truth = set(np.argsort(-exact[at])[:count].tolist())
         for column, budget in enumerate((most, count)):
-            slots, mask = select(dataclasses.replace(method, budget=budget), query)
+            slots, mask = select(dataclasses.replace(method, budget=budget), cache, aux, query)
             zone = {i for i in np.asarray(slots[0, 0])[np.asarray(mask[0, 0])].tolist() if i < size}  # slots are positions
             assert len(zone) == budget
             got[at, column] = len(truth & zone) / count
