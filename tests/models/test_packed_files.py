@@ -1,7 +1,8 @@
-"""Checkpoints in 8 bits: near the numbers they were made of, read in parts, refused when their scales do not fit."""
+"""Checkpoints in 8 bits, and experts in 4 bits (MXFP4): the numbers they stand for, read in parts, refused without scales."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 
@@ -11,11 +12,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import models
-from models.files import adapter
+from models.files import adapter, four_bits
 from models.files.eight_bits import BLOCK, SCALE, pack, pack_file
 from models.files.tables.checkpoint import EMBEDDING, checkpoint_table
 from models.files.tensors import SafeTensors
-from tests.tiny_models import BUILTIN
+from tests.models.test_families import generator
+from tests.tiny_models import BUILTIN, vivid_params
 
 CONFIG = models.ModelConfig(
     vocab_size=96, hidden_size=64, intermediate_size=128, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=32,
@@ -27,7 +29,7 @@ CONFIG = models.ModelConfig(
 def directories(tmp_path_factory):
     """A tiny checkpoint in float32, and the same in 8 bits."""
     whole = tmp_path_factory.mktemp("models") / "whole"
-    models.save_pretrained(whole, models.random_params(CONFIG, jax.random.key(0)), CONFIG)
+    models.save_pretrained(whole, vivid_params(CONFIG), CONFIG)
     packed = whole.parent / "packed"
     shutil.copytree(whole, packed)
     pack_file(whole / "model.safetensors", packed / "model.safetensors", 32)
@@ -83,7 +85,7 @@ def test_scales_that_do_not_fit_are_named(directories, tmp_path, change, said):
 
 
 def test_an_adapter_in_8_bits_loads_as_its_numbers(tmp_path):
-    params = models.random_params(CONFIG, jax.random.key(0))
+    params = vivid_params(CONFIG)
     factors = jax.tree.map(lambda x: x + 0.01, adapter.init_adapter(params, 1, 32, jax.random.key(1)))
     adapter.save_adapter(tmp_path, factors, adapter.AdapterConfig(base="b", fingerprint="f", rank=32, stretch=1.0))
     before = adapter.load_adapter(tmp_path)[0]
@@ -103,3 +105,76 @@ def test_what_ships_is_small_enough_for_a_clone():
     """The toy and the adapter are in 8 bits; whoever trains them again packs them (`models.files.eight_bits.pack_file`)."""
     sizes = {file: file.stat().st_size for file in BUILTIN.parent.glob("**/*.safetensors")}
     assert sizes[BUILTIN / "model.safetensors"] < 16_000_000 and sum(sizes.values()) < 24_500_000
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_local_experts": 3}
+VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+
+
+def drawn(shape, seed=0):
+    """Blocks and scales of a tensor [E, in, out]."""
+    rng = np.random.default_rng(seed)
+    experts, inner, outer = shape
+    blocks = rng.integers(0, 256, (experts, outer, inner // 32, 16), dtype=np.uint8)
+    return blocks, rng.integers(122, 127, (experts, outer, inner // 32), dtype=np.uint8)
+
+
+def decoded(blocks, scales):
+    """The tensor [E, in, out], number by number as the specification says."""
+    experts, outer, columns, _ = blocks.shape
+    made = np.zeros((experts, columns * 32, outer))
+    for at in np.ndindex(experts, outer, columns, 16):
+        expert, row, column, byte = at
+        for half, code in enumerate((blocks[at] % 16, blocks[at] // 16)):
+            sign, size = (-1) ** (int(code) // 8), VALUES[int(code) % 8]
+            made[expert, column * 32 + 2 * byte + half, row] = sign * size * 2.0 ** (int(scales[at[:3]]) - 127)
+    return made
+
+
+@pytest.mark.parametrize(
+    "index", [(slice(None),) * 3, (slice(None), slice(None), slice(2, 4)), (slice(1, 2), slice(16, 80), slice(None))]
+)
+def test_a_part_is_decoded_as_a_loop_decodes_it(index):
+    blocks, scales = drawn((2, 96, 5))
+    got = four_bits.numbers(blocks, scales, index)
+    np.testing.assert_array_equal(got.astype(np.float64), decoded(blocks, scales)[index])
+
+
+def write(directory, change=None):
+    """A model of gpt-oss whose experts are in 4 bits; return the tensors with the numbers that they stand for."""
+    config = models.ModelConfig.from_hf({
+        **generator().TINY, **SIZES, "model_type": "gpt_oss", "num_experts_per_tok": 2, "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+    })  # fmt: skip
+    params = vivid_params(config)
+    models.save_pretrained(directory, params, config)
+    plain = load_file(directory / "model.safetensors")
+    stored = dict(plain)
+    for seed, name in enumerate(sorted(plain)):
+        if name.endswith(("gate_up_proj", "down_proj")):
+            blocks, scales = drawn(stored.pop(name).shape, seed)
+            stored |= {name + "_blocks": blocks, name + "_scales": scales}
+            plain[name] = decoded(blocks, scales).astype(np.float32)
+    if change is not None:
+        change(stored)
+    save_file(stored, directory / "model.safetensors")
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
+    return plain
+
+
+def test_a_file_in_4_bits_is_the_model_of_its_numbers(tmp_path):
+    plain = write(tmp_path / "packed")
+    params, config = models.from_pretrained(tmp_path / "packed")
+    models.save_pretrained(tmp_path / "plain", params, config)
+    again = load_file(tmp_path / "plain" / "model.safetensors")
+    assert again.keys() == plain.keys()
+    for name, value in plain.items():
+        np.testing.assert_array_equal(again[name], value, err_msg=name)
+
+
+def test_blocks_without_their_scales_are_refused(tmp_path):
+    name = "model.layers.1.mlp.experts.down_proj"
+    write(tmp_path, lambda stored: stored.pop(name + "_scales"))
+    with pytest.raises(ValueError, match=f"missing {name} .*\n  unused {name}_blocks"):
+        models.from_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""The named Qwen2.5-Coder models against transformers: token ids, chat prompts, weights, and logits at 1,024 tokens.
+"""The named models against transformers: token ids, chat prompts, weights and answers; Qwen's logits at 1,024 tokens.
 
 Token ids and prompts are compared everywhere, by a small part of the tokenizer that gives the same ids. The whole models are
 compared on machines that have them.
@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+import kvjax
 import models
 from models.hub.named_models import NAMED_MODELS
 from tests.models import gguf_writing
+from tests.models.test_gguf import digest, tensors_of
 from tests.models.test_parity import GOLDENS
 from tests.tiny_models import run
 
@@ -32,12 +34,17 @@ def name(request):
     return request.param
 
 
-@pytest.fixture(scope="module")
-def directory(name):
+def cached(name):
+    """The directory of a model that is on this machine."""
     try:
         return models.checkpoint_directory(name, offline=True)
     except FileNotFoundError:
         pytest.skip(f"{name} is not in the cache of this machine (kvjax fetch {name})")
+
+
+@pytest.fixture(scope="module")
+def directory(name):
+    return cached(name)
 
 
 def assert_ids(tokenizer, real=None):
@@ -117,3 +124,34 @@ def test_logits_at_1024_tokens_equal_transformers(name, directory):
     signs = np.random.RandomState(SEED).randint(0, 2, logits.shape[1]) * 2.0 - 1.0
     moments = np.stack([logits.mean(axis=1), logits.std(axis=1), total, logits @ signs / len(signs)], axis=1)
     np.testing.assert_allclose(moments, golden["moments"], rtol=0, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    """The golden, the directory, parameters, config and tokenizer of SmolLM2-135M-Instruct."""
+    directory = cached("smollm2")
+    params, config = models.from_pretrained(directory, "float32")
+    expected = json.loads((GOLDENS / "gguf" / "smollm2.json").read_text(encoding="utf-8"))
+    return expected, directory, params, config, models.load_tokenizer(directory, config)
+
+
+def test_smollm2_equals_transformers(smollm2):
+    """Weights, token ids and a prompt."""
+    expected, directory, params, config, tokenizer = smollm2
+    assert {name: digest(tensor) for name, tensor in tensors_of(params, config)} == expected["sums"]
+    for text, ids in zip(expected["texts"], expected["ids"], strict=True):
+        assert tokenizer.encode(text, add_special_tokens=False).ids == ids, text
+    chat = models.ChatTemplate.from_directory(directory)
+    assert chat.render([{"role": "user", "content": "What is the capital of France?"}]) == expected["prompt"]
+
+
+@pytest.mark.thorough  # it compiles 30 layers
+def test_smollm2_answers_as_in_transformers(smollm2):
+    expected, _, params, config, tokenizer = smollm2
+    ids = tokenizer.encode(expected["prompt"], add_special_tokens=False).ids
+    logits = np.asarray(run(config, params, jnp.asarray([ids], jnp.int32)))[0, -1]
+    np.testing.assert_allclose(logits[expected["best"]], expected["logits"], rtol=0, atol=1e-3)
+    cache = kvjax.prefill(params, [ids], config=config, method="full", max_new_tokens=12)
+    out = kvjax.generate(params, cache, max_new_tokens=12)
+    answer = out.tokens[0].tolist()[: len(expected["greedy"])]
+    assert answer == expected["greedy"] and "Paris" in tokenizer.decode(answer)
