@@ -92,6 +92,48 @@ def _(body: Callable[..., Any], most: int, primals: tuple, tangents: tuple) -> t
     return jax.jvp(run, primals, tangents)
 
 
+def even_block(count: int, most: int) -> int:
+    """Divide ``count`` by the fewest blocks of at most ``most``: how many each has, so that the last one is nearly full."""
+    return -(-count // max(-(-count // most), 1))
+
+
+def join_pieces(run: Callable[..., jax.Array], block: int, *lists: jax.Array | None) -> jax.Array:
+    """Return ``run(*lists)`` [..., K] of ``lists`` [..., K], computed from at most ``block`` entries at a time."""
+    pieces, count = _pieces(block, lists), _entries(lists)
+    if pieces is None:
+        return run(*lists)
+    out = jnp.moveaxis(jax.lax.map(lambda piece: run(*piece), pieces), 0, -2)
+    return out.reshape(*out.shape[:-2], -1)[..., :count]
+
+
+def sum_pieces(run: Callable[..., jax.Array], block: int, *lists: jax.Array | None) -> jax.Array:
+    """Return ``run(*lists)``, a sum over the entries of ``lists`` [..., K], computed from at most ``block`` at a time.
+
+    The last piece is filled up with zeros, which have to add nothing.
+    """
+    pieces = _pieces(block, lists)
+    if pieces is None:
+        return run(*lists)
+    sums = jax.eval_shape(lambda pieces: run(*jax.tree.map(lambda x: x[0], pieces)), pieces)
+    return jax.lax.scan(lambda out, piece: (out + run(*piece), None), jnp.zeros(sums.shape, sums.dtype), pieces)[0]
+
+
+def _entries(lists: tuple[jax.Array | None, ...]) -> int:
+    return jax.tree.leaves(lists)[0].shape[-1]
+
+
+def _pieces(block: int, lists: tuple[jax.Array | None, ...]) -> Any:
+    """Cut arrays [..., K] into pieces [N, ..., block], the last one filled up with zeros; None if they fit into one."""
+    count = _entries(lists)
+    block = even_block(count, block)
+
+    def cut(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -count % block),))
+        return jnp.moveaxis(x.reshape(*x.shape[:-1], -1, block), -2, 0)
+
+    return None if count <= block else jax.tree.map(cut, lists)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def run_if(body: Callable[..., Any], wanted: jax.Array, carry: Any, operands: Any) -> Any:
     """Return ``body(carry, operands)`` if ``wanted`` bool is true, else ``carry``; the body closes over no traced array.

@@ -8,6 +8,7 @@ runs to the largest bound and its slices become gathers: pass an unbatched ``lim
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.attend.gather_attention.reference import rotate_rows
 from pallas_kernels.numerics import product_precision
 from pallas_kernels.soft_cap import capped
 
@@ -18,13 +19,18 @@ def visible(asked, held, first=None):
     return seen if first is None else seen & (held >= first)
 
 
-def block_logits(index, flat, key, query_position, key_position, *, scale, block, group, query_first=None):
-    """Return the first slot of block ``index``, its logits float32 [B, H, G*T, block], and a mask of the visible logits."""
+def block_logits(index, flat, key, query_position, key_position, *, scale, block, group, query_first=None, turn=None):
+    """Return the first slot of block ``index``, its logits float32 [B, H, G*T, block], and a mask of the visible logits.
+
+    With ``turn``, the ``place`` and the ``inv_freq`` of `rotate_rows` for all slots, the keys of the block are rotated.
+    """
     slots = key.shape[2]
     # If the block size does not divide S, the last block starts early, which needs no padded copy of the cache. Slots that
     # the block before had are hidden, so each counts once.
     start = jnp.minimum(index * block, slots - block)
     part = jax.lax.dynamic_slice_in_dim(key, start, block, axis=2)
+    if turn is not None:
+        part = rotate_rows(part, jax.lax.dynamic_slice_in_dim(turn[0], start, block, axis=2), turn[1])
     logits = scale * jnp.einsum(
         "bhmd,bhsd->bhms", flat, part, precision=product_precision(flat.dtype), preferred_element_type=jnp.float32
     )

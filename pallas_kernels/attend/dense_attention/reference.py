@@ -7,17 +7,26 @@ from pallas_kernels.attend.dense_attention.blocks import block_count, block_logi
 from pallas_kernels.numerics import bounded_loop, finite_or_zero, product_precision
 
 
-def dense_attention(query, key, value, *, query_position, key_position, query_first, scale, limit, block):
-    """Attend to all tokens that each query sees, one block of keys at a time, in plain JAX."""
+def dense_attention(query, key, value, *, query_position, key_position, query_first, scale, limit, block, turn=None):
+    """Attend to all tokens that each query sees, one block of keys at a time, in plain JAX; ``turn`` as in `block_logits`."""
     rows, heads, group, length, dim = query.shape
     flat = query.reshape(rows, heads, group * length, dim)
     precision = product_precision(query.dtype)
 
     def add_block(index, carry, operands):
         """Add one more block of keys to the running softmax: earlier sums are rescaled to the new maximum."""
-        (total, maximum, out), (flat, key, value, query_position, key_position, query_first) = carry, operands
+        (total, maximum, out), (flat, key, value, query_position, key_position, query_first, turn) = carry, operands
         start, logits, visible = block_logits(
-            index, flat, key, query_position, key_position, scale=scale, block=block, group=group, query_first=query_first
+            index,
+            flat,
+            key,
+            query_position,
+            key_position,
+            scale=scale,
+            block=block,
+            group=group,
+            query_first=query_first,
+            turn=turn,
         )
         logits = jnp.where(visible, logits, -jnp.inf)
         risen = jnp.maximum(maximum, jnp.max(logits, axis=-1))
@@ -39,7 +48,7 @@ def dense_attention(query, key, value, *, query_position, key_position, query_fi
         jnp.zeros((*shape, value.shape[-1]), jnp.float32),
     )
     count = block_count(query_position, key_position, limit, block)
-    most, operands = -(-key.shape[2] // block), (flat, key, value, query_position, key_position, query_first)
+    most, operands = -(-key.shape[2] // block), (flat, key, value, query_position, key_position, query_first, turn)
     total, maximum, out = bounded_loop(add_block, most, count, carry, operands)
     out = out / jnp.where(total > 0, total, 1)[..., None]
     lse = finite_or_zero(maximum) + jnp.log(total)

@@ -19,25 +19,24 @@ __all__ = ["DENSE_DECODE", "Rotation", "dense_decode"]
 _JOINED = frozenset(("partials", "gap", "rotation", "parts", "mass"))  # the arguments that `_joined` adds
 
 
-def _joined(run: Callable[..., Any]) -> Callable[..., Any]:
+def _joined(run: Callable[..., Any], rotates: bool = False) -> Callable[..., Any]:
     """Extend an implementation without ``partials``, ``gap``, ``rotation``, ``parts`` and ``mass`` to all arguments.
 
     Gaps are read too. Plain JAX rotates the keys, merges the partial softmax and computes the mass. The implementation gets
-    ``query_position`` only where there are several queries.
+    ``query_position`` only where there are several queries, and a ``rotation`` only if it ``rotates`` by itself.
     """
 
     @functools.wraps(run)
     def joined(
         query, key, value, *, partials=None, gap=None, rotation=None, query_position=None, parts=False, mass=False, **options
     ):
-        if rotation is not None:
-            key = rotated_keys(key, options["position"], rotation)
+        turned = key if rotation is None else rotated_keys(key, options["position"], rotation)  # computed only where read
         if query_position is not None:
             options["query_position"] = query_position
-        found = run(query, key, value, **options)
+        found = run(query, key, value, rotation=rotation, **options) if rotates else run(query, turned, value, **options)
         out, lse = found if partials is None else merge_pair(*found, *partials)
         if mass:
-            return out, lse, reference.slot_mass(query, key, lse, **options)
+            return out, lse, reference.slot_mass(query, turned, lse, **options)
         return (out.astype(jnp.float32)[:, :, None], lse[:, :, None]) if parts else (out, lse)
 
     return joined
@@ -65,7 +64,7 @@ DENSE_DECODE = Operation(
         # For comparison. Its check is stricter than the first, so the first runs wherever this one can.
         "jax_triton": Implementation(_joined(jax_triton.dense_decode), ("gpu",), _one_query_of_one_width(jax_triton.check)),
         "pallas_tpu": Implementation(_joined(pallas_tpu.dense_decode), ("tpu",), _one_query_of_one_width(pallas_tpu.check)),
-        "xla": Implementation(_joined(reference.dense_decode)),
+        "xla": Implementation(_joined(reference.dense_decode, rotates=True)),
     },
     logits=True,
 )

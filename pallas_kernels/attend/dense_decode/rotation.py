@@ -20,8 +20,12 @@ class Rotation(NamedTuple):
     first: int
 
 
+def places(position: jax.Array, rotation: Rotation) -> jax.Array:
+    """Compute the place of each token at ``position`` int32 [B, H, S], relative to its origin: int32 [B, H, S]."""
+    before, behind = (rotation.origin[:, i, None, None] for i in (0, 1))
+    return position - jnp.where(position < rotation.first, before, behind)
+
+
 def rotated_keys(key: jax.Array | Quantised, position: jax.Array, rotation: Rotation) -> jax.Array:
     """Rotate the keys [B, H, S, E] of tokens at ``position`` int32 [B, H, S]."""
-    before, behind = (rotation.origin[:, i, None, None] for i in (0, 1))
-    place = position - jnp.where(position < rotation.first, before, behind)
-    return rotate_rows(whole(key), place, rotation.inv_freq)
+    return rotate_rows(whole(key), places(position, rotation), rotation.inv_freq)

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats.quantised import mixed_problem, numbers, numbers_at, vectors
 from pallas_kernels.host import copy_row, has_copy, take_rows
-from pallas_kernels.numerics import finite_or_zero, merge_with, rotate_halves
+from pallas_kernels.numerics import finite_or_zero, join_pieces, merge_with, rotate_halves, sum_pieces
 from pallas_kernels.soft_cap import capped
+
+BLOCK = 1024  # listed rows of keys, or of values, that are in memory at once, unless they are read from the host
 
 
 def gather_attention(
@@ -21,29 +23,38 @@ def gather_attention(
     if page_size > 1 or position is not None:
         slots, mask = listed_tokens(slots, mask, page_size, (key if rows is None else rows.host).shape[2], position)
     index = jnp.where(mask, slots, 0)
-    # Masked rows are set to 0; a weight of 0 would not do, because 0 * NaN is NaN.
-    keys, values = (jnp.where(mask[..., None], x, 0) for x in _listed_rows(key, value, index, rows))
-    if place is not None:
-        keys = rotate_rows(keys, jnp.broadcast_to(place, lists), inv_freq)
-    keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
-    full = jax.lax.Precision.HIGHEST
-    products = capped(scale * jnp.einsum("bhgd,bhkd->bhgk", query.astype(jnp.float32), keys, precision=full))
+    block = BLOCK if rows is None else slots.shape[2]
+    keys, values = (None, None) if rows is None else _host_rows(key, value, index, rows)
+    place = None if place is None else jnp.broadcast_to(place, lists)
+    asked, full = query.astype(jnp.float32), jax.lax.Precision.HIGHEST
+
+    def listed(held, store, index, mask):  # masked rows are set to 0; a weight of 0 would not do, because 0 * NaN is NaN
+        return jnp.where(mask[..., None], numbers_at(store, index) if held is None else held, 0)
+
+    def multiplied(index, mask, place):
+        part = listed(keys, key, index, mask)
+        part = part if place is None else rotate_rows(part, place, inv_freq)
+        return jnp.einsum("bhgd,bhkd->bhgk", asked, part.astype(jnp.float32), precision=full)
+
+    def summed(index, mask, weight):
+        part = listed(values, value, index, mask).astype(jnp.float32)
+        return jnp.einsum("bhgk,bhkd->bhgd", weight, part, precision=full)
+
+    products = capped(scale * join_pieces(multiplied, block, index, mask, place))
     if bias is not None:
         products = products + (bias if bias.ndim == 4 else jnp.broadcast_to(bias, lists)[:, :, None])
     products = jnp.where(mask[:, :, None], products, -jnp.inf)
     shift = finite_or_zero(jnp.max(products, axis=-1, initial=-jnp.inf))
     weight = jnp.exp(products - shift[..., None])
     total = jnp.sum(weight, axis=-1)
-    out = jnp.einsum("bhgk,bhkd->bhgd", weight, values, precision=full)
+    out = sum_pieces(summed, block, index, mask, weight)
     out, lse = out / jnp.where(total > 0, total, 1)[..., None], shift + jnp.log(total)
     out, lse = (out, lse) if partials is None else merge_with(out, lse, *partials)
     return (turned(out.astype(query.dtype)), lse, *([products] if logits else []))
 
 
-def _listed_rows(key, value, slots, rows):
-    """Gather the keys and values of ``slots``, [B, H, K, D] each."""
-    if rows is None:
-        return numbers_at(key, slots), numbers_at(value, slots)
+def _host_rows(key, value, slots, rows):
+    """Gather the keys and values of ``slots`` of an offloaded cache, [B, H, K, D] each."""
     near, widths = value.shape[2], [vectors(x).shape[3] for x in (key, value)]
     row = copy_row(slots, rows.sinks, near)
     copied = has_copy(slots, rows.newest[:, None, None], rows.sinks, near)

@@ -4,8 +4,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.formats.packed_vectors import join_terms, segments_of, unpack
-from pallas_kernels.numerics import finite_or_zero
+from pallas_kernels.numerics import finite_or_zero, join_pieces, sum_pieces
 from pallas_kernels.soft_cap import capped
+
+BLOCK = 512  # tokens that are unpacked at once
 
 
 def packed_attention(parts, query, key, value, basis, blocks, count, last, recent, *, scale, granule, span, owner):
@@ -16,15 +18,22 @@ def packed_attention(parts, query, key, value, basis, blocks, count, last, recen
     seen = jnp.repeat(jnp.arange(listed)[None, None] < count[..., None], granule, axis=2)
     slot = jnp.where(seen, slot, 0)
 
-    def take(values: Array, bitmap: Array) -> Array:
+    def take(values: Array, bitmap: Array, slot: Array, seen: Array) -> Array:
         values, bitmap = (jnp.take_along_axis(x, slot[..., None], axis=2) for x in (values, bitmap))
         return jnp.where(seen[..., None], unpack(values, bitmap, dim), 0).astype(jnp.float32)
 
     segment = segments_of(jnp.where(seen, slot // granule, 0), owner, last, span)
-    segments = jnp.arange(parts.shape[2], dtype=jnp.int32)[None, None, None, :, None]
-    member = segment[:, :, None, None] == segments  # [B, H, 1, M, K]
-    logits = jnp.einsum("bhmge,bhke->bhgmk", join_terms(parts), take(*key), precision=lax.Precision.HIGHEST)
-    logits = jnp.where(member, logits, 0).sum(axis=3)
+    asked, segments = join_terms(parts), jnp.arange(parts.shape[2], dtype=jnp.int32)[None, None, None, :, None]
+
+    def multiplied(slot: Array, seen: Array, segment: Array) -> Array:
+        each = jnp.einsum("bhmge,bhke->bhgmk", asked, take(*key, slot, seen), precision=lax.Precision.HIGHEST)
+        return jnp.where(segment[:, :, None, None] == segments, each, 0).sum(axis=3)
+
+    def summed(slot: Array, seen: Array, segment: Array, weight: Array) -> Array:
+        packed = jnp.where(segment[:, :, None, None] == segments, weight[..., None, :], 0)  # [B, H, G, M, K]
+        return jnp.einsum("bhgmk,bhke->bhgme", packed, take(*value, slot, seen), precision=lax.Precision.HIGHEST)
+
+    logits = join_pieces(multiplied, BLOCK, slot, seen, segment)
     recent_key, recent_value, stored = recent
     held = stored[..., None] >= 0
     recent_key, recent_value = (jnp.where(held, x, 0).astype(jnp.float32) for x in (recent_key, recent_value))
@@ -35,8 +44,7 @@ def packed_attention(parts, query, key, value, basis, blocks, count, last, recen
     weight = jnp.exp(logits - finite_or_zero(jnp.max(logits, axis=-1, keepdims=True)))
     total = jnp.sum(weight, axis=-1, keepdims=True)
     weight = weight / jnp.where(total > 0, total, 1)
-    packed = jnp.where(member, weight[..., None, : listed * granule], 0)
-    out = jnp.einsum("bhgmk,bhke->bhgme", packed, take(*value), precision=lax.Precision.HIGHEST)
+    out = sum_pieces(summed, BLOCK, slot, seen, segment, weight[..., : listed * granule])
     out = jnp.einsum("bhgme,bhmed->bhgd", out, basis, precision=lax.Precision.HIGHEST)
     newest = jnp.einsum("bhgs,bhsd->bhgd", weight[..., listed * granule :], recent_value, precision=lax.Precision.HIGHEST)
     return (out + newest).astype(query.dtype)

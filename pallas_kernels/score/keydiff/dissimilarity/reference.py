@@ -9,8 +9,9 @@ def dissimilarity(key, position):
     """Score each stored key by minus its cosine with the mean direction, in plain JAX."""
     held = position >= 0
     key = jnp.where(held[..., None], key, 0).astype(jnp.float32)
-    unit = key / jnp.maximum(jnp.linalg.norm(key, axis=-1, keepdims=True), LEAST)
+    norm = jnp.maximum(jnp.linalg.norm(key, axis=-1, keepdims=True), LEAST)
     count = jnp.sum(held, axis=2, dtype=jnp.int32)[..., None].astype(jnp.float32)
-    mean = unit.sum(axis=2) / jnp.maximum(count, 1.0)
+    mean = jnp.sum(key / norm, axis=2) / jnp.maximum(count, 1.0)
     mean = mean / jnp.maximum(jnp.linalg.norm(mean, axis=-1, keepdims=True), LEAST)
-    return -jnp.einsum("bhsd,bhd->bhs", unit, mean)
+    # A sum, not a product of matrices, which would need the directions as an array.
+    return -jnp.sum(key * mean[:, :, None], axis=-1) / norm[..., 0]

@@ -9,8 +9,8 @@ from jax import lax
 
 from pallas_kernels.numerics import product_precision
 
-WHOLE = 1 << 21  # up to so many products per KV head are computed at once, without tiles
-TILES = 1024, 2048  # slots per tile, and slots that a tile is compared with at once
+WHOLE = 1 << 18  # up to so many products per KV head are computed at once, without tiles
+TILES = 256, 1024  # slots per tile, and slots that a tile is compared with at once
 
 
 def newest_repeat(key, valid, *, threshold, whole: int = WHOLE, tiles: tuple[int, int] = TILES):

@@ -1,15 +1,20 @@
 """Online eviction of the key most alike to the mean direction, in plain JAX."""
 
+import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats.quantised import whole
+from pallas_kernels.formats.quantised import numbers_at, whole
 from pallas_kernels.score.keydiff.dissimilarity.reference import LEAST
 from pallas_kernels.store.evict_token.reference import evict_token, worst_slot
 
 
 def unit(key):
     """Normalise keys float32 [..., D] to directions; the direction of a zero key is 0."""
-    return key / jnp.maximum(jnp.sqrt(jnp.sum(key * key, axis=-1, keepdims=True)), LEAST)
+    return key / _length(key)
+
+
+def _length(key):
+    return jnp.maximum(jnp.sqrt(jnp.sum(key * key, axis=-1, keepdims=True)), LEAST)
 
 
 def words(direction, slots):
@@ -43,15 +48,19 @@ def evict_alike(key, value, position, cursor, total, done, *, newest, budget):
     """Evict the key of each head that is most alike to the mean direction, in plain JAX."""
     batch, heads, slots = position.shape
     b, h, held = jnp.arange(batch)[:, None], jnp.arange(heads)[None], position >= 0
-    direction = unit(jnp.where(held[..., None], whole(key), 0).astype(jnp.float32))
+    vector = whole(key).astype(jnp.float32)  # where no token is held too: a copy without those would be a second cache
+    length = _length(vector)
 
     def at(slot, counts):  # the directions of one slot per head, in rows where they count
-        return jnp.where(counts[:, None, None, None], jnp.stack(words(direction[b, h, slot], slots), axis=2), 0)
+        one = jnp.where(held[b, h, slot][..., None], numbers_at(key, slot[..., None])[:, :, 0], 0).astype(jnp.float32)
+        return jnp.where(counts[:, None, None, None], jnp.stack(words(one / length[b, h, slot], slots), axis=2), 0)
 
     last = jnp.broadcast_to(jnp.clip(cursor - 1, 0, slots - 1)[:, None], (batch, heads))
     total = total + at(last, newest >= 0)
     # The length of the sum scales all cosines of a head alike.
-    score = -jnp.sum(direction * number(total[:, :, 0], total[:, :, 1], slots)[:, :, None], axis=-1)
+    score = -jnp.sum(vector * number(total[:, :, 0], total[:, :, 1], slots)[:, :, None], axis=-1) / length[..., 0]
     total = total - at(worst_slot(score, held, position), cursor > budget)
+    # Read before it is written: else a CPU's XLA writes into a copy.
+    (score, total), (key, value) = jax.lax.optimization_barrier(((score, total), (key, value)))
     kept = evict_token(key, value, position, cursor, score, budget=budget)
     return (*kept[:4], total, done)
