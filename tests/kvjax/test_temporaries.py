@@ -41,7 +41,11 @@ def compiled(name, slots, rows, tokens):
     count = jax.ShapeDtypeStruct((rows, 1), bool) if tokens == 1 else jax.ShapeDtypeStruct((rows,), jnp.int32)
     inputs = jax.ShapeDtypeStruct((rows, tokens), jnp.int32), count
     leaves = jax.tree.leaves(cache)
-    return program.lower(params, cache, *inputs).compile(), sum(x.nbytes for x in leaves), max(x.size for x in leaves)
+    return (
+        program.lower(params, cache, *inputs).compile(),
+        sum(x.size * x.dtype.itemsize for x in leaves),
+        max(x.size for x in leaves),
+    )
 
 
 def copied(text):

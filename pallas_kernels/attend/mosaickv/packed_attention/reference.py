@@ -18,20 +18,20 @@ def packed_attention(parts, query, key, value, basis, blocks, count, last, recen
     seen = jnp.repeat(jnp.arange(listed)[None, None] < count[..., None], granule, axis=2)
     slot = jnp.where(seen, slot, 0)
 
-    def take(values: Array, bitmap: Array, slot: Array, seen: Array) -> Array:
-        values, bitmap = (jnp.take_along_axis(x, slot[..., None], axis=2) for x in (values, bitmap))
+    def take(packed: tuple[Array, Array], slot: Array, seen: Array) -> Array:
+        values, bitmap = (jnp.take_along_axis(x, slot[..., None], axis=2) for x in packed)
         return jnp.where(seen[..., None], unpack(values, bitmap, dim), 0).astype(jnp.float32)
 
     segment = segments_of(jnp.where(seen, slot // granule, 0), owner, last, span)
     asked, segments = join_terms(parts), jnp.arange(parts.shape[2], dtype=jnp.int32)[None, None, None, :, None]
 
     def multiplied(slot: Array, seen: Array, segment: Array) -> Array:
-        each = jnp.einsum("bhmge,bhke->bhgmk", asked, take(*key, slot, seen), precision=lax.Precision.HIGHEST)
+        each = jnp.einsum("bhmge,bhke->bhgmk", asked, take(key, slot, seen), precision=lax.Precision.HIGHEST)
         return jnp.where(segment[:, :, None, None] == segments, each, 0).sum(axis=3)
 
     def summed(slot: Array, seen: Array, segment: Array, weight: Array) -> Array:
         packed = jnp.where(segment[:, :, None, None] == segments, weight[..., None, :], 0)  # [B, H, G, M, K]
-        return jnp.einsum("bhgmk,bhke->bhgme", packed, take(*value, slot, seen), precision=lax.Precision.HIGHEST)
+        return jnp.einsum("bhgmk,bhke->bhgme", packed, take(value, slot, seen), precision=lax.Precision.HIGHEST)
 
     logits = join_pieces(multiplied, BLOCK, slot, seen, segment)
     recent_key, recent_value, stored = recent
