@@ -19,7 +19,8 @@ _LEGEND = (
     f"on the same examples with a 95 % paired bootstrap interval{_OF_CELLS}. Same answer: word for word. Question: "
     "in the prompt that the method compresses (prefill), after it (extend), or one after the other in one cache (turns). "
     "Budget: tokens per KV head that the setting asks for; where it asks for none, the tokens attended. "
-    "Read: bytes of keys, values and metadata per decode step; resident: allocated per row."
+    "Read: bytes of keys, values and metadata of the step after an answer's last token, so methods of one budget differ by "
+    "the lengths of their answers too, and the share is of what Full would read at that step; resident: allocated per row."
 )
 LONG_ANSWER = 512  # tokens; tables with a longer mean answer have a column of the answers' lengths
 _ACCEPTED = " Accepted: tokens that a pass of Full gave over tokens drafted by the method (`kvjax.Verified`)."
@@ -36,7 +37,7 @@ def report(folders: Sequence[pathlib.Path]) -> str:
     legend = _LEGEND + _ACCEPTED * any(_accepted(item.row) for item in compared)
     title = f"# Evaluation: {' and '.join(folder.resolve().name for folder in folders)}"
     parts = [title, about, "\n".join(_about(folder) for folder in folders), legend]
-    parts += ["## Means over tasks", summary_table(compared), *left_out(compared)]
+    parts += ["## Means over tasks", summary_table(compared), *left_out(compared), *edited(compared)]
     return "\n\n".join([*parts, "## Every cell", cell_table(compared), *cut_short(compared)]) + "\n"
 
 
@@ -53,7 +54,7 @@ def latex_report(folders: Sequence[pathlib.Path]) -> str:
     compared = beside_full(load(folders))
     legend = _LEGEND.replace(_OF_CELLS, "")
     about = [*(f"% {_about(folder)}" for folder in folders), f"% {legend}", r"% \usepackage{booktabs}"]
-    about += [f"% {text}" for text in [*left_out(compared), *cut_short(compared)]]
+    about += [f"% {text}" for text in [*left_out(compared), *edited(compared), *cut_short(compared)]]
     parts = [latex_table(summary_cells(compared)), *map(latex_table, _task_cells(compared))]
     return "\n".join(about) + "\n\n" + "\n".join(parts)
 
@@ -100,6 +101,15 @@ def left_out(compared: Sequence[Compared]) -> list[str]:
     """Name the methods that `summary_table` leaves out, in a list of one sentence; [] if there are none."""
     without = _not_averaged(compared)
     return [f"No mean, because they lack cells that Full has or have others: {', '.join(without)}."] * bool(without)
+
+
+def edited(compared: Sequence[Compared]) -> list[str]:
+    """Name the methods whose rows two versions of their class answered, in a list of one sentence; [] if there are none."""
+    versions: dict[str, set[str]] = {}
+    for row in (item.row for item in compared):
+        versions.setdefault(_method(row), set()).add((row.get("knobs") or {}).get("source", ""))
+    mixed = [method for method, sources in versions.items() if len(sources) > 1]
+    return [f"Answered by versions of an edited class, so run all tasks again: {', '.join(mixed)}."] * bool(mixed)
 
 
 def cut_short(compared: Sequence[Compared]) -> list[str]:

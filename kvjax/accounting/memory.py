@@ -46,12 +46,16 @@ class Needed:
             if it is offloaded or stored as codes, and its codes too if it is both. They also hold the row that a pass takes
             out of the layer (`kvjax.decoding.prefill`).
         weights: bytes of the parameters on the device; 0 if none were given.
+        after: the part of `device` that the cache still takes after prefill.
+        beyond: tokens of prompt and answer past the model's positions, which `kvjax.prefill` refuses; 0 if all fit.
     """
 
     device: int
     host: int
     staged: int
     weights: int = 0
+    after: int = 0
+    beyond: int = 0
 
     @property
     def brief(self) -> str:
@@ -59,9 +63,11 @@ class Needed:
         return _gib(self.device) + (f" and {_gib(self.host)} of host memory" if self.host else "")
 
     def __str__(self) -> str:
-        device = f"{_gib(self.device)} of device memory and {_gib(self.staged)} to stage a layer"
+        after = f" at the peak ({_gib(self.after)} after the prompt)" if self.after < self.device else ""
+        device = f"{_gib(self.device)} of device memory{after} and {_gib(self.staged)} to stage a layer"
         weights = f", {_gib(self.weights)} of weights" if self.weights else ""
-        return f"{device}, {_gib(self.host)} of host memory{weights}"
+        beyond = f"; {self.beyond} tokens are beyond the model's positions: add YaRN to its config" if self.beyond else ""
+        return f"{device}, {_gib(self.host)} of host memory{weights}{beyond}"
 
 
 @in_32_bits
@@ -78,7 +84,7 @@ def memory_needed(
     share_storage: bool = False,
     params: Any = None,
 ) -> Needed:
-    """Compute from shapes alone the memory that prefill and decode need.
+    """Compute from shapes alone the memory that prefill and decode need; printed, the result says the peak and what remains.
 
     Activations and the state that layers share are not counted.
 
@@ -104,14 +110,16 @@ def memory_needed(
     sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
     check_model(config)
     needed = _sum(needed_each(methods, config, mesh, kv_dtype, sizes, share_storage))
-    return dataclasses.replace(needed, weights=bytes_on_device(params))
+    beyond = prompt_slots + max_new_tokens - config.max_position_embeddings
+    beyond = 0 if all(method.extrapolates for method in methods) else max(beyond, 0)
+    return dataclasses.replace(needed, weights=bytes_on_device(params), beyond=beyond)
 
 
 def _sum(each: Sequence[Phases]) -> Needed:
     """Add up what caches need that exist together. Their layers are staged one after the other."""
     reading, after = add_parts(x.reading for x in each), add_parts(x.after for x in each)
     device, host = max(reading.alone, after.alone), max(reading.host, after.host)
-    return Needed(device=device, host=host, staged=max(x.staged for x in each))
+    return Needed(device=device, host=host, staged=max(x.staged for x in each), after=after.alone)
 
 
 def needed_each(
