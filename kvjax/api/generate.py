@@ -35,7 +35,7 @@ from kvjax.decoding.checks import (
 from kvjax.decoding.sampling import Sampler
 from kvjax.mesh.sharding import place_rows, readable
 from kvjax.protocol.describe import count_rows, describe_numbers, is_known, on_device, tracing
-from kvjax.protocol.fields import positive_int, shown
+from kvjax.protocol.fields import is_traced, positive_int, shown
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model, pytree, traced
 from kvjax.registry import resolve
@@ -139,14 +139,14 @@ def generate(
     Args:
         params: model parameters.
         cache: from `prefill`, `extend` or an earlier `generate`; is consumed. ``Generation.cache`` continues exactly:
-            generating 5 tokens twice equals generating 10 tokens.
+            greedily, generating 5 tokens twice equals generating 10 tokens; with a temperature each call draws with its key.
         method: None means the method that made the cache. A method of the same structure replaces the traced
             hyper-parameters. A method of another structure is refused.
         max_new_tokens: N, the most tokens to generate.
         eos_token_ids: token ids that end a row; None means the model's ids, and ``()`` means that no row ends early.
-        temperature: traced; None is greedy.
+        temperature: traced, one number for all rows; None is greedy, and so is 0, which needs no key.
         top_k, top_p: traced filters; None leaves the filter out.
-        key: PRNG key, required with a temperature.
+        key: PRNG key, required with a temperature above 0. A row draws by its place in the batch.
         limits: int [B], most tokens of each row, 0 to N; None means N for all rows. Limits are traced: calls with other
             limits and the same N share a compiled program.
 
@@ -253,6 +253,11 @@ def _ready(params: Any, cache: Cache, method: Method | str | None, tokens: int |
 
 
 def _sampler(temperature: Any, top_k: Any, top_p: Any, key: Array | None) -> Sampler:
+    for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
+        if np.ndim(value):
+            raise ValueError(f"{name} must be one number for all rows, got {shown(value)}: generate rows of another one apart")
+    if key is None and not is_traced(temperature) and temperature == 0:
+        return Sampler()
     sampler = on_device(Sampler(temperature=temperature, top_k=top_k, top_p=top_p))
     if temperature is not None and key is None:
         raise ValueError(f"temperature={temperature} needs a PRNG key: pass key=jax.random.key(seed)")

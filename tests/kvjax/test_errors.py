@@ -218,6 +218,16 @@ def test_drawing_needs_a_key_and_a_temperature(knob, name):
     refuses(name, lambda: kvjax.generate(tiny_params(), None, max_new_tokens=2, **{knob: 1}))  # before the cache is read
 
 
+def test_one_temperature_is_for_all_rows_and_zero_is_greedy():
+    """Without a key, because a greedy step draws nothing."""
+    for knob in ("temperature", "top_k", "top_p"):
+        given = {"temperature": 1.0, "key": jax.random.key(0), knob: np.ones(3)}
+        refuses(knob, lambda given=given: kvjax.generate(tiny_params(), None, max_new_tokens=2, **given))
+    greedy = kvjax.generate(tiny_params(), read("full"), max_new_tokens=2)
+    at_zero = kvjax.generate(tiny_params(), read("full"), max_new_tokens=2, temperature=0.0, top_k=3)
+    np.testing.assert_array_equal(at_zero.tokens, greedy.tokens)
+
+
 def test_a_consumed_cache_is_refused():
     cache = read("full")
     view = np.asarray(cache.length)  # JAX deletes no array that NumPy looks at
