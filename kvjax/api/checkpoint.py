@@ -137,7 +137,7 @@ def load_cache(
         unlike = [*_unlike(method, about["method"], show_value), *_unlike(config, about["model"], lambda x, _: repr(x))]
         raise ValueError(
             f"the cache in {source} was made by {about['method']} on {about['model']}, got {describe(method)} on {config!r}; "
-            f"the arrays of another method, model or version of kvjax cannot be loaded (unlike: {', '.join(unlike) or 'none'})"
+            f"arrays of another method, model or version of kvjax cannot be loaded (unlike: {', '.join(unlike) or 'none'})"
         )
     if plan is not None:
         blank = jax.eval_shape(lambda: blank_cache(method, config, weights, plan, kv_dtype))

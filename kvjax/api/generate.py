@@ -255,7 +255,7 @@ def _ready(params: Any, cache: Cache, method: Method | str | None, tokens: int |
 def _sampler(temperature: Any, top_k: Any, top_p: Any, key: Array | None) -> Sampler:
     for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
         if np.ndim(value):
-            raise ValueError(f"{name} must be one number for all rows, got {shown(value)}: generate rows of another one apart")
+            raise ValueError(f"{name} must be one number for all rows, got {shown(value)}: generate the other rows apart")
     if key is None and not is_traced(temperature) and temperature == 0:
         return Sampler()
     sampler = on_device(Sampler(temperature=temperature, top_k=top_k, top_p=top_p))

@@ -266,11 +266,11 @@ def test_records_and_settings_name_its_path():
 
 @pytest.mark.parametrize("path", ["edited:Spread", "edited:Spread in a wrapper", "kvjax's own"])
 def test_cells_of_an_edited_class_are_others(path, tmp_path, monkeypatch):
-    """An edit of the file makes other cells, and the tables name a method that two versions answered; kvjax's own have none."""
+    """An edit of the file makes other cells, and tables name a method that two versions answered; kvjax's own have none."""
     monkeypatch.chdir(tmp_path)
     sources = []
     for width in (0, 2):
-        (tmp_path / "edited.py").write_text(SPREAD.replace("width: int = 0", f"width: int = {width}"))
+        (tmp_path / "edited.py").write_text(SPREAD.replace("default=1, least", f"default={width}, least"))
         method = kvjax.make("quest") if path == "kvjax's own" else plugins.load("edited:Spread")(budget=8)
         method = kvjax.make("twilight", method=method) if path.endswith("wrapper") else method
         sources.append(knobs_of(method).get("source"))

@@ -1,4 +1,4 @@
-"""Merged attention against the softmax over the union in float64: the output, and the log of the denominator that it returns."""
+"""Merged attention against the softmax over the union in float64: the output, and the log of the denominator."""
 
 from __future__ import annotations
 
