@@ -62,7 +62,7 @@ def beside(command, *flags, read):
 def predictions(folder):
     """The rows of a result folder, and its predictions in their order."""
     rows = json.loads((folder / "metrics.json").read_text())["metrics"]
-    (run,) = json.loads((folder / "meta.json").read_text())["runs"]
+    (run,) = json.loads((folder / "metrics.json").read_text())["notes"]["runs"]
     told = run["settings"]["mesh"], run["weights"]
     assert all(row.get("mesh") == told[0] for row in rows)
     lines = [[json.loads(line) for line in (folder / row["predictions"]).read_text().splitlines()] for row in rows]

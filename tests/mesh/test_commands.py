@@ -6,7 +6,7 @@ import pytest
 
 from experiments.answering import batch_rows, make_mesh, mesh_axes, mesh_text
 from experiments.answering.__main__ import GenerateSettings
-from experiments.demo.settings import DemoSettings
+from experiments.demo.__main__ import DemoSettings
 from experiments.evaluation.settings import EvaluationSettings
 from experiments.speed.settings import SpeedSettings
 
