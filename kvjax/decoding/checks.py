@@ -56,8 +56,8 @@ def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method)
     if needed > model.max_position_embeddings and not method.extrapolates:
         raise ValueError(
             f"prompt of {longest} + max_new_tokens={max_new_tokens} = {needed} tokens exceeds the model's "
-            f"max_position_embeddings={model.max_position_embeddings}; shorten it, take a smaller max_new_tokens, or use a "
-            f"method that re-numbers positions ({', '.join(extrapolating())})"
+            f"max_position_embeddings={model.max_position_embeddings}; shorten it, take a smaller max_new_tokens, add YaRN "
+            f"to the model's config, or use a method that re-numbers positions ({', '.join(extrapolating())})"
         )
     again, most = method.reread_tokens(longest), model.max_position_embeddings
     if again and longest + again > most and not method.extrapolates:

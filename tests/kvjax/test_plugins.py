@@ -270,8 +270,9 @@ def test_cells_of_an_edited_class_are_others(path, tmp_path, monkeypatch):
     sources = []
     for width in (0, 2):
         (tmp_path / "edited.py").write_text(SPREAD.replace("default=1, least", f"default={width}, least"))
-        method = kvjax.make("quest") if path == "kvjax's own" else plugins.load("edited:Spread")(budget=8)
-        method = kvjax.make("twilight", method=method) if path.endswith("wrapper") else method
+        method = kvjax.make("quest") if path == "kvjax's own" else plugins.load("edited:Spread")(budget=20)
+        within = Quest(budget=8, page_size=4, num_dense_layers=0)
+        method = kvjax.make("stages", evict=method, retrieve=within) if path.endswith("wrapper") else method
         sources.append(knobs_of(method).get("source"))
         sys.modules.pop("edited", None)
     assert (None not in sources and sources[0] != sources[1]) or (path == "kvjax's own" and sources == [None, None])
