@@ -24,6 +24,7 @@ from kvjax.api.programs import lower_programs
 from kvjax.protocol.method import Method
 
 Ids = Sequence[int]
+READ_AFTER = 8  # tokens of an answer, as many as the shortest task allows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,9 @@ class Asked:
     Attributes:
         ids: generated token ids, a closing EOS included: ids[context][question]; a context that includes its question has a
             single answer.
-        stats: (real rows, accounting) after every batch of answers; the real rows come first.
+        stats: (real rows, accounting) of every batch of answers; the real rows come first. It is of the step after the first
+            `READ_AFTER` tokens of an answer, because answers end at other places under other methods; counters of the whole
+            answer. Under a method that drafts tokens, and in a shorter answer, it is of the step after the last token.
         run_seconds: wall-clock seconds without compilation.
         decode_seconds: the part of `run_seconds` in which answers were generated; the rest prefilled contexts and questions.
         compile_seconds: seconds of compilation.
@@ -191,11 +194,20 @@ def _answer(
             now = jax.block_until_ready(kvjax.fork(cache) if shared else cache)
         most = [_turn(limits[i], turn) if limits else shape.new_tokens for i in at]
         most[real:] = [0] * (len(at) - real)  # the answers of the copies are not used
+        sizes: dict[str, Any] = {"max_new_tokens": shape.new_tokens, "eos_token_ids": eos_token_ids}
+        first = np.int32(most) if now.method.drafts else np.minimum(most, READ_AFTER, dtype=np.int32)
         with Timer(clock) as decoding:
-            out = kvjax.generate(
-                params, now, max_new_tokens=shape.new_tokens, eos_token_ids=eos_token_ids, limits=np.int32(most)
+            out = kvjax.generate(params, now, limits=first, **sizes)
+            tokens, counts, measured, ends = jax.device_get((out.tokens, out.num_tokens, out.stats, out.eos_token_ids))
+            written = [tokens[row, : counts[row]].tolist() for row in range(len(at))]
+            rest = np.int32(
+                [0 if set(ids) & set(ends.tolist()) else n - len(ids) for ids, n in zip(written, most, strict=True)]
             )
-            tokens, counts, measured = jax.device_get((out.tokens, out.num_tokens, out.stats))
+            if rest.any():
+                out = kvjax.generate(params, out.cache, limits=rest, **sizes)
+                tokens, counts, last = jax.device_get((out.tokens, out.num_tokens, out.stats))
+                measured = dataclasses.replace(measured, counters=last.counters)
+                written = [ids + tokens[row, : counts[row]].tolist() for row, ids in enumerate(written)]
         seconds += decoding.run
         if shape.keep:
             cache, shared = out.cache, False
@@ -203,7 +215,7 @@ def _answer(
         stats.append((real, measured))
         for row in range(real):
             if not shape.questions or turn < len(questions[at[row]]):
-                answers[row].append(tokens[row, : counts[row]].tolist())
+                answers[row].append(written[row])
     return answers, stats, seconds
 
 

@@ -17,8 +17,8 @@ _LEGEND = (
     f"on the same examples with a 95 % paired bootstrap interval{_OF_CELLS}. Same answer: word for word. Question: "
     "in the prompt that the method compresses (prefill), after it (extend), or one after the other in one cache (turns). "
     "Budget: tokens per KV head that the setting asks for; where it asks for none, the tokens attended. "
-    "Read: bytes of keys, values and metadata of the step after an answer's last token, so methods of one budget differ by "
-    "the lengths of their answers too, and the share is of what Full would read at that step; resident: allocated per row."
+    "Read, and tokens attended: in the step after an answer's eighth token, or its last if it is shorter (in runs before "
+    "2026-11-30 always its last), bytes of keys, values and metadata; resident: allocated per row."
 )
 LONG_ANSWER = 512  # tokens; tables with a longer mean answer have a column of the answers' lengths
 _ACCEPTED = " Accepted: tokens that a pass of Full gave over tokens drafted by the method (`kvjax.Verified`)."
