@@ -810,7 +810,7 @@ def test_eval_and_its_reports_take_a_method_from_outside(directory, tmp_path, ca
         (["plot", str(out), "--kind", "needles"], "did you mean 'needle'"),
         (["compare", str(tmp_path)], "neither a folder with a metrics.json nor a JSON record"),
         (["compare", str(out), str(RECORDS / "speed.json")], "speed.json is a file, expected a result folder of eval"),
-        (["compare", *[str(RECORDS / "speed.json")] * 3], "records are compared two at a time, got 3"),
+        (["compare", *[str(RECORDS / "speed.json")] * 3], "records are compared two at a time and as text, got 3"),
     ):
         assert main(wrong) == 2
         assert told in capsys.readouterr().err
