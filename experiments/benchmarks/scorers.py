@@ -17,16 +17,8 @@ from collections.abc import Callable, Sequence
 
 from experiments.benchmarks import harness, text_metrics
 from experiments.benchmarks.records import Record
-from experiments.tasks import (
-    TASKS,
-    Example,
-    check_name,
-    score_all,
-    score_any,
-    score_code_line,
-    score_first_integer,
-    score_value_among_words,
-)
+from experiments.tasks import TASKS, Example, check_name
+from experiments.tasks.scorers import score_all, score_any, score_code_line, score_first_integer, score_value_among_words
 
 Score = Callable[[str, Example], float]
 

@@ -5,8 +5,6 @@ from experiments.tasks.base import Document as Document
 from experiments.tasks.base import Example as Example
 from experiments.tasks.base import Question as Question
 from experiments.tasks.base import Request as Request
-from experiments.tasks.base import Task as Task
-from experiments.tasks.base import TooShort as TooShort
 from experiments.tasks.base import check_name as check_name
 from experiments.tasks.code_files import library_origin as library_origin
 from experiments.tasks.fitting import length_within as length_within
@@ -27,12 +25,6 @@ from experiments.tasks.registry import make_samples as make_samples
 from experiments.tasks.registry import reads_library as reads_library
 from experiments.tasks.registry import score as score
 from experiments.tasks.ruler import singular_form as singular_form
-from experiments.tasks.scorers import code_similarity as code_similarity
-from experiments.tasks.scorers import score_all as score_all
-from experiments.tasks.scorers import score_any as score_any
-from experiments.tasks.scorers import score_code_line as score_code_line
-from experiments.tasks.scorers import score_first_integer as score_first_integer
-from experiments.tasks.scorers import score_value_among_words as score_value_among_words
 from experiments.tasks.texts import check_unicode as check_unicode
 from experiments.tasks.texts import decode_text as decode_text
 from experiments.tasks.texts import encode_prompt as encode_prompt

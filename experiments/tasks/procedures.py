@@ -34,6 +34,7 @@ from collections.abc import Callable, Sequence
 
 from experiments.tasks.base import Document, Question, Request
 from experiments.tasks.fitting import fit_steps
+from experiments.tasks.scorers import common_length
 
 _MOST_STEPS = 1024
 _STEP_TOKENS = 8  # fewer than a step takes in prompt and answer
@@ -52,11 +53,6 @@ def steps_of(text: str) -> list[str]:
     """Cut an answer into its steps: lines without blank lines and fences, with single spaces, whatever the white space."""
     lines = (" ".join(line.split()) for line in text.splitlines())
     return [line for line in lines if line and not line.startswith("```")]
-
-
-def share_of(right_steps: Callable[[str, Sequence[str]], Sequence[bool]]) -> Callable[[str, Sequence[str]], float]:
-    """Return the scorer of what ``right_steps`` tells of a prediction: the share of the steps that are right."""
-    return lambda prediction, answers: sum(right_steps(prediction, answers)) / len(answers)
 
 
 def score_steps(prediction: str, answers: Sequence[str]) -> float:
@@ -79,32 +75,14 @@ def score_result(prediction: str, answers: Sequence[str]) -> float:
     return float(bool(written) and written[-1] == " ".join(answers[-1].split()))
 
 
-def right_lines(prediction: str, answers: Sequence[str]) -> list[bool]:
-    """Tell for each right line whether an answer has it in order, which is a longest common subsequence of lines.
-
-    Other lines cost nothing.
-    """
+def score_lines(prediction: str, answers: Sequence[str]) -> float:
+    """Compute the share of the right lines that an answer has in order; other lines cost nothing."""
     written = steps_of(prediction)[: 4 * len(answers)]
-    steps = [" ".join(answer.split()) for answer in answers]
-    longest = [[0] * (len(written) + 1)]  # of the first steps and the first written lines
-    for step in steps:
-        above, row = longest[-1], [0]
-        for at, line in enumerate(written, 1):
-            row.append(above[at - 1] + 1 if line == step else max(above[at], row[-1]))
-        longest.append(row)
-    right, at = [False] * len(steps), len(written)
-    for place in range(len(steps), 0, -1):
-        above, row = longest[place - 1], longest[place]
-        while at and row[at] == row[at - 1]:
-            at -= 1
-        if row[at] > above[at]:
-            right[place - 1] = True
-            at -= 1
-    return right
+    return common_length(written, [" ".join(answer.split()) for answer in answers]) / len(answers)
 
 
-def right_sums(prediction: str, answers: Sequence[str]) -> list[bool]:
-    """Tell for each right booking whether an answer has it in order, with a sum that is right.
+def score_sums(prediction: str, answers: Sequence[str]) -> float:
+    """Compute the share of the right bookings that an answer has in order, with a sum that is right.
 
     A sum is right if it is the account's last balance in the answer, plus the change. So a wrong sum costs one booking, and
     not the bookings behind it.
@@ -118,11 +96,11 @@ def right_sums(prediction: str, answers: Sequence[str]) -> list[bool]:
         if balances.get(account) == after - change:
             kept.append(head)
         balances[account] = after
-    return right_lines("\n".join(kept), [head for head, *_ in right])
+    return score_lines("\n".join(kept), [head for head, *_ in right])
 
 
-def right_edges(prediction: str, answers: Sequence[str]) -> list[bool]:
-    """Tell for each right assignment whether an answer has it behind an assignment that leads to it.
+def score_edges(prediction: str, answers: Sequence[str]) -> float:
+    """Compute the share of the right assignments that an answer has behind an assignment that leads to it.
 
     So a wrong step costs one assignment, and the walk may go on from where it led. Repeats count once, and numbers do not
     matter.
@@ -134,7 +112,7 @@ def right_edges(prediction: str, answers: Sequence[str]) -> list[bool]:
         if edge[0] == at:
             followed.add(edge)
         at = edge[1]
-    return [edge in followed for edge in right]
+    return sum(edge in followed for edge in right) / len(right)
 
 
 def _edge(line: str) -> tuple[str, str]:

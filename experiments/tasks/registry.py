@@ -22,9 +22,6 @@ _STEPS = {"measures": {"result": procedures.score_result}}
 _LINES = {"measures": {"prefix": procedures.score_steps, "result": procedures.score_result}}
 _SHEET = {"measures": {"answered": word_problems.score_answered}}
 _NOTE = {"measures": {"secret_kept": rules.score_secret}}
-_LINE_SHARE, _EDGE_SHARE, _SUM_SHARE, _PROBLEM_SHARE = map(
-    procedures.share_of, (procedures.right_lines, procedures.right_edges, procedures.right_sums, word_problems.right_problems)
-)
 
 # For each section of tasks.toml: what draws the document, what scores an answer, and what else belongs to the task.
 _KINDS: dict[str, tuple[Callable[..., Document], Callable[[str, Sequence[str]], float], dict[str, Any]]] = {
@@ -50,14 +47,14 @@ _KINDS: dict[str, tuple[Callable[..., Document], Callable[[str, Sequence[str]], 
     "table": (procedures.table, procedures.score_steps, _STEPS),
     "walk": (procedures.walk, procedures.score_steps, _STEPS),
     "ledger": (procedures.ledger, procedures.score_steps, _STEPS),
-    "merge_1": (procedures.merge_lists, _LINE_SHARE, _LINES),
-    "merge_2": (procedures.merge_lists, _LINE_SHARE, _LINES),
-    "cells": (procedures.table, _LINE_SHARE, _LINES),
-    "circle": (procedures.circle, _EDGE_SHARE, _LINES),
-    "bookings": (procedures.bookings, _SUM_SHARE, _LINES),
-    "lookup": (procedures.lookup, _LINE_SHARE, _LINES),
-    "word_problems_1": (word_problems.word_problems, _PROBLEM_SHARE, _SHEET),
-    "word_problems": (word_problems.word_problems, _PROBLEM_SHARE, _SHEET),
+    "merge_1": (procedures.merge_lists, procedures.score_lines, _LINES),
+    "merge_2": (procedures.merge_lists, procedures.score_lines, _LINES),
+    "cells": (procedures.table, procedures.score_lines, _LINES),
+    "circle": (procedures.circle, procedures.score_edges, _LINES),
+    "bookings": (procedures.bookings, procedures.score_sums, _LINES),
+    "lookup": (procedures.lookup, procedures.score_lines, _LINES),
+    "word_problems_1": (word_problems.word_problems, word_problems.score_problems, _SHEET),
+    "word_problems": (word_problems.word_problems, word_problems.score_problems, _SHEET),
     "rules": (rules.rules, rules.score_rules, _NOTE),
     "easy_rules": (rules.easy_rules, rules.score_rules, _NOTE),
     "file_turns_1": (file_turns.file_turns_1, scorers.score_value_among_words, {}),

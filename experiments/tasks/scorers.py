@@ -50,27 +50,30 @@ def score_value_among_words(prediction: str, answers: Sequence[str]) -> float:
     return float(answers[0] in re.sub(r"[\n:\"'.,?!{}]", " ", prediction).split())
 
 
+def common_length(written: Sequence[str], wanted: Sequence[str]) -> int:
+    """Compute the length of the longest common subsequence of two lists."""
+    indices: dict[str, list[int]] = {}
+    for index, item in enumerate(wanted):
+        indices.setdefault(item, []).append(index)
+    # What is written gives a sequence of indices of what is wanted, whose longest increasing subsequence counts. An item that
+    # is wanted several times gives its indices in descending order, so that it counts only once.
+    ends: list[int] = []
+    for item in written:
+        for index in reversed(indices.get(item, [])):
+            at = bisect.bisect_left(ends, index)
+            ends[at : at + 1] = [index]
+    return len(ends)
+
+
 def score_in_order(prediction: str, answers: Sequence[str]) -> float:
     """Compute the share of the references that the output has in order, by the longest common subsequence.
 
     The output is cut into words (letters, digits, hyphens), which are compared with the references without regard to case. A
     skipped or wrong value costs only itself. Values out of order cost all values outside of the longest subsequence in order.
     Words that are no reference cost nothing, so numbers and remarks are harmless.
-
-    Returns:
-        Length of the longest common subsequence over the number of references, in [0, 1].
     """
-    indices: dict[str, list[int]] = {}
-    for index, answer in enumerate(answers):
-        indices.setdefault(answer.lower(), []).append(index)
-    # The words of the output give a sequence of indices of references; its longest increasing subsequence is the score. A
-    # word that is several references gives its indices in descending order, so that it counts only once.
-    ends: list[int] = []
-    for word in re.findall(r"\w+(?:-\w+)*", prediction.lower()):
-        for index in reversed(indices.get(word, [])):
-            at = bisect.bisect_left(ends, index)
-            ends[at : at + 1] = [index]
-    return len(ends) / len(answers)
+    words = re.findall(r"\w+(?:-\w+)*", prediction.lower())
+    return common_length(words, [answer.lower() for answer in answers]) / len(answers)
 
 
 def code_similarity(prediction: str, reference: str) -> float:

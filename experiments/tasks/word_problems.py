@@ -38,10 +38,10 @@ def answers_of(text: str) -> dict[int, str]:
     return numbers_of
 
 
-def right_problems(prediction: str, answers: Sequence[str]) -> list[bool]:
-    """Tell for each problem whether its answer is right."""
+def score_problems(prediction: str, answers: Sequence[str]) -> float:
+    """Compute the share of the problems whose answer is right."""
     numbers = answers_of(prediction)
-    return [at in numbers and float(numbers[at]) == float(answer) for at, answer in enumerate(answers, 1)]
+    return sum(at in numbers and float(numbers[at]) == float(answer) for at, answer in enumerate(answers, 1)) / len(answers)
 
 
 def score_answered(prediction: str, answers: Sequence[str]) -> float:

@@ -34,14 +34,9 @@ def check_split(split: str) -> None:
 
 @functools.cache
 def _word_list(kind: str) -> tuple[str, ...]:
-    spec = importlib.util.find_spec("wonderwords")
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(
-            "the needle words come from the package 'wonderwords', which is not installed; "
-            "it belongs to kvjax (pip install wonderwords)"
-        )
     # The lists are read as data, because importing the package would also import its sentence generator.
-    path = pathlib.Path(spec.origin).parent / "assets" / f"{kind}list.txt"
+    (folder,) = importlib.util.find_spec("wonderwords").submodule_search_locations
+    path = pathlib.Path(folder) / "assets" / f"{kind}list.txt"
     words = {line.strip() for line in path.read_text(encoding="utf-8").splitlines()}
     return tuple(sorted(word for word in words if word and " " not in word and word.isascii()))
 
@@ -60,7 +55,6 @@ class Words:
 
     Raises:
         ValueError: unknown split.
-        ModuleNotFoundError: the needle word lists are not installed.
     """
 
     def __init__(self, split: str) -> None:
@@ -123,8 +117,6 @@ class Words:
             kind: "words", "numbers" or "uuids".
         """
         draws = {"words": self.word, "numbers": self.number, "uuids": self.uuid}
-        if kind not in draws:
-            raise ValueError(f"unknown kind of needle {kind!r}, expected one of {tuple(draws)}")
         return distinct(lambda: draws[kind](rng), count)
 
 

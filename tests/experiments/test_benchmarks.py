@@ -205,9 +205,7 @@ TURN = {"input": "a", "answer": "b"}
     [
         ("ruler", "fwe", {"input": FWE["context"] + FWE["question"], "outputs": ["a"]}, "answer prefix"),
         ("ruler", "fwe", ruler("fwe", input=FWE["context"]), "a context and then the question"),
-        ("ruler", "fwe", ruler("fwe", input=FWE["question"]), "a context and then the question"),
         ("ruler", "fwe", ruler("fwe", outputs=[]), "'outputs', got an empty list"),
-        ("ruler", "fwe", ruler("fwe", outputs=[{}]), "'outputs': .* got dict"),
         ("ruler", "fwe", ruler("fwe", input=3), "'input', got int 3"),
         ("ruler", "fwe", {"outputs": ["a"]}, r"'input' \(a text\), got the fields \['outputs'\]"),
         ("longbench", "a", longbench("qaspar"), "'qaspar', did you mean 'qasper'"),
@@ -227,14 +225,9 @@ def test_lines_that_are_not_a_suites_are_refused(name, stem, record, told, tmp_p
     check_refused(name, write_lines(tmp_path / f"{stem}.jsonl", record), f"line 1.*{told}")
 
 
-@pytest.mark.parametrize(
-    ("name", "stem", "near"), [("infinitebench", "pass_key", "'passkey'"), ("scbench", "scbench_kvs", "'scbench_kv'")]
-)
-def test_files_named_after_no_task_are_refused(name, stem, near, tmp_path):
-    check_refused(name, write_lines(tmp_path / f"{stem}.jsonl", BOOK), f"did you mean {near}")
-
-
-def test_lines_beyond_the_limit_are_not_looked_at(tmp_path):
+def test_files_named_after_no_task_are_refused_and_lines_beyond_the_limit_not_looked_at(tmp_path):
+    for name, stem, near in (("infinitebench", "pass_key", "'passkey'"), ("scbench", "scbench_kvs", "'scbench_kv'")):
+        check_refused(name, write_lines(tmp_path / f"{stem}.jsonl", BOOK), f"did you mean {near}")
     path = write_lines(tmp_path / "fwe.jsonl", ruler("fwe"), ruler("fwe", outputs=[]))
     check_refused("ruler", path, "line 2")
     assert len(read(f"ruler:{path}", limit=1)) == 1
@@ -248,15 +241,9 @@ def test_every_task_names_a_scorer():
 
 # ---- tables of kvpress --------------------------------------------------------------------------------------------
 
+SAME = {"context": 'a long, "quoted"\ncontext ' + "x" * 200_000, "answer_prefix": "Answer:", "max_new_tokens": 30}
 KVPRESS_ROWS = [
-    {
-        "context": 'a long, "quoted"\ncontext ' + "x" * 200_000,
-        "question": f"Question {i}?\n",
-        "answer_prefix": "Answer:",
-        "answer": answer,
-        "task": task,
-        "max_new_tokens": 30,
-    }
+    {**SAME, "question": f"Question {i}?\n", "task": task, "answer": answer}
     for i, (task, answer) in enumerate([("vt", ["A", "B"]), ("vt", ["it's", "C"]), ("qa_1", ["D", "A"])])
 ]
 
@@ -361,9 +348,9 @@ def test_rows_that_cannot_be_scored_are_refused(change, told, tmp_path):
     check_refused("kvpress", write_lines(tmp_path / "a.jsonl", ROW | {"answer": "a"} | change), f"line 1: .*{told}")
 
 
-@pytest.mark.parametrize("written, count", [("4", 4), (" 4 ", 4), (4.0, 4), ("007", 7), (2**31 - 1, 2**31 - 1)])
-def test_max_new_tokens_is_a_whole_number(written, count, tmp_path):
-    assert rows(tmp_path, answer="a", max_new_tokens=written)[0].max_new_tokens == count
+def test_max_new_tokens_is_a_whole_number(tmp_path):
+    for written, count in (("4", 4), (" 4 ", 4), (4.0, 4), ("007", 7), (2**31 - 1, 2**31 - 1)):
+        assert rows(tmp_path, answer="a", max_new_tokens=written)[0].max_new_tokens == count
 
 
 @pytest.mark.parametrize(

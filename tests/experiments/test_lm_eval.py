@@ -254,32 +254,23 @@ def test_chat_templates_are_rendered(tiny, tmp_path):
         make(tiny).apply_chat_template([user])
 
 
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
+def test_wrong_settings_and_requests_are_refused(tiny):
+    for settings, problem in (
         ({"method": "qest"}, "did you mean 'quest'"),
         ({"method": "quest", "bugdet": 3}, "no knob 'bugdet'"),
         ({"method": kvjax.methods.Full(), "budget": 3}, "knobs belong to a method given by name"),
         ({"batch_size": "auto"}, "whole number of rows, at least 1, got 'auto'"),
         ({"max_length": 129}, "between 2 and the model's 128 positions, got 129"),
-    ],
-)
-def test_wrong_settings_are_refused(tiny, settings, problem):
-    with pytest.raises(ValueError, match=problem):
-        make(tiny, **settings)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "problem"),
-    [
+    ):
+        with pytest.raises(ValueError, match=problem):
+            make(tiny, **settings)
+    for wanted, problem in (
         ({"num_beams": 4}, "got num_beams=4"),
         ({"repetition_penalty": 2.0}, "got repetition_penalty"),
         ({"max_gen_toks": 128}, "below max_length=128, got 128"),
-    ],
-)
-def test_wrong_requests_are_refused(tiny, wanted, problem):
-    with pytest.raises(ValueError, match=problem):
-        texts_of(make(tiny), "Hi", **wanted)
+    ):
+        with pytest.raises(ValueError, match=problem):
+            texts_of(make(tiny), "Hi", **wanted)
 
 
 def test_a_request_that_cannot_be_scored_is_named_and_the_others_are_scored(tiny, caplog):

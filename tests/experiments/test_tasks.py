@@ -144,22 +144,17 @@ def test_prompts_are_drawn_as_they_were_when_scores_were_recorded(monkeypatch):
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("name", ["niah_single_1", "niah_single_2", "niah_single_3", "passkey", "number_string"])
+@pytest.mark.parametrize("name", [*TRAINED[:3], *TRAINED[-3:], "prefix_suffix"])
 def test_the_needle_is_there_once_at_the_depth(name, depth):
     one = sample(name, 2048, depth=depth)
-    needle = re.search(r"(One of the special magic|The pass key is|The sequence of digits is)[^.]*\.", one.context)
-    assert one.context.count(needle.group()) == 1 and one.answers[0] in needle.group()
-    body = one.context.index("\n") + 1
-    assert abs((needle.start() - body) / (len(one.context) - body) - depth) < 0.1  # whole sentences
-
-
-@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("name", ["kv_retrieval", "prefix_suffix"])
-def test_the_answer_lies_at_the_depth_of_a_list(name, depth):
-    one = sample(name, 4096, depth=depth)
-    parts = one.context.split(", " if name == "kv_retrieval" else "\n")
-    place = next(i for i, part in enumerate(parts) if one.answers[0] in part)
-    assert abs(place / len(parts) - depth) < 0.1
+    if name in ("kv_retrieval", "prefix_suffix"):
+        place, size = one.context.index(one.answers[0]), len(one.context)
+    else:
+        needle = re.search(r"(One of the special magic|The pass key is|The sequence of digits is)[^.]*\.", one.context)
+        assert one.context.count(needle.group()) == 1 and one.answers[0] in needle.group()
+        body = one.context.index("\n") + 1
+        place, size = needle.start() - body, len(one.context) - body
+    assert abs(place / size - depth) < 0.1  # whole sentences
 
 
 def test_training_and_evaluation_share_no_key_value_or_prose():
@@ -197,7 +192,7 @@ def test_a_haystack_can_be_a_file(name, tmp_path):
 # What is refused
 
 
-def test_wrong_tasks_lengths_and_haystacks_are_refused(tmp_path, monkeypatch):
+def test_wrong_tasks_lengths_and_haystacks_are_refused(tmp_path):
     with pytest.raises(ValueError, match="unknown task 'niah_singel_1', did you mean 'niah_single_1'"):
         tasks.get_task("niah_singel_1")
     with pytest.raises(ValueError, match="depth must lie in"):
@@ -208,16 +203,10 @@ def test_wrong_tasks_lengths_and_haystacks_are_refused(tmp_path, monkeypatch):
         sample("niah_single_1", haystack=f"file:{tmp_path / 'none.txt'}")
     with pytest.raises(ValueError, match="unknown split 'test'"):
         words.Words("test")
-    with pytest.raises(ValueError, match="unknown kind of needle 'verbs'"):
-        words.Words("train").distinct("verbs", 1, random.Random(0))
     with pytest.raises(ValueError, match="holds no sentence"):
         haystack.Haystack("noise", [], len)
     with pytest.raises(ValueError, match="num_questions must be at least 1"):
         tasks.make_document(request("passkey", num_questions=0))
-    words._word_list.cache_clear()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match="pip install wonderwords"):
-        words.Words("train")
 
 
 def test_tasks_without_a_place_take_no_depth_and_tasks_of_one_question_no_second():

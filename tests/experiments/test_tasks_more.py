@@ -6,14 +6,13 @@ import collections
 import itertools
 import json
 import math
-import random
 import re
 import statistics
 
 import pytest
 
 from experiments import tasks
-from experiments.tasks import PROMPTS, lists, qa, ruler, scorers, words
+from experiments.tasks import PROMPTS, lists, qa, ruler, words
 from tests.experiments.test_tasks import count, document, documents, match, request, sample
 
 # RULER: needles and variables
@@ -286,17 +285,3 @@ def test_listing_fills_its_share_up_to_its_most():
     for length in (2048, 8192):
         one = document("listing", length)
         assert 0.2 * length < count(one.questions[0].target) < one.max_new_tokens <= 0.25 * length
-
-
-# Scores: see also scores.toml
-
-
-def test_order_of_a_list_is_its_longest_common_subsequence():
-    """Against the table that defines it."""
-    rng = random.Random(0)
-    for _ in range(50):
-        x, y = ([rng.choice("pqrs") for _ in range(rng.randint(1, 9))] for _ in range(2))
-        table = [[0] * (len(y) + 1) for _ in range(len(x) + 1)]
-        for i, j in itertools.product(range(len(x)), range(len(y))):
-            table[i + 1][j + 1] = table[i][j] + 1 if x[i] == y[j] else max(table[i][j + 1], table[i + 1][j])
-        assert scorers.score_in_order(", ".join(x), y) == table[-1][-1] / len(y)
