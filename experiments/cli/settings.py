@@ -138,8 +138,9 @@ def parse(
         file.add_argument("--config", type=pathlib.Path)
         path = file.parse_known_args(argv)[0].config
         values, where = ({}, where) if path is None else (read_yaml(path), str(path))
-    asks = {"-h", "--help"} & {*(sys.argv[1:] if argv is None else argv)}
-    parser = make_parser(kinds, prog=prog, about=about, for_help=bool(asks))
+    if {"-h", "--help"} & {*(sys.argv[1:] if argv is None else argv)}:
+        make_parser(kinds, prog=prog, about=about, for_help=True).parse_args(["--help"])
+    parser = make_parser(kinds, prog=prog, about=about)
     hints = {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind).items()}
     for name, value in values.items():
         if name not in fields:
