@@ -49,14 +49,6 @@ def test_every_method_has_32_bits_under_x64(name):
         assert key or leaf.dtype.itemsize <= 4, f"{jax.tree_util.keystr(path)} is {leaf.dtype}"
 
 
-@pytest.mark.parametrize("name", [*(pytest.param(*x.values, marks=[*x.marks, pytest.mark.thorough]) for x in ALL)])
-def test_every_method_has_the_same_tokens_under_x64(name):
-    want = base(name)[1].tokens
-    with jax.enable_x64(True):
-        got = go_on(read(any_example(name), config=model(name)))
-    np.testing.assert_array_equal(got.tokens, want)
-
-
 @pytest.mark.xdist_group("quest")
 def test_tokens_are_the_same_under_x64():
     """Python numbers, arrays of 64 bits, `stream`; called eagerly and from a jitted function."""
