@@ -54,7 +54,6 @@ def ask(cache: kvjax.Cache, questions: Any = QUESTIONS) -> kvjax.Cache:
 
 
 ONE = dataclasses.replace(TINY, num_layers=1)  # its parameters are those of `TINY`, of which it takes the first layer
-BATCH_OF_ONE = ("quest",)  # a choice for speed: others read a row alone in a batch of one under --thorough
 
 
 def model(name: str) -> Any:
@@ -68,12 +67,9 @@ def model(name: str) -> Any:
 def subject(name: str, copies: int | None = None, config: Any = None) -> Subject:
     """An example under test, in its tiny `model`, or in the model ``config``.
 
-    A row alone is ``copies`` times in its batch. None: once for the methods in `BATCH_OF_ONE`, and three times for all other
-    methods, which then need programs for a batch of three only, the batch of the prompts.
+    A row alone is ``copies`` times in its batch. None: as often as there are prompts, in their programs.
     """
     knobs = oracle(name).KNOBS if name in NAMES else {}
-    if copies is None:
-        copies = 1 if name in BATCH_OF_ONE else len(prompts())
     config = model(name) if config is None else config
     return Subject(
         any_example(name),
@@ -84,7 +80,6 @@ def subject(name: str, copies: int | None = None, config: Any = None) -> Subject
         nearby=example(name, capacity=knobs["budget"], budget=knobs["budget"] - 1) if "budget" in knobs else None,
         traces=TRACES,
         prompts=prompts(),
-        few_programs=True,
         copies=copies,
     )
 

@@ -39,7 +39,7 @@ from tests.harness import (
     stored,
     tiny_params,
 )
-from tests.kvjax.cases import BATCH_OF_ONE, base, go_on, model, subject
+from tests.kvjax.cases import base, go_on, model, subject
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -219,10 +219,10 @@ def test_cost_counts_what_is_attended(name):
 # ---- the whole model ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", [x for x in ALL if x.values[0] not in (*BATCH_OF_ONE, "knorm")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", repeated([x for x in ALL if x.values[0] != "knorm"], but=("quest",)))
 def test_a_row_in_a_batch_of_one_is_as_in_a_ragged_batch(name):
-    """By default, only the methods in `BATCH_OF_ONE` show this law, in the tests above and below.
+    """By default, a row alone is there three times.
 
     Under Knorm, rounding decides which keys of `TINY` are the shortest: they are normalised, without weights.
     """

@@ -82,7 +82,7 @@ def params(kind):
 def subject(kind, name):
     return Subject(
         any_example(name), {**KINDS, **SIZES}[kind], params(kind), full=None if name == "full" else subject(kind, "full"),
-        everything=everything(kind, name), prompts=prompts(), few_programs=True, traces=TRACES,
+        everything=everything(kind, name), prompts=prompts(), traces=TRACES,
     )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -84,7 +86,7 @@ def test_quest_is_pruned_as_the_loops_say():
 @pytest.mark.parametrize("mass", [0.05, 0.5, 0.99])
 def test_another_mass_leaves_what_the_loops_say(mass):
     under_test = subject("twilight")
-    got = under_test.drive(method=under_test.with_knob(mass=mass))
+    got = under_test.drive(method=dataclasses.replace(under_test.method, mass=mass))
     compare(got, under_test.rows, under_test.lengths, mass, lambda q, k, h, t, n: quest.pick(q, k, h, t, 12, 4))
 
 
