@@ -6,8 +6,7 @@ from . import shapes as shapes
 from .config import ModelConfig
 from .files.adapter import apply_adapter
 from .files.directories import checkpoint_directory
-from .hub.builtin_model import builtin_directory
-from .hub.named_models import NAMED_MODELS, ModelFile, NamedModel, Piece
+from .hub.named_models import NAMED_MODELS, ModelFile, NamedModel, Piece, builtin_directory
 from .layers.transformer import Transformer
 from .loaded import Loaded, load
 from .sharding import param_specs, shard_params

@@ -20,7 +20,7 @@ from pallas_kernels.formats.coded_matrix import CodedMatrix
 
 from .config import ModelConfig
 from .files import gguf as gguf_files
-from .files.coded.parameters import check_weight_dtype
+from .files.coded import check_weight_dtype
 from .files.directories import checkpoint_directory, locate_gguf
 from .hub.named_models import NAMED_MODELS
 from .layers.modules import shape_of

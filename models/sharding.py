@@ -75,10 +75,17 @@ def param_sharding(path: str, ndim: int, mesh: Mesh) -> NamedSharding:
 
 
 def leaf_shardings(path: str, leaf: Any, mesh: Mesh) -> Any:
-    """Return the sharding of a parameter (an array, a shape or codes) on ``mesh``; see `coded_shardings` for the error."""
+    """Return the sharding of a parameter (an array, a shape or codes) on ``mesh``; see `shard_params` for the error."""
     if isinstance(leaf, CodedMatrix):
         return coded_shardings(path, leaf, mesh)
-    return param_sharding(path, leaf.ndim, mesh)
+    sharding, devices = param_sharding(path, leaf.ndim, mesh), mesh.shape.get(MODEL, 1)
+    for size, axis in zip(leaf.shape, sharding.spec, strict=False):
+        if axis == MODEL and size % devices:
+            raise ValueError(
+                f"the parameter {path} of shape {leaf.shape} cannot be split over {devices} devices (the mesh's axis "
+                f"{MODEL!r}): expected a number of devices that divides {size}"
+            )
+    return sharding
 
 
 def shard_params(params: Any, mesh: Mesh) -> Any:
@@ -89,20 +96,9 @@ def shard_params(params: Any, mesh: Mesh) -> Any:
         ValueError: ``mesh`` has other axes than "data", "model" and "slots", or its axis "model" does not divide a parameter.
     """
     _check_axes(mesh)
-    devices = mesh.shape.get(MODEL, 1)
 
     def where(path: Any, leaf: Any) -> Any:
-        name = "/".join(key.key for key in path)
-        if isinstance(leaf, CodedMatrix):
-            return coded_shardings(name, leaf, mesh)
-        sharding = param_sharding(name, leaf.ndim, mesh)
-        for size, axis in zip(leaf.shape, sharding.spec, strict=False):
-            if axis == MODEL and size % devices:
-                raise ValueError(
-                    f"the parameter {name} of shape {leaf.shape} cannot be split over {devices} devices (the mesh's axis "
-                    f"{MODEL!r}): expected a number of devices that divides {size}"
-                )
-        return sharding
+        return leaf_shardings("/".join(key.key for key in path), leaf, mesh)
 
     is_leaf = lambda leaf: isinstance(leaf, CodedMatrix)  # noqa: E731
     return jax.device_put(params, jax.tree.map_with_path(where, params, is_leaf=is_leaf))

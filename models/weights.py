@@ -26,7 +26,7 @@ from pallas_kernels.machine import say_once
 from .config import ModelConfig
 from .files import gguf as gguf_files
 from .files.adapter import DESCRIPTION, apply_adapter
-from .files.coded.parameters import check_weight_dtype, code_params, coded_kernel, coded_shapes, in_floats, random_codes
+from .files.coded import check_weight_dtype, code_params, coded, coded_shapes, in_floats, random_codes
 from .files.directories import checkpoint_directory, locate_gguf, read_json
 from .files.end_tokens import end_ids
 from .files.hf.checks import eos_ids
@@ -100,7 +100,7 @@ def _check_config_and_key(config: Any, key: Any) -> None:
 
 
 def random_params(
-    config: ModelConfig, key: jax.Array, sharding: Any = None, *, mesh: Mesh | None = None, weight_dtype: str | None = None
+    config: ModelConfig, key: jax.Array, *, mesh: Mesh | None = None, weight_dtype: str | None = None
 ) -> dict[str, Any]:
     """Draw random parameters in ``config.dtype``, allocated one leaf after the other.
 
@@ -110,35 +110,25 @@ def random_params(
     Args:
         config: the model.
         key: PRNG key.
-        sharding: None for the default device, one `jax.sharding.Sharding` for every leaf, or a tree of shardings with the
-            structure of the parameters.
         mesh: devices over which the parameters are split as by `from_pretrained`; no device makes more than its parts. The
-            values are the same as on one device.
+            values are the same as on one device. None means the default device.
         weight_dtype: as in `from_pretrained`: kernels and tables are random codes.
 
     Raises:
-        ValueError: ``sharding`` is a tree of another structure, ``sharding`` and ``mesh`` are both given, or
-            `from_pretrained` refuses the mesh.
+        ValueError: `from_pretrained` refuses the mesh.
         TypeError: ``mesh`` is no mesh, ``config`` is no `ModelConfig`, or ``key`` is no PRNG key.
     """
     _check_config_and_key(config, key)
     shapes = cast("dict[str, Any]", flatten_dict(param_shapes(config, weight_dtype), sep="/"))
-    if mesh is not None:
-        if sharding is not None:
-            raise ValueError("random_params takes a sharding or a mesh, got both")
-        check_mesh(config, mesh)
-        sharding = {path: leaf_shardings(path, leaf, mesh) for path, leaf in shapes.items()}
-    shardings = flatten_dict(sharding, sep="/") if isinstance(sharding, dict) else dict.fromkeys(shapes, sharding)
-    if shardings.keys() != shapes.keys():
-        differing = sorted(shardings.keys() ^ shapes.keys())
-        raise ValueError(f"sharding must be a tree shaped like the parameters, differs at {', '.join(differing)}")
+    check_mesh(config, mesh)
     makers: dict[Any, Any] = {}  # layers repeat the same few leaves, each of which compiles once
     params = {}
     for index, (path, leaf) in enumerate(shapes.items()):
         kind = "/".join(path.split("/")[-2:])
-        recipe = (kind, shape_of(path, leaf), str(shardings[path]))
+        sharding = None if mesh is None else leaf_shardings(path, leaf, mesh)
+        recipe = (kind, shape_of(path, leaf), str(sharding))
         if recipe not in makers:
-            makers[recipe] = _maker(kind, config, leaf, shardings[path])
+            makers[recipe] = _maker(kind, config, leaf, sharding)
         params[path] = makers[recipe](jax.random.fold_in(key, index))
     return unflatten_dict(params, sep="/")
 
@@ -209,28 +199,22 @@ def _load(
     directory: str | os.PathLike, dtype: str | None, offline: bool, mesh: Mesh | None, weight_dtype: str | None
 ) -> tuple[dict[str, Any], ModelConfig]:
     """Load parameters and config without an adapter."""
-    gguf_path = locate_gguf(directory, offline=offline)
-    if gguf_path is not None:
-        file = gguf_files.open_file(gguf_path)
+    path, file = locate_gguf(directory, offline=offline), None
+    if path is None:
+        path = checkpoint_directory(directory, offline=offline)
+        config = _read_config(path, dtype)
+    else:
+        file = gguf_files.open_file(path)
         config = ModelConfig(**vars(gguf_files.read_config(file, dtype)))
-        check_mesh(config, mesh)
-        check_weight_dtype(weight_dtype, config)
-        table = checkpoint_table(config)
-        tensors = gguf_files.GGUFTensors.of(file, config, table)
-        maker = None if weight_dtype is None else gguf_files.coder(tensors, weight_dtype)
-        return _assemble(config, table, tensors.parts, mesh, gguf_path.name, maker), config
-    directory = checkpoint_directory(directory, offline=offline)
-    config = _read_config(directory, dtype)
     check_mesh(config, mesh)
     check_weight_dtype(weight_dtype, config)
-    table = checkpoint_table(config)
-    tensors = SafeTensors.of(directory, config, table)
-
-    def rounded(leaf: Leaf) -> CodedMatrix:
-        whole = tensors.parts(leaf, HOST_DTYPES[config.dtype])((slice(None),) * len(leaf.shape))
-        return coded_kernel(leaf.path, whole, cast("str", weight_dtype))
-
-    return _assemble(config, table, tensors.parts, mesh, directory.name, rounded if weight_dtype else None), config
+    table, coder = checkpoint_table(config), None
+    if file is None:
+        tensors = SafeTensors.of(path, config, table)
+    else:
+        tensors = gguf_files.GGUFTensors.of(file, config, table)
+        coder = None if weight_dtype is None else gguf_files.coder(tensors, weight_dtype)
+    return _assemble(config, table, tensors.parts, mesh, path.name, weight_dtype, coder), config
 
 
 def _assemble(
@@ -239,6 +223,7 @@ def _assemble(
     parts: Callable[[AnyLeaf, np.dtype], Parts],
     mesh: Mesh | None,
     name: str,
+    weight_dtype: str | None,
     coder: Callable[[Leaf], CodedMatrix] | None,
 ) -> dict[str, Any]:
     """Load the parameters of ``table`` in the config's dtype, on the default device or on ``mesh``, one after the other.
@@ -249,7 +234,8 @@ def _assemble(
         parts: returns for a parameter and a dtype the function that reads its parts.
         mesh: see `from_pretrained`.
         name: the model's name beside the progress of a model that takes long to load.
-        coder: makes the codes of a parameter; None keeps floating-point numbers.
+        weight_dtype: see `from_pretrained`.
+        coder: makes the codes of a parameter; None rounds its numbers.
     """
     dtype, params = HOST_DTYPES[config.dtype], {}
     total = sum(math.prod(leaf.shape) for leaf in table) * dtype.itemsize
@@ -258,8 +244,9 @@ def _assemble(
         done = 0
         for leaf in table:
             shape = leaf.shape
-            if coder is not None and leaf.has_codes:
-                param = coder(cast("Leaf", leaf))
+            if weight_dtype is not None and leaf.has_codes:
+                numbers = None if coder else parts(leaf, dtype)((slice(None),) * len(shape))
+                param = coder(cast("Leaf", leaf)) if coder else coded(leaf.path, numbers, weight_dtype)
                 param = param if mesh is None else placed(leaf.path, param, mesh)
             elif mesh is None:
                 param = jnp.asarray(parts(leaf, dtype)((slice(None),) * len(shape)))

@@ -5,7 +5,6 @@ from experiments.answering.ask import Shape as Shape
 from experiments.answering.ask import account as account
 from experiments.answering.ask import ask as ask
 from experiments.answering.ask import ask_in_turn as ask_in_turn
-from experiments.answering.ask import num_programs as num_programs
 from experiments.answering.ask import pad as pad
 from experiments.answering.ask import programs as programs
 from experiments.answering.ask import reads_all as reads_all
@@ -16,6 +15,15 @@ from experiments.answering.calibration import CALIBRATION_SEED as CALIBRATION_SE
 from experiments.answering.calibration import Calibration as Calibration
 from experiments.answering.calibration import chess_thresholds as chess_thresholds
 from experiments.answering.calibration import needs_thresholds as needs_thresholds
+from experiments.answering.choice import Choice as Choice
+from experiments.answering.choice import Setting as Setting
+from experiments.answering.choice import at_budgets as at_budgets
+from experiments.answering.choice import budgets_of as budgets_of
+from experiments.answering.choice import choices_of as choices_of
+from experiments.answering.choice import knobs_by_method as knobs_by_method
+from experiments.answering.choice import paper_method as paper_method
+from experiments.answering.choice import set_knobs as set_knobs
+from experiments.answering.choice import written as written
 from experiments.answering.mesh import equal_rows as equal_rows
 from experiments.answering.mesh import make_mesh as make_mesh
 from experiments.answering.mesh import mesh_axes as mesh_axes
@@ -25,6 +33,7 @@ from experiments.answering.model import LoadedModel as LoadedModel
 from experiments.answering.model import MeshSettings as MeshSettings
 from experiments.answering.model import ModelSettings as ModelSettings
 from experiments.answering.model import check_system as check_system
+from experiments.answering.model import forms_asked as forms_asked
 from experiments.answering.model import load_model as load_model
 from experiments.answering.model import of_loaded as of_loaded
 from experiments.answering.presets import BASELINES as BASELINES
@@ -32,13 +41,9 @@ from experiments.answering.presets import MEASURED as MEASURED
 from experiments.answering.presets import METHODS as METHODS
 from experiments.answering.presets import PAPERS as PAPERS
 from experiments.answering.presets import QUESTIONS as QUESTIONS
-from experiments.answering.presets import SHARES as SHARES
-from experiments.answering.presets import Setting as Setting
 from experiments.answering.presets import budget_of as budget_of
 from experiments.answering.presets import budget_tokens as budget_tokens
-from experiments.answering.presets import knobs_by_method as knobs_by_method
-from experiments.answering.presets import paper_method as paper_method
-from experiments.answering.presets import preset_knobs as preset_knobs
+from experiments.answering.presets import preset as preset
 from experiments.answering.presets import read_knobs as read_knobs
 from experiments.answering.presets import resolve_question as resolve_question
 from experiments.answering.presets import without_effect as without_effect

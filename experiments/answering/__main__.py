@@ -11,7 +11,6 @@ import jax
 from jsonargparse.typing import PositiveInt
 
 import kvjax
-import models
 from experiments.answering.method_settings import MethodSettings
 from experiments.answering.model import LoadedModel, check_system
 from experiments.answering.texts import read_prompt
@@ -60,8 +59,6 @@ class GenerateSettings(MethodSettings):
             raise ValueError(f"the text to continue is given by --prompt TEXT or --prompt-file FILE, got {got}")
         if self.template == "none" and (self.system is not None or self.template_variables):
             raise ValueError("--system and --template-set belong to a chat template: add --template auto")
-        if not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"--seed must be a whole number of at most 64 bits, got {self.seed}")
         Sampler(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 
@@ -102,7 +99,7 @@ def _generate(settings: GenerateSettings) -> None:
 
 def _encode(model: LoadedModel, prompt: str, settings: GenerateSettings) -> list[int]:
     """Encode the prompt, in the chat template if it is wanted and there is one."""
-    template = models.ChatTemplate.from_directory(model.directory) if settings.template == "auto" else None
+    template = model.template if settings.template == "auto" else None
     check_system(template, settings.system)
     if template is None:
         if settings.template == "auto":

@@ -14,6 +14,7 @@ import kvjax
 import models
 from experiments.answering.mesh import make_mesh
 from experiments.answering.method_settings import MethodSettings
+from experiments.answering.model import forms_asked
 from experiments.answering.texts import read_prompt
 from experiments.cli import Job, option
 
@@ -38,6 +39,8 @@ def _answer(settings: AnswerSettings) -> None:
     text = read_prompt(None, settings.file)
     where = {"offline": settings.offline, "weight_dtype": settings.weight_dtype, "mesh": make_mesh(settings.mesh)}
     model = models.load(settings.model, settings.dtype, **where)
+    if note := forms_asked(model.directory):
+        print(f"kvjax: {note}", file=sys.stderr)
     length = len(model.tokenizer.encode(text).ids)
     method = settings.make(length, model.tokenizer, model.config)
     options = {"max_new_tokens": settings.max_new_tokens, "kv_dtype": settings.kv_dtype}

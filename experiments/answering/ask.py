@@ -75,7 +75,13 @@ class Asked:
 
 
 def pad(rows: Sequence[Ids], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pad token ids on the right, to int32 [rows, length]; return them and their lengths, int32 [rows]."""
+    """Pad token ids on the right, to int32 [rows, length]; return them and their lengths, int32 [rows].
+
+    Raises:
+        ValueError: a row is longer.
+    """
+    if (longest := max(map(len, rows))) > length:
+        raise ValueError(f"rows must have at most {length} tokens, got {longest}")
     padded = np.zeros((len(rows), length), np.int32)
     for row, tokens in enumerate(rows):
         padded[row, : len(tokens)] = tokens
@@ -100,8 +106,7 @@ def ask_in_turn(
     eos_token_ids: tuple[int, ...] | None = None,
     clock: CompileClock | None = None,
     kv_dtype: str | None = None,
-    tell: Callable[[str, float, range, int], None] | None = None,
-    ready: Callable[[int], None] | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Asked]:
     """Generate greedy answers under each of several methods, which prefill the contexts together.
 
@@ -114,42 +119,23 @@ def ask_in_turn(
             limits do not compile another program.
         eos_token_ids: the tokens that end a row; None takes the model's, () takes none.
         clock: counts compilation; without it compilation counts as running.
-        tell: is called with "reading" before contexts are prefilled, and with "asking" before they are asked under a method.
-            Its other arguments are the part of the work that is done, 0 to 1, the indices of these contexts, and the number
-            of the method, which counts from 1 and is 0 while contexts are prefilled.
-        ready: waits for the compiler. It is called before contexts are prefilled and before they are asked under a method,
-            with the number of `programs` that run until then. The seconds in it count as compilation.
+        tell: is called with a text that says what is done next: which contexts are read, or asked under which method.
 
     Yields:
         Answers and accounting of each method, as soon as the method has answered the last context. Each method gets an equal
         share of the time to prefill the contexts.
 
     Raises:
-        ValueError: a context or a question is longer than the shape allows, or a context has more questions than the shape.
+        ValueError: a context or a question is longer than the shape allows.
     """
-    _check(contexts, questions, shape)
     clock = clock or CompileClock()
     results = [Asked([], [], 0.0, 0.0, 0.0) for _ in methods]
-    steps = -(-len(contexts) // shape.rows) * (1 + len(methods))
-
-    def step(phase: str, number: int) -> None:
-        if tell is not None:
-            share = (start // shape.rows * (1 + len(methods)) + number) / steps
-            tell(phase, share, range(start, start + real), number)
-
-    def wait(methods: int) -> float:
-        """Wait for the programs that run until the first ``methods`` have answered; return the seconds."""
-        with Timer(clock) as waiting:
-            if ready is not None:
-                ready(num_programs(shape, methods))
-        return waiting.run + waiting.compile
-
     for start in range(0, len(contexts), shape.rows):
         real = min(shape.rows, len(contexts) - start)
-        step("reading", 0)
+        prompts = f"prompts {start + 1} to {start + real} of {len(contexts)}"
+        tell(f"reading {prompts}")
         at = [start + (row if row < real else 0) for row in range(shape.rows)]
         tokens, lengths = pad([contexts[i] for i in at], shape.length)
-        before = wait(0)
         with Timer(clock) as reading:
             sizes: dict[str, Any] = {"lengths": lengths, "max_new_tokens": shape.room, "kv_dtype": kv_dtype}
             sizes |= {"share_storage": True}
@@ -157,8 +143,7 @@ def ask_in_turn(
             if len(caches) > 1:  # otherwise the time of all caches would count for the first method
                 jax.block_until_ready(caches)
         for number, asked in enumerate(results):
-            step("asking", 1 + number)
-            waiting = wait(1 + number)
+            tell(f"asking {prompts}" + f" under method {number + 1} of {len(methods)}" * (len(methods) > 1))
             with Timer(clock) as answering:
                 answers, stats, decoding = _answer(
                     params, caches.pop(0), at, real, shape, questions, limits, eos_token_ids, clock, bool(caches)
@@ -168,7 +153,7 @@ def ask_in_turn(
                 asked.stats + stats,
                 asked.run_seconds + answering.run + reading.run / len(results),
                 asked.decode_seconds + decoding,
-                asked.compile_seconds + answering.compile + waiting + (reading.compile + before) / len(results),
+                asked.compile_seconds + answering.compile + reading.compile / len(results),
             )
             if start + shape.rows >= len(contexts):
                 yield results[number]
@@ -254,27 +239,6 @@ def programs(
             kv_dtype=kv_dtype,
             share_storage=True,
         )
-
-
-def num_programs(shape: Shape, methods: int) -> int:
-    """Count the first `programs` that prefill contexts and ask them under the first ``methods``."""
-    return 1 + methods * (2 if shape.questions else 1)
-
-
-def _check(contexts: Sequence[Ids], questions: Sequence[Sequence[Ids]], shape: Shape) -> None:
-    longest = max(len(tokens) for tokens in contexts)
-    if longest > shape.length:
-        raise ValueError(f"contexts must have at most {shape.length} tokens, got {longest}")
-    if not shape.questions:
-        return
-    if len(questions) != len(contexts):
-        raise ValueError(f"questions must be given for each of {len(contexts)} contexts, got {len(questions)}")
-    counts = [len(asked) for asked in questions]
-    if not 1 <= min(counts) <= max(counts) <= shape.questions:
-        raise ValueError(f"each context must have 1 to {shape.questions} questions, got {min(counts)} to {max(counts)}")
-    longest = max(len(tokens) for asked in questions for tokens in asked)
-    if longest > shape.question_length:
-        raise ValueError(f"questions must have at most {shape.question_length} tokens, got {longest}")
 
 
 def account(stats: Sequence[tuple[int, kvjax.Stats]], rows: int) -> dict[str, Any]:

@@ -28,35 +28,19 @@ class FetchCommand:
     json: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """A model on this machine.
-
-    Attributes:
-        name: the model's name, repository or path.
-        directory: the directory of the model's files.
-        size: bytes of the files.
-        licence: the licence that `models.NAMED_MODELS` or the model card states, else "not stated".
-    """
-
-    name: str
-    directory: pathlib.Path
-    size: int
-    licence: str
-
-
-def find(name: str, *, offline: bool = False) -> Found:
+def find(name: str, *, offline: bool = False) -> dict[str, str | int]:
     """Find a model on this machine, see `models.checkpoint_directory`; unless ``offline``, download it first if it is absent.
 
-    A directory without a model is refused by a ``FileNotFoundError``, and one with several GGUF files by a ``ValueError``.
+    Returns its name, directory, size in bytes, and the licence that `models.NAMED_MODELS` or the model card states. A folder
+    without a model is refused by a ``FileNotFoundError``, and one with several GGUF files by a ``ValueError``.
     """
     directory = models.checkpoint_directory(name, offline=offline)
     if not (directory / "config.json").is_file() and locate_gguf(directory) is None:
         raise FileNotFoundError(f"no config.json and no GGUF file in {directory}")
     named = models.NAMED_MODELS.get(name)
     licence = named.licence if named else _stated(directory / "README.md")
-    files = [path for path in directory.rglob("*") if path.is_file()]
-    return Found(name, directory, sum(path.stat().st_size for path in files), licence)
+    size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    return {"name": name, "directory": str(directory), "size": size, "licence": licence}
 
 
 def _stated(card: pathlib.Path) -> str:
@@ -71,9 +55,9 @@ def _fetch(command: FetchCommand) -> None:
     """Print the directory, the size and the licence."""
     model = find(command.name, offline=command.offline)
     if command.json:
-        print(json.dumps({**dataclasses.asdict(model), "directory": str(model.directory)}))
+        print(json.dumps(model))
     else:
-        print(f"{model.directory}\nsize: {model.size / 1e6:.0f} MB\nlicence: {model.licence}")
+        print(f"{model['directory']}\nsize: {int(model['size']) / 1e6:.0f} MB\nlicence: {model['licence']}")
 
 
 main = Job(_fetch, FetchCommand)

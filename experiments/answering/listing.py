@@ -29,7 +29,7 @@ def list_models(as_json: bool) -> str:
 def _entry(model: models.NamedModel) -> dict[str, Any]:
     """Describe a model as JSON values."""
     try:
-        directory = str(find(model.name, offline=True).directory)
+        directory = find(model.name, offline=True)["directory"]
     except (FileNotFoundError, ValueError):  # absent, or not whole: `kvjax fetch` says which
         directory = None
     return {

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from experiments.answering.choice import Choice
 from experiments.answering.model import MeshSettings
-from experiments.answering.presets import budget_tokens, read_files, read_knobs
+from experiments.answering.presets import read_knobs
 from experiments.cli import option
-from kvjax import registry
 from kvjax.cache.quantised import KV_DTYPES
 from kvjax.protocol.method import Method
 
@@ -34,17 +34,8 @@ class MethodSettings(MeshSettings):
         super().__post_init__()
         self.make(1 << 20)  # refuses bad knobs before anything is loaded
 
-    @property
-    def knobs(self) -> dict[str, Any]:
-        """The knobs of the method, as they were given."""
-        name, knobs = registry.parse_method(self.method, read_knobs)
-        return {**knobs, **read_knobs(name, self.set)}
-
     def make(self, length: int, tokenizer: Any = None, config: Any = None) -> Method:
         """Make the method for a text of some tokens; without a model, files of knobs are not read."""
-        name, knobs = registry.parse_method(self.method, read_knobs)[0], self.knobs
-        if "budget" in knobs:
-            knobs["budget"] = budget_tokens(knobs["budget"], length)
-        if config is None:
-            return registry.make(name, **{knob: x for knob, x in knobs.items() if knob not in ("scores", "pattern")})
-        return registry.make(name, tokenizer, config.vocab_size, **read_files(knobs, config))
+        choice = Choice.parse(self.method)
+        choice = Choice.parse({choice.name: {**choice.knobs, **read_knobs(choice.name, self.set)}})
+        return choice.at(length, tokenizer, config, own=True).method

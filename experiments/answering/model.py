@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import pathlib
-from typing import Any
 
 import jax
 import numpy as np
@@ -66,27 +65,20 @@ class MeshSettings(ModelSettings):
         return load_model(self.model, self.dtype, mesh=make_mesh(self.mesh), **options)
 
 
-@dataclasses.dataclass(frozen=True)
-class LoadedModel:
+@dataclasses.dataclass(frozen=True, repr=False)
+class LoadedModel(models.Loaded):
     """A model that is ready to answer.
 
     Attributes:
-        name: the name for tables and records.
-        params: the model's parameters.
-        config: the model's configuration.
-        tokenizer: the model's tokenizer.
-        tokenizer_file: the tokenizer.json from which worker processes load the tokenizer.
-        mesh: the devices over which the parameters are spread; None means one device.
         kv_dtype: dtype of the keys and values that the model's caches store, as in `kvjax.prefill`.
     """
 
-    name: str
-    params: Any = dataclasses.field(repr=False)
-    config: models.ModelConfig
-    tokenizer: Any = dataclasses.field(repr=False)
-    tokenizer_file: pathlib.Path
-    mesh: Mesh | None = None
     kv_dtype: str | None = None
+
+    @property
+    def tokenizer_file(self) -> pathlib.Path:
+        """The tokenizer.json from which worker processes load the tokenizer."""
+        return self.directory / "tokenizer.json"
 
     @property
     def dtypes(self) -> str:
@@ -108,11 +100,6 @@ class LoadedModel:
         """
         if tokens > (most := self.config.max_position_embeddings):
             raise ValueError(f"{what} must be at most {most} tokens, the positions of {self.name}, got {tokens}")
-
-    @property
-    def directory(self) -> pathlib.Path:
-        """The directory of the tokenizer, which also holds the chat template."""
-        return self.tokenizer_file.parent
 
     @property
     def weights(self) -> str:
@@ -160,7 +147,16 @@ def check_system(template: models.ChatTemplate | None, system: str | None) -> No
         raise ValueError(f"system belongs to a chat template, which this run does not have, got {system!r:.60}")
 
 
+def forms_asked(directory: pathlib.Path) -> str:
+    """Say which forms of question the shipped model answers; "" for a model in another directory."""
+    if directory != models.builtin_directory():
+        return ""
+    return (
+        "the shipped model answers only the forms of question that it was trained for: needles, variables, pass keys, number "
+        "strings and values of keys (models/builtin/MODEL_CARD.md); for other questions name a language model by --model"
+    )
+
+
 def of_loaded(model: models.Loaded) -> LoadedModel:
     """Convert a model that `models.load` has loaded."""
-    tokenizer_file = model.directory / "tokenizer.json"
-    return LoadedModel(model.name, model.params, model.config, model.tokenizer, tokenizer_file, model.mesh)
+    return LoadedModel(**vars(model))

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import functools
+import hashlib
+import json
 import multiprocessing
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from experiments.benchmarks.base import Example
-from experiments.benchmarks.generated import examples
-from experiments.benchmarks.keys import Keys, numbered
-from experiments.benchmarks.truncation import truncate
 from experiments.benchmarks.workers import end_with_parent, held_interrupts
-from experiments.tasks import encode_prompt, length_within, opening_ids
+from experiments.tasks import Example, encode_prompt, get_task, length_within, make_documents, opening_ids
+
+TRUNCATIONS = ("middle", "head", "tail", "error")  # see `truncate`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Reading:
         tokenizer_file: tokenizer.json of the model.
         around: text before and after a user's content in the chat template; None without a template.
         limit: most tokens of prompt and answer that a model takes; None if there is no limit.
-        truncation: how longer contexts are cut, see `experiments.benchmarks.truncation`; the question is never cut.
+        truncation: how longer contexts are cut, see `truncate`; the question is never cut.
         new_tokens: most tokens of an answer; None takes each example's own `max_new_tokens`.
         around_system: text before and after the system text, up to the user's content, for examples that bring a system text;
             None without a template, or where the template has no system turn.
@@ -110,7 +112,8 @@ class Encoded:
         tails: token ids of the question, the template's end and the answer's opening.
         wholes: token ids of head and tail, encoded as a single text.
         cut: number of tokens that were cut out of each context.
-        keys: for each example a text that holds all that decides its score, see `experiments.benchmarks.keys`; all differ.
+        keys: for each example a text that holds all that decides its score: two digests of 16 hexadecimal digits,
+            ``PROMPT-REST``. All differ: the second example with the same digests gets ``#2``.
     """
 
     cell: Cell
@@ -120,6 +123,29 @@ class Encoded:
     wholes: tuple[tuple[int, ...], ...]
     cut: tuple[int, ...]
     keys: tuple[str, ...]
+
+
+def examples(name: str, *, depth: float | None = None, questions: int = 1, **options: Any) -> list[Example]:
+    """Generate held-out contexts of a task with their questions.
+
+    Context i depends only on the task's name, the length, the seed, i and the depth.
+
+    Args:
+        name: the task.
+        depth: where the first needle goes, 0 (start) to 1 (end); None draws the depth.
+        questions: number of questions about each context.
+        options: see `experiments.tasks.make_documents`.
+
+    Returns:
+        The examples. Several questions about a context follow each other and share a group.
+    """
+    every, about = [], {} if depth is None else {"depth": depth}
+    for index, document in enumerate(make_documents(name, depth=depth, num_questions=questions, **options)):
+        for turn, sample in enumerate(samples := document.samples()[:questions]):
+            more = {"turn": turn} if len(samples) > 1 else {}
+            group = f"{name}/{index}" if more else ""
+            every.append(dataclasses.replace(sample, chat=get_task(name).chat, group=group, labels=about | more))
+    return every
 
 
 def encode_cell(reading: Reading, cell: Cell) -> Encoded:
@@ -147,7 +173,8 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
                     questions=cell.questions,
                 )
             )
-    heads, tails, wholes, cut, keys = [], [], [], [], Keys()
+    heads, tails, wholes, cut, keys = [], [], [], [], list[str]()
+    last_of: dict[str, str] = {}  # by group, the key of its last example: a conversation's answers depend on it
     groups = [example.group for example in every]
     for example, previous in zip(every, ["", *groups], strict=False):
         head, tail, before = reading.parts(example, bool(previous) and example.group == previous)
@@ -175,8 +202,67 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
         tails.append(tuple(tail_ids))
         wholes.append(tuple(whole_ids))
         cut.append(max(excess, 0))
-        keys.add(example, head, tail, (head_ids, tail_ids, whole_ids), new_tokens)
-    return Encoded(cell, every, *(tuple(part) for part in (heads, tails, wholes, cut, numbered(keys.texts))))
+        rest = {
+            "ids": [head_ids, tail_ids, whole_ids],
+            **{name: vars(example)[name] for name in ("answers", "scorer", "classes", "stop")},
+            "new_tokens": new_tokens,
+            "labels": dict(example.labels),
+            "before": last_of.get(example.group) if example.group else None,
+        }
+        prompt = _digest(f"{example.task}\0{head}\0{tail}")  # before truncation
+        last_of[example.group] = f"{prompt}-{_digest(json.dumps(rest, sort_keys=True))}"
+        keys.append(last_of[example.group])
+    return Encoded(cell, every, *(tuple(part) for part in (heads, tails, wholes, cut, numbered(keys))))
+
+
+def truncate(ids: list[int], limit: int, mode: str) -> list[int]:
+    """Shorten a prompt to at most `limit` tokens.
+
+    Args:
+        ids: token ids of the prompt.
+        limit: most tokens that stay, at least 1.
+        mode: "middle" drops the middle and keeps the first and the last `limit // 2` tokens, as LongBench and
+            InfiniteBench do (so an odd limit keeps one token less); "head" keeps the beginning, "tail" the end;
+            "error" refuses.
+
+    Returns:
+        A new list, with all of `ids` if they fit.
+
+    Raises:
+        ValueError: the mode is unknown, the limit is below 1, or the prompt is too long under "error".
+    """
+    if mode not in TRUNCATIONS:
+        raise ValueError(f"unknown truncation mode {mode!r}, expected one of {TRUNCATIONS}")
+    if limit < 1:
+        raise ValueError(f"the limit must be at least 1 token, got {limit}")
+    if len(ids) <= limit:
+        return list(ids)
+    if mode == "error":
+        raise ValueError(f"the prompt has {len(ids)} tokens, expected at most {limit}; other modes are {TRUNCATIONS[:-1]}")
+    if mode == "middle":
+        half = limit // 2
+        return [*ids[:half], *ids[len(ids) - half :]]
+    return list(ids[:limit] if mode == "head" else ids[-limit:])
+
+
+def _digest(text: str) -> str:
+    # A lone surrogate, which JSON can hold, is no text in UTF-8.
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def numbered(keys: Iterable[str]) -> list[str]:
+    """Append ``#2`` to the second occurrence of a key, ``#3`` to the third, and so on; the first stays as it is."""
+    seen: collections.Counter[str] = collections.Counter()
+    texts = []
+    for key in keys:
+        seen[key] += 1
+        texts.append(key if seen[key] == 1 else f"{key}#{seen[key]}")
+    return texts
+
+
+def digest(keys: Sequence[str]) -> str:
+    """Compute a digest of the keys of a cell."""
+    return _digest("\n".join(keys))
 
 
 @functools.lru_cache(1)  # a large vocabulary takes a third of a second to read

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments.benchmarks.base import Example, check_name
-from experiments.benchmarks.harness_file import read_harness
-from experiments.benchmarks.helmet_file import read_helmet
-from experiments.benchmarks.infinitebench_file import read_infinitebench
-from experiments.benchmarks.kvpress_file import ROWS, read_kvpress
-from experiments.benchmarks.longbench2_file import read_longbench2
-from experiments.benchmarks.longbench_file import read_longbench
-from experiments.benchmarks.questions_file import read_questions
-from experiments.benchmarks.records import check_file
-from experiments.benchmarks.ruler_file import read_ruler
-from experiments.benchmarks.scbench_file import read_scbench
+from experiments.benchmarks.harness import read_harness
+from experiments.benchmarks.helmet import read_helmet
+from experiments.benchmarks.records import ROWS, check_file
+from experiments.benchmarks.suites import read_infinitebench, read_longbench, read_longbench2, read_ruler, read_scbench
+from experiments.benchmarks.tables import read_kvpress, read_questions
+from experiments.tasks import Example, check_name
 
 HARNESS = "lm-eval"  # its path is the name of a task, with or without a file
 READERS: dict[str, Callable[[Path, int | None], list[Example]]] = {

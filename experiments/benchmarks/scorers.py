@@ -2,7 +2,7 @@
 
 Sources: RULER `scripts/eval/synthetic/constants.py`, LongBench `LongBench/metrics.py` and `pred.py`, InfiniteBench
 `src/compute_scores.py`, SCBench `scbench/compute_scores.py`, MInference and FranxYao's needle tests, Quest's passkey test;
-for HELMET and the tasks of lm-evaluation-harness see the modules that are imported here.
+HELMET `utils.py`; `harness` says how tasks of lm-evaluation-harness are scored.
 Suites report means over examples times 100. A score here belongs to a single example, in [0, 1].
 """
 
@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import decimal
+import operator
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
 
-from experiments.benchmarks import harness_scores, helmet_scores, text_metrics
-from experiments.benchmarks.base import Example, check_name
-from experiments.tasks import score_all, score_any, score_code_line, score_first_integer, score_value_among_words
+from experiments.benchmarks import harness, text_metrics
+from experiments.benchmarks.records import Record
+from experiments.tasks import TASKS, Example, check_name
+from experiments.tasks.scorers import score_all, score_any, score_code_line, score_first_integer, score_value_among_words
 
 Score = Callable[[str, Example], float]
 
@@ -41,7 +43,6 @@ def _chinese_rouge_l(prediction: str, answer: str) -> float:
 
 def _class_named(prediction: str, example: Example) -> float:
     """Score 1 / number of classes that the output names, if the right class is among them, else 0."""
-    _among_classes(example)
 
     def score_one(answer: str) -> float:
         named = [name for name in example.classes if name in prediction]
@@ -61,15 +62,7 @@ def _share_of_numbers(prediction: str, answer: str) -> float:
 
 
 def _share_of_paragraphs(prediction: str, answer: str) -> float:
-    return _share_of_numbers(prediction, _paragraph(answer))
-
-
-def _paragraph(answer: str) -> str:
-    """Return the number in a reference of passage retrieval."""
-    match = re.search(r"(?:Paragraph |段落)(\d+)", answer)
-    if match is None:
-        raise ValueError(f"references like 'Paragraph 3' or '段落3', got {answer!r}")
-    return match.group(1)
+    return _share_of_numbers(prediction, _PARAGRAPH.findall(answer)[0])
 
 
 def _stated_choice(prediction: str, example: Example) -> float:
@@ -111,19 +104,13 @@ def _letter(prediction: str, example: Example) -> float:
 
 def _faulty_function(prediction: str, example: Example) -> float:
     """Score InfiniteBench's Code.Debug; the references are the function's name and its letter."""
-    name, letter = _name_and_letter(example)
+    name, letter = example.answers
     text = prediction.strip()
     if text[:2] in (f"{letter}.", f"{letter}:"):
         return 1.0
     text = re.sub(" +", " ", _blanked(text, ("\n", "`", "'", '"', "-", "*", "Option", "option")))
     rest = _behind(text, ("answer is:", "is:", "answer:", "correct option is:"))
     return float(rest is not None and rest.startswith((letter, name)))
-
-
-def _name_and_letter(example: Example) -> tuple[str, str]:
-    if len(example.answers) != 2:
-        raise ValueError(f"a function's name and a letter as references, got {example.answers}")
-    return example.answers[0], example.answers[1]
 
 
 def _last_word_integer(prediction: str, example: Example) -> float:
@@ -162,22 +149,13 @@ def _name_mentioned(prediction: str, example: Example) -> float:
     a name is one or several whole words. The program before that date knew only first references of one word. A name without
     a letter or a digit (???) is found where it stands in the output, as in the suite's program.
     """
-    return float(any(_is_named(answer, prediction) for answer in example.answers))
+    text = _words(prediction)
+    return float(any(words in text if (words := _words(x)).strip() else x.strip() in prediction for x in example.answers))
 
 
-def _is_named(name: str, prediction: str) -> bool:
-    words = _words(name)
-    return _runs_in(words, _words(prediction)) if words else name.strip() in prediction
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", text).upper())
-
-
-def _runs_in(part: Sequence[str], whole: Sequence[str]) -> bool:
-    """Tell whether the words stand in the other words, one after the other."""
-    size = len(part)
-    return size > 0 and any(whole[start : start + size] == part for start in range(len(whole) - size + 1))
+def _words(text: str) -> str:
+    """Write the words of a text in capitals, each between spaces."""
+    return f" {' '.join(re.findall(r'[^\W_]+', unicodedata.normalize('NFKC', text).upper()))} "
 
 
 def _passkey(prediction: str, example: Example) -> float:
@@ -208,14 +186,12 @@ def _first_line(score: Score) -> Score:
     return lambda prediction, example: score(prediction.lstrip("\n").split("\n")[0], example)
 
 
-# ---- references as a scorer expects them --------------------------------------------------------------------------
+# References as a scorer expects them
 
 _WHOLE = re.compile(r"\s*\+?(-?[0-9]+)(?:\.0*)?\s*")
+_PARAGRAPH = re.compile(r"(?:Paragraph |段落)(\d+)")
 _DIGITS = 400  # more than a float can have before or behind the point
-
-
-def _as_they_are(example: Example) -> tuple[str, ...]:
-    return example.answers
+References = Callable[[Example], tuple[str, ...]]
 
 
 def _stripped(example: Example) -> tuple[str, ...]:
@@ -223,34 +199,34 @@ def _stripped(example: Example) -> tuple[str, ...]:
     return tuple(answer.strip() for answer in example.answers)
 
 
-def _whole(example: Example) -> tuple[str, ...]:
-    numbers = [_WHOLE.fullmatch(answer) for answer in example.answers]
-    for answer, number in zip(example.answers, numbers, strict=True):
-        if number is None or len(answer) > 4000:
-            raise ValueError(f"whole numbers as references, got {answer!r:.60}")
-    return tuple(number[1] for number in numbers if number)
+def _of_form(form: Callable[[str], str | None], expected: str) -> References:
+    """Expect references that each have a form; ``form`` returns the reference as it is read, or None for another form."""
+
+    def references(example: Example) -> tuple[str, ...]:
+        for answer in example.answers:
+            if form(answer) is None:
+                raise ValueError(f"{expected}, got {answer!r:.60}")
+        return tuple(str(form(answer)) for answer in example.answers)
+
+    return references
 
 
-def _numbers(example: Example) -> tuple[str, ...]:
-    for answer in example.answers:
-        try:
-            number = decimal.Decimal(answer)
-        except decimal.InvalidOperation:
-            number = decimal.Decimal("nan")
-        if not number.is_finite() or abs(number.adjusted()) >= _DIGITS:
-            raise ValueError(f"a number as reference, got {answer!r:.60}")
-    return example.answers
+def _whole(answer: str) -> str | None:
+    number = _WHOLE.fullmatch(answer)
+    return number[1] if number and len(answer) <= 4000 else None
 
 
-def _paragraphs(example: Example) -> tuple[str, ...]:
-    for answer in example.answers:
-        _paragraph(answer)
-    return example.answers
+def _number(answer: str) -> str | None:
+    try:
+        number = decimal.Decimal(answer)
+    except decimal.InvalidOperation:
+        return None
+    return answer if number.is_finite() and abs(number.adjusted()) < _DIGITS else None
 
 
-def _letters(example: Example) -> tuple[str, ...]:
-    if not set(example.answers) <= set("ABCD"):
-        raise ValueError(f"A, B, C or D as reference, got {example.answers}")
+def _name_and_letter(example: Example) -> tuple[str, ...]:
+    if len(example.answers) != 2:
+        raise ValueError(f"a function's name and a letter as references, got {example.answers}")
     return example.answers
 
 
@@ -272,13 +248,13 @@ class Scorer:
     """
 
     score: Score
-    references: Callable[[Example], tuple[str, ...]] = _as_they_are
+    references: References = operator.attrgetter("answers")
     reads: str = ""
     numeric: bool = False
 
 
 def _integer(score: Score, reads: str = "") -> Scorer:
-    return Scorer(score, _whole, reads, numeric=True)
+    return Scorer(score, _of_form(_whole, "whole numbers as references"), reads, numeric=True)
 
 
 _UNSIGNED = "digits without a sign"
@@ -297,16 +273,24 @@ SCORERS: dict[str, Scorer] = {
     "longbench_rouge_zh": Scorer(_best(_chinese_rouge_l)),
     "longbench_class_line": Scorer(_first_line(_class_named), _among_classes, "a label of one line"),
     "longbench_count": _integer(_best(_share_of_numbers), _UNSIGNED),
-    "longbench_retrieval": Scorer(_best(_share_of_paragraphs), _paragraphs),
+    "longbench_retrieval": Scorer(
+        _best(_share_of_paragraphs),
+        _of_form(lambda answer: answer if _PARAGRAPH.search(answer) else None, "references like 'Paragraph 3' or '段落3'"),
+    ),
     "longbench_code": Scorer(_of_all(score_code_line)),
-    "longbench2_choice": Scorer(_stated_choice, _letters),
+    "longbench2_choice": Scorer(
+        _stated_choice,
+        _of_form(lambda answer: answer if answer in ("A", "B", "C", "D") else None, "A, B, C or D as reference"),
+    ),
     # InfiniteBench.
     "infinitebench_first_integer": _integer(_of_all(score_first_integer), _UNSIGNED),
     "infinitebench_kv": Scorer(_of_all(score_value_among_words), _stripped, "a word without any of : \" ' . , ? ! { }"),
     "infinitebench_choice": Scorer(_letter, _stripped),
     "infinitebench_f1": Scorer(_ENGLISH_F1),
     "infinitebench_f1_zh": Scorer(_best(_chinese_character_f1)),
-    "infinitebench_math_find": Scorer(_first_number, _numbers, "a number without a sign", numeric=True),
+    "infinitebench_math_find": Scorer(
+        _first_number, _of_form(_number, "a number as reference"), "a number without a sign", numeric=True
+    ),
     "infinitebench_math_calc": _integer(_leading_values),
     "infinitebench_code_run": _integer(_last_word_integer),
     "infinitebench_code_debug": Scorer(_faulty_function, _name_and_letter),
@@ -324,22 +308,19 @@ SCORERS: dict[str, Scorer] = {
     "niah_number": Scorer(lambda prediction, example: float(example.answers[0] in prediction), _stripped),
     "niah_rouge1": Scorer(_rouge("rouge1", True)),
     "quest_passkey": _integer(_passkey, _UNSIGNED),
-    "helmet_substring": Scorer(_of_all(helmet_scores.contains_answer)),
-    "helmet_ndcg10": Scorer(_of_all(helmet_scores.ndcg10)),
-    "lm-eval": Scorer(harness_scores.score),
+    "helmet_substring": Scorer(_of_all(text_metrics.contains_answer)),
+    "helmet_ndcg10": Scorer(_of_all(text_metrics.ndcg10)),
+    "lm-eval": Scorer(harness.score),
 }
 
 
-def fitted(example: Example) -> Example:
-    """Return an example with its references in the form that its scorer expects.
+def fitted(record: Record, example: Example) -> Example:
+    """Return a record's example with its references in the form that its scorer expects.
 
     Raises:
-        ValueError: the scorer is unknown, or it can give no answer its due: a reference is no number where numbers are
-            compared, there are too few or too many references, or the labels to choose from are missing.
+        ValueError: the scorer can give no answer its due: a reference is no number where numbers are compared, there are
+            too few or too many references, or the labels to choose from are missing.
     """
-    check_name("scorer", example.scorer, SCORERS)
-    if not example.answers:
-        raise ValueError("expected at least one reference, got none")
     scorer = SCORERS[example.scorer]
     try:
         example = dataclasses.replace(example, answers=scorer.references(example))
@@ -347,18 +328,28 @@ def fitted(example: Example) -> Example:
         if scorer.reads and not any(scorer.score(text, example) for text in (*example.answers, *plain)):
             raise ValueError(f"references that it finds in an answer, {scorer.reads}, got {example.answers[0]!r:.60}")
     except ValueError as error:
-        raise ValueError(f"the scorer {example.scorer!r} expects {error}") from error
+        raise record.error(f"the scorer {example.scorer!r} expects {error}") from error
     return example
 
 
 def score(example: Example, prediction: str) -> float:
-    """Score a model's text with the example's own scorer.
+    """Score a model's text as the example's task or suite does, in [0, 1].
 
     Raises:
         ValueError: the scorer is unknown, or the example lacks the references or classes that its scorer needs.
         ModuleNotFoundError: the scorer needs a package of the extra 'eval' that is not installed.
     """
+    if example.scorer in TASKS:
+        return TASKS[example.scorer].score(prediction, example.answers)
     check_name("scorer", example.scorer, SCORERS)
     if not example.answers:
         raise ValueError(f"task {example.task!r}: scoring needs at least one reference, got none")
-    return float(SCORERS[example.scorer].score(prediction, example))
+    scorer = SCORERS[example.scorer]
+    return float(scorer.score(prediction, dataclasses.replace(example, answers=scorer.references(example))))
+
+
+def measures(example: Example, prediction: str) -> dict[str, float]:
+    """Score an answer by the further measures of its task or scorer, each in [0, 1]; {} for tasks without."""
+    if example.scorer in TASKS:
+        return {name: measure(prediction, example.answers) for name, measure in TASKS[example.scorer].measures.items()}
+    return dict(harness.results(prediction, example)) if example.scorer == "lm-eval" else {}

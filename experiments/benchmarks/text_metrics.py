@@ -1,4 +1,4 @@
-"""Measures of two texts that several suites share: token F1, ROUGE, repeated functions.
+"""Measures of two texts: token F1, ROUGE, repeated functions, HELMET's containment and NDCG.
 
 Each measure gives the values of the suites' own programs, including odd roundings, so that scores can be compared with
 published scores.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import collections
 import functools
 import importlib
+import json
 import logging
+import math
 import re
 import string
 import types
@@ -112,3 +114,33 @@ def repeats_function(prediction: str, function: str, candidates: Sequence[str], 
     asked = similarity(function)
     best = max((similarity(text) for text in candidates if text != function), default=0.0)
     return float(asked >= threshold and asked > best)
+
+
+def contains_answer(prediction: str, answers: Sequence[str]) -> float:
+    """Score 1.0 if the text holds a reference, without case, punctuation and articles, else 0.0."""
+    text = normalize_english(prediction)
+    return float(any(normalize_english(answer) in text for answer in answers))
+
+
+def ranked_ids(prediction: str) -> list[str]:
+    """Return the numbers of the longest chain ``3 > 1 > 2`` of a text, each once; brackets, colons and ``ID`` are ignored."""
+    text = re.sub(r"[\[\]:]", "", prediction).lower().replace("id", "")
+    chains = (match.group(0) for match in re.finditer(r"(\d+)(?:\s*>\s*(\d+))*", text))
+    longest = max(chains, key=len, default="")
+    return list(dict.fromkeys(part.strip() for part in longest.split(">") if part.strip().isdigit()))
+
+
+def ndcg10(prediction: str, answers: Sequence[str]) -> float:
+    """Compute NDCG at 10 of a ranking, as trec_eval does: a passage's relevance over the logarithm of its place.
+
+    Args:
+        prediction: the ranking.
+        answers: the right ranking, and a JSON object of each passage's relevance.
+    """
+    relevance: dict[str, int] = json.loads(answers[1])
+
+    def gain(values: Sequence[int]) -> float:
+        return sum(value / math.log2(place + 1) for place, value in enumerate(values[:10], 1))
+
+    best = gain(sorted(relevance.values(), reverse=True))
+    return gain([relevance.get(number, 0) for number in ranked_ids(prediction)]) / best if best else 0.0

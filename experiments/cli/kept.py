@@ -48,11 +48,6 @@ def _folders() -> dict[pathlib.Path, str]:
 
 
 def _size(path: pathlib.Path) -> int:
-    """Count the bytes of the files in a folder, or of a file; what another process deletes meanwhile counts nothing."""
-    total = 0
-    for file in [path, *path.rglob("*")] if path.is_dir() and not path.is_symlink() else [path]:
-        try:
-            total += file.lstat().st_size if file.is_symlink() or file.is_file() else 0
-        except FileNotFoundError:
-            continue
-    return total
+    """Count the bytes of the files in a folder, or of a file; of a link only the link counts."""
+    files = [path, *path.rglob("*")] if path.is_dir() and not path.is_symlink() else [path]
+    return sum(file.lstat().st_size for file in files if file.is_symlink() or file.is_file())

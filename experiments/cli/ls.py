@@ -20,8 +20,9 @@ from experiments.cli.job import Job
 from experiments.cli.settings import nearest, option
 
 _OTHERS = ("tasks", "models", "families", "cache")
-_WRAPPERS = 'Wrappers, which are made of methods: --methods "twilight(quest)", --method "periodic(snapkv, interval=128)"'
-_EXPLAINED = "traced: a sweep varies it within one compile; static: it decides a shape, a branch or a kernel"
+_EXPLAINED = (
+    "--set KNOB=VALUE sets a knob; traced: a sweep varies it within a compile, static: it decides a shape or a branch"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +55,11 @@ def _other(command: LsCommand) -> str:
     if first == "cache":
         return kept.clear(command.clear) if command.clear else kept.show()
     if first == "tasks":
-        return importlib.import_module("experiments.tasks.explain").explain(rest, command.json)
+        return importlib.import_module("experiments.benchmarks.explain").explain_tasks(rest, command.json)
     if first in ("models", "families"):
         return vars(importlib.import_module("experiments.answering.listing"))[f"list_{first}"](command.json)
     if first.partition(":")[0] in importlib.import_module("experiments.benchmarks").READERS:
-        return importlib.import_module("experiments.benchmarks.explain").explain(first)
+        return importlib.import_module("experiments.benchmarks.explain").explain_file(first)
     return ""
 
 
@@ -79,10 +80,7 @@ def _methods(command: LsCommand) -> str:
     listed = [known[name] for name in names] if names else list(known.values())
     if command.json:
         return json.dumps(listed, indent=1)
-    parts = [_explained(entry) if names else _summary(entry) for entry in listed]
-    if not names:
-        parts.insert(next(index for index, entry in enumerate(listed) if entry["wrapper"]), _WRAPPERS)
-    return "\n\n".join([*parts, _EXPLAINED])
+    return "\n\n".join([*map(_explained, listed), _EXPLAINED])
 
 
 def entries() -> list[dict[str, Any]]:
@@ -139,35 +137,26 @@ def _json(value: Any) -> Any:
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
 
 
-def _summary(entry: dict[str, Any]) -> str:
-    origin = f"  from {entry['path']}" if entry["outside"] else ""
-    lines = [f"{entry['name']}  [{entry['paper']}]{origin}", f"    {entry['idea']}"]
-    lines += [f'    --methods "{entry["example"]}"'] * entry["wrapper"]
-    return "\n".join([*lines, *(f"    {line}" for line in _knob_lines(entry))])
-
-
 def _explained(entry: dict[str, Any]) -> str:
+    room = entry["path"].partition(":")[0].rpartition(".")[0] if entry["wrapper"] else "kvjax.methods"
+    method, cls = entry["example"], f"{room}.{entry['class']}"
+    if entry["outside"]:
+        method, cls = entry["path"], entry["class"]
     arxiv, is_arxiv, number = entry["paper"].partition("arXiv:")
     link = f", https://arxiv.org/abs/{number}" if is_arxiv and not arxiv else ""
-    method, cls = (entry["path"], entry["class"]) if entry["outside"] else (entry["name"], f"kvjax.methods.{entry['class']}")
-    if entry["wrapper"]:
-        room = entry["path"].partition(":")[0].rpartition(".")[0]  # kvjax.wrappers or kvjax.exact
-        method, cls = f'"{entry["example"]}"', f"{room}.{entry['class']}"
-    idea = textwrap.fill(f"{entry['idea'][0].upper()}{entry['idea'][1:]}", 100)
-    lines = [f"{entry['class']} (--method {method})", "", idea, "", f"paper:  {entry['paper']}{link}"]
-    lines.append(f"keeps:  {entry['keeps']}")
-    if entry["knobs"]:
-        lines += ["", f"knobs (--set KNOB=VALUE, or {cls}(KNOB=VALUE)):"]
-    return "\n".join([*lines, *(f"  {line}" for line in _knob_lines(entry))])
-
-
-def _knob_lines(entry: dict[str, Any]) -> list[str]:
     shown = [f"{knob['name']}={_text(knob['default'])}" for knob in entry["knobs"]]
     width = max(map(len, shown), default=0)
-    return [
-        f"{text:{width}s}  {'traced' if knob['traced'] else 'static'}  {knob['doc']}"
-        for text, knob in zip(shown, entry["knobs"], strict=True)
+    lines = [
+        f'{entry["name"]}  (--method "{method}", or {cls})',
+        *textwrap.wrap(entry["idea"][0].upper() + entry["idea"][1:], 100),
+        f"paper: {entry['paper']}{link}",
+        f"keeps: {entry['keeps']}",
+        *(
+            f"  {text:{width}s}  {'traced' if knob['traced'] else 'static'}  {knob['doc']}"
+            for text, knob in zip(shown, entry["knobs"], strict=True)
+        ),
     ]
+    return "\n    ".join(lines)
 
 
 def _text(default: Any) -> Any:

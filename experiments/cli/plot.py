@@ -83,7 +83,7 @@ def figures(
     experiment = record["experiment"].partition(" ")[0]  # "ablation votes" is an ablation
     if experiment not in packages:
         raise ValueError(f"a record of {record['experiment']!r} has no figures here: {', '.join(packages)} have")
-    with _rows_of(path):
+    with naming(path):
         known, usual = importlib.import_module(packages[experiment]).figures(record)
     for kind in kinds:
         if kind not in known:
@@ -96,18 +96,22 @@ def figures(
 
 
 def _draw(path: pathlib.Path, draw: Callable[[], Any], kind: str) -> bytes:
-    with _rows_of(path):
+    with naming(path):
         return importlib.import_module(RECORDS_PACKAGE).save(draw(), kind)
 
 
 @contextlib.contextmanager
-def _rows_of(path: pathlib.Path) -> Iterator[None]:
-    """Turn errors about absent or mistyped values in a record's rows into a sentence about its file."""
+def naming(*paths: pathlib.Path) -> Iterator[None]:
+    """Turn errors about absent or mistyped values of files into a sentence that names the files, or their folders."""
     try:
         yield
-    except (LookupError, TypeError, AttributeError) as error:
+    except ValueError as error:  # a sentence of ours, or of a parser or a format
+        if any(str(path) in str(error) for path in paths):
+            raise
+        raise ValueError(f"{' and '.join(map(str, paths))}: {error}") from error
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         got = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} cannot be drawn: expected rows as its experiment writes them, got {got}") from error
+        raise ValueError(f"{' and '.join(map(str, paths))}: expected what its experiment writes, got {got}") from error
 
 
 def read_record(path: pathlib.Path) -> dict[str, Any]:
@@ -119,19 +123,17 @@ def read_record(path: pathlib.Path) -> dict[str, Any]:
     file = path / "metrics.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"{path} is neither a folder with a metrics.json nor a JSON record")
-    try:
+    with naming(file):
         record = json.loads(file.read_text(encoding="utf-8-sig"))
-        for name, kind in (("metrics", list), ("settings", dict), ("experiment", str)):
+        for name, kind in {"experiment": str, "settings": dict, "metrics": list}.items():
             if not isinstance(record[name], kind):
-                raise TypeError(f"{name} is {record[name]!r:.40}")
+                raise TypeError(f"no record of an experiment: {name} is {record[name]!r:.40}")
         for name in ("device", "versions", "notes"):
             if not isinstance(record.get(name) or {}, dict):
                 raise TypeError(f"{name} is {record[name]!r:.40}")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{file} is no record of an experiment ({type(error).__name__}: {error})") from error
-    for number, row in enumerate(record["metrics"], 1):
-        if not isinstance(row, dict):
-            raise ValueError(f"{file}, row {number}: expected an object, got {row!r:.60}")
+        for number, row in enumerate(record["metrics"], 1):
+            if not isinstance(row, dict):
+                raise TypeError(f"row {number}: expected an object, got {row!r:.60}")
     return record
 
 

@@ -9,36 +9,27 @@ from typing import Any
 import yaml
 
 
+class _Loader(yaml.SafeLoader):
+    """Makes only plain values, and refuses a key that stands twice, of which PyYAML would take the last one."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[Any, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key.value, str) and lines.setdefault((key.tag, key.value), line) != line:
+                raise ValueError(f"expected keys once, got {key.value!r} in lines {lines[key.tag, key.value]} and {line}")
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: pathlib.Path) -> dict[str, Any]:
     """Read the mapping in a YAML file; other files, and keys that stand twice, are refused by a ``ValueError``."""
     try:
-        values = parse_yaml(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
+        values = yaml.load(path.read_text(encoding="utf-8-sig"), _Loader)  # a SafeLoader too
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold settings by name, got {type(values).__name__}")
     return values
-
-
-def parse_yaml(text: str) -> Any:
-    """Parse the value in a YAML text, None if it is empty.
-
-    A key that stands twice is refused. (PyYAML would take the last one.)
-    """
-
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            lines: dict[Any, int] = {}
-            for key, _ in node.value:
-                line = key.start_mark.line + 1
-                if isinstance(key.value, str) and lines.setdefault((key.tag, key.value), line) != line:
-                    raise ValueError(f"expected keys once, got {key.value!r} in lines {lines[key.tag, key.value]} and {line}")
-            return super().construct_mapping(node, deep)
-
-    try:
-        return yaml.load(text, Loader)  # Loader is a SafeLoader too: it makes only plain values
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(str(error)) from error
 
 
 def write_yaml(values: Mapping[str, Any]) -> str:

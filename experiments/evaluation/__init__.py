@@ -10,16 +10,9 @@ from experiments.evaluation.comparison import beside_full as beside_full
 from experiments.evaluation.comparison import load as load
 from experiments.evaluation.folder import Folder as Folder
 from experiments.evaluation.folder import read_predictions as read_predictions
-from experiments.evaluation.folder import read_runs as read_runs
-from experiments.evaluation.output import Shown as Shown
 from experiments.evaluation.plots import figures as figures
 from experiments.evaluation.runner import Runner as Runner
-from experiments.evaluation.settings import Choice as Choice
 from experiments.evaluation.settings import EvaluationSettings as EvaluationSettings
-from experiments.evaluation.settings import at_budgets as at_budgets
-from experiments.evaluation.settings import check_choices as check_choices
-from experiments.evaluation.settings import choices_of as choices_of
-from experiments.evaluation.settings import set_knobs as set_knobs
-from experiments.evaluation.settings import written as written
+from experiments.evaluation.settings import Shown as Shown
 from experiments.evaluation.tables import against as against
 from experiments.evaluation.tables import report as report

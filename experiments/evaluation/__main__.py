@@ -1,18 +1,25 @@
-"""Score methods on suites, Full first; or a grid of one method's knobs, in a single compile.
+"""Score methods on suites, Full first; or a grid of one method's knobs.
 
-`--methods snapkv --grid budget=64,128,256 --grid kernel=5,7` scores all combinations of these values. Knobs that change
-no shape are varied within one compiled program, whose arrays have room for the largest setting.
+`--methods snapkv --grid budget=64,128,256 --grid kernel=5,7` scores all combinations of these values. Knobs that change no
+shape are varied within one compiled program, whose arrays have room for the largest setting.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
 import sys
 
-from experiments.cli import Against, Job, option
-from experiments.evaluation.grid import run_grid, the_grid
-from experiments.evaluation.output import Output, finish, make_runner
-from experiments.evaluation.settings import EvaluationSettings, set_knobs
+from experiments.answering import set_knobs
+from experiments.cli import Job, option, write_figures
+from experiments.evaluation.cells import make_cells
+from experiments.evaluation.comparison import averages, beside_full, load, place_of
+from experiments.evaluation.folder import Folder
+from experiments.evaluation.grid import the_grid
+from experiments.evaluation.runner import Runner
+from experiments.evaluation.settings import EvaluationSettings, Shown
+from experiments.evaluation.tables import cell_table, remarks, report, summary_table
 from experiments.records import with_figures
 
 
@@ -29,20 +36,48 @@ class MethodKnobs:
     grid: tuple[str, ...] = option((), repeat=True, metavar="KNOB=V1,V2,...")
 
 
-def _eval(settings: EvaluationSettings, more: MethodKnobs, output: Output, against: Against) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output(Shown):
+    """Where results go, and what is shown.
+
+    Attributes:
+        out: result folder; a finished cell is not run again
+        force: throw away what the folder holds
+    """
+
+    out: pathlib.Path
+    force: bool = False
+
+
+def _eval(settings: EvaluationSettings, more: MethodKnobs, output: Output) -> None:
     output = with_figures(output)
     settings = dataclasses.replace(settings, methods=set_knobs(settings.methods, more.set))
-    grid = the_grid(settings, more.grid) if more.grid else None  # refuses a bad grid before the model is loaded
-    if grid is None:
-        runner = make_runner(settings, output)
-        runner.run()
+    if more.grid:
+        settings = dataclasses.replace(settings, methods=the_grid(settings, more.grid))
+    cells = make_cells(settings)  # refuses damaged files before the model is loaded
+    runner = Runner(settings, settings.load(), output.out, cells=cells, force=output.force, progress=not output.quiet)
+    runner.run()
+    _finish(runner.folder, output)
+
+
+def _finish(folder: Folder, output: Output) -> None:
+    """Write the table and the figures into the folder; print the table, or a JSON line."""
+    folder.keep_examples()
+    written = [folder.write("table.md", report([folder.path]))]
+    if output.plot:
+        written += write_figures(folder.path, [], folder.path)
+    compared = beside_full(load([folder.path]))
+    if output.json:
+        rows = sorted(folder.rows, key=place_of(folder.rows))
+        print(json.dumps({"folder": str(folder.path), "means": averages(compared), "rows": rows}))
     else:
-        runner = make_runner(dataclasses.replace(settings, methods=()), output)
-        run_grid(runner, grid)
-    finish(runner.folder, output, against)
+        scored = any(item.row["unit"] == "percent" for item in compared)
+        print("\n\n".join([summary_table(compared) if scored else cell_table(compared), *remarks(compared)]))
+    if not output.quiet:
+        print("written: " + ", ".join(str(path) for path in written), file=sys.stderr)
 
 
-main = Job(_eval, EvaluationSettings, MethodKnobs, Output, Against, compiles=True)
+main = Job(_eval, EvaluationSettings, MethodKnobs, Output, compiles=True)
 
 
 if __name__ == "__main__":

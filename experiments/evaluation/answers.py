@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -140,8 +139,7 @@ def answer_cell(
     batches: Sequence[Batch],
     clock: CompileClock,
     new_tokens: int | None = None,
-    tell: Callable[[str, float, str], None] | None = None,
-    ready: Callable[[int, int], None] | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Answer and score a cell.
 
@@ -150,19 +148,14 @@ def answer_cell(
         question: where the question stands.
         batches: see `make_batches`.
         clock: counts compilation.
-        tell: is called with "reading" or "asking", the part of the cell's work that is done, 0 to 1, and a text that says
-            which of the cell's prompts, and under which method.
-        ready: is called with the index of a batch and a number of its programs, and waits until they are compiled; see
-            `experiments.answering.ask_in_turn`.
+        tell: see `experiments.answering.ask_in_turn`.
 
     Yields:
         For each method a metric for `experiments.records.make_record`, and a prediction for each example, as soon as the
         method has answered.
     """
     asked: list[list[Asked]] = [[] for _ in methods]  # asked[method][batch]
-    total, done = sum(len(batch.units) for batch in batches), 0
-    for index, batch in enumerate(batches):
-        part = None if tell is None else functools.partial(_tell_part, tell, done, len(batch.units), total, len(methods))
+    for batch in batches:
         texts = encoded.wholes if question == "prefill" else encoded.heads
         answered = ask_in_turn(
             model.params,
@@ -174,32 +167,12 @@ def answer_cell(
             limits=[[new_tokens or encoded.examples[i].max_new_tokens for i in unit] for unit in batch.units],
             clock=clock,
             kv_dtype=model.kv_dtype,
-            tell=part,
-            ready=None if ready is None else functools.partial(ready, index),
+            tell=tell,
         )
         for mine, one in zip(asked, answered, strict=True):
             mine.append(one)
             if len(mine) == len(batches):
                 yield _scored(model, encoded, batches, mine, new_tokens)
-        done += len(batch.units)
-
-
-def _tell_part(
-    tell: Callable[[str, float, str], None],
-    before: int,
-    part: int,
-    total: int,
-    methods: int,
-    phase: str,
-    share: float,
-    contexts: range,
-    method: int,
-) -> None:
-    """Tell what is done in a cell of ``total`` prompts, given the share of a part of it that follows ``before`` prompts."""
-    what = f"prompts {before + contexts.start + 1} to {before + contexts.stop} of {total}"
-    if method and methods > 1:
-        what = f"{what} under method {method} of {methods}"
-    tell(phase, (before + part * share) / total, what)
 
 
 def _scored(

@@ -11,16 +11,15 @@ import numpy as np
 
 from experiments.answering import budget_of, without_effect
 from experiments.benchmarks import numbered
-from experiments.cli import read_record
+from experiments.cli import naming, read_record
 from experiments.evaluation.folder import read_examples
 from experiments.evaluation.same_examples import CELL, check_alike
-from experiments.evaluation.stored import check_rows
 from experiments.records import bootstrap_interval as interval
 from experiments.records import check_library, method_title
 
 _COMMON = (
     "model", "dtype", "weights", "template", "template_variables", "system", "eos_token_ids", "truncation", "max_length",
-    "max_new_tokens",
+    "max_new_tokens", "samples", "seed",
 )  # fmt: skip
 BASELINE = "full"
 COUNTED = 60.0  # percent; a task with a lower score of Full is in no mean of the main table
@@ -34,16 +33,12 @@ class Entry:
     Attributes:
         folder: the folder that holds the row.
         row: the metric.
-        scores: by the example's key, 0 to 1.
-        answers: digests of the predictions, equal for equal texts, by the example's key.
-        groups: names of the groups of examples that share a context, by the example's key.
+        examples: by the example's key, each as `experiments.evaluation.examples.brief` gives it.
     """
 
     folder: pathlib.Path
     row: dict[str, Any]
-    scores: dict[str, float]
-    answers: dict[str, int]
-    groups: dict[str, str]
+    examples: dict[str, Mapping[str, Any]]
 
     @property
     def cell(self) -> tuple:
@@ -87,63 +82,27 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
         record = read_record(folder)
         if record["experiment"] != "eval" or not folder.is_dir():
             what = record["experiment"] if folder.is_dir() else "a file"
-            raise ValueError(f"{folder} is {what}, expected a result folder of eval or sweep")
-        check_rows(record, folder / "metrics.json")
-        settings = {name: record["settings"].get(name) for name in _COMMON}
+            raise ValueError(f"{folder} is {what}, expected a result folder of eval")
+        settings = {name: record["settings"][name] for name in _COMMON if name in record["settings"]}
         first = first or settings
-        if other := {name: (first[name], settings[name]) for name in _COMMON if first[name] != settings[name]}:
+        if other := {name: (first[name], x) for name, x in settings.items() if first.get(name, x) != x}:
             raise ValueError(f"folders must have the same settings, but {folders[0]} and {folder} differ: {other}")
-        for row, lines in read_examples(folder, record["metrics"]):
-            if not lines:
-                raise ValueError(f"{folder / row['predictions']} lacks predictions: got none")
-            keys = numbered(line["key"] for line in lines)
-            scores, answers, groups = (
-                {key: line[name] for key, line in zip(keys, lines, strict=True)} for name in ("score", "answer", "group")
-            )
-            entries.append(Entry(folder, row, scores, answers, groups))
+        with naming(folder):
+            entries += [_entry(folder, row, lines) for row, lines in read_examples(folder, record["metrics"])]
     check_library([entry.row for entry in entries], " and ".join(map(str, folders)))
     check_alike(entry.row for entry in entries)
-    rows = told_apart([entry.row for entry in entries])
-    return [
-        dataclasses.replace(entry, row={**entry.row, "name": row["name"]}) for entry, row in zip(entries, rows, strict=True)
-    ]
+    return entries
 
 
-def told_apart(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Name in each row the file and the samples of its task, where rows of one task come from several files or samples."""
-    sources: dict[str, set[str]] = {}
-    for row in rows:
-        sources.setdefault(row["name"], set()).add(row.get("source") or "")
-
-    def name(row: Mapping[str, Any]) -> str:
-        source, others = row.get("source") or "", sources[row["name"]]
-        if len(others) < 2 or not source:
-            return row["name"]
-        short = pathlib.PurePath(source).name
-        alone = len({pathlib.PurePath(other).name for other in others}) == len(others)
-        return f"{row['name']} ({short if alone else source})"
-
-    named, apart = [{**row, "name": name(row)} for row in rows], _sets_differ(rows)
-    return [{**row, "name": f"{row['name']}, {_set_text(_set(row))}"} if apart else row for row in named]
+def _entry(folder: pathlib.Path, row: dict[str, Any], lines: Sequence[Mapping[str, Any]]) -> Entry:
+    if not lines:
+        raise ValueError(f"{folder / row['predictions']} lacks predictions: got none")
+    return Entry(folder, named(row), dict(zip(numbered(line["key"] for line in lines), lines, strict=True)))
 
 
-def _set(row: Mapping[str, Any]) -> tuple:
-    """Return the number of samples and the seed that a row's examples were drawn with."""
-    return row.get("samples"), row.get("seed")
-
-
-def _set_text(drawn: tuple) -> str:
-    samples, seed = drawn
-    return f"{samples} samples" + (f" of seed {seed}" if seed else "")
-
-
-def _sets_differ(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Tell whether one task was answered with several sets of examples; sets may overlap, so a mean takes one set only."""
-    sets: dict[tuple, set[tuple]] = {}
-    for row in rows:
-        at = tuple(row.get(name) for name in CELL if name not in ("samples", "seed"))
-        sets.setdefault(at, set()).add(_set(row))
-    return any(len(drawn) > 1 for drawn in sets.values())
+def named(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the name of the file to the name of a row's task, which several files may have."""
+    return {**row, "name": f"{row['name']} ({pathlib.PurePath(row['source']).name})" if row.get("source") else row["name"]}
 
 
 def beside_full(entries: Sequence[Entry]) -> list[Compared]:
@@ -194,43 +153,36 @@ def place_of(rows: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]],
 
 
 def _against(entry: Entry, base: Entry) -> Compared:
-    if entry.scores.keys() != base.scores.keys():
+    if other := entry.examples.keys() ^ base.examples.keys():
         raise ValueError(
-            f"{entry.row['method']} and Full answered different examples of {entry.row['name']}: "
-            f"{len(entry.scores.keys() ^ base.scores.keys())} keys are not in both; a key holds the prompt, the references, "
-            "the scorer and the limits"
+            f"{entry.row['method']} and Full answered different examples of {entry.row['name']}: {len(other)} keys are not "
+            "in both; a key holds the prompt, the references, the scorer and the limits"
         )
-    keys = list(base.scores)
-    mine = np.asarray([entry.scores[key] for key in keys])
-    theirs = np.asarray([base.scores[key] for key in keys])
-    difference = float((mine - theirs).mean())
-    groups = [base.groups[key] for key in keys]
-    low, high = interval(mine - theirs, groups)
-    same = round(100 * float(np.mean([entry.answers[key] == base.answers[key] for key in keys])), 1)
-    contexts = len({group or key for group, key in zip(groups, keys, strict=True)})
-    points = [round(100 * value, 2) for value in (difference, low, high)]
-    return Compared(entry.row, points[0], (points[1], points[2]), same, contexts)
+    pairs = [(entry.examples[key], theirs) for key, theirs in base.examples.items()]
+    changes = [mine["score"] - theirs["score"] for mine, theirs in pairs]
+    groups = [theirs["group"] for _, theirs in pairs]
+    difference, low, high = (round(100 * value, 2) for value in (float(np.mean(changes)), *interval(changes, groups)))
+    same = round(100 * float(np.mean([mine["answer"] == theirs["answer"] for mine, theirs in pairs])), 1)
+    contexts = len({group or number for number, group in enumerate(groups)})
+    return Compared(entry.row, difference, (low, high), same, contexts)
 
 
 def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
     """Average scores over tasks, for each method, way of asking the question, and length.
 
-    If a task was answered with several numbers of samples or seeds, each set of samples has its own mean, and ``drawn`` names
-    the set. Only methods that have the same cells as Full are averaged: means over different tasks cannot be compared.
+    Only methods that have the same cells as Full are averaged: means over different tasks cannot be compared.
     ``budget`` is the mean of `budget_of`.
     """
     groups: dict[tuple, list[Compared]] = {}
-    apart = _sets_differ([item.row for item in compared])
     for item in compared:
-        drawn = _set_text(_set(item.row)) if apart else ""
-        groups.setdefault((item.row["method"], item.row["question"], item.row.get("length"), drawn), []).append(item)
+        groups.setdefault((item.row["method"], item.row["question"], item.row.get("length")), []).append(item)
     cells: dict[Any, set] = {}
-    for (method, _, *at), members in groups.items():
+    for (method, _, length), members in groups.items():
         if method == BASELINE:
-            cells.setdefault(tuple(at), set()).update(_cell_names(members))
+            cells.setdefault(length, set()).update(_cell_names(members))
     means = []
-    for (method, question, length, drawn), members in groups.items():
-        if set(_cell_names(members)) != cells.get((length, drawn)):
+    for (method, question, length), members in groups.items():
+        if set(_cell_names(members)) != cells.get(length):
             continue
         halves = [(item.interval_95[1] - item.interval_95[0]) / 2 for item in members]
         means.append(
@@ -238,7 +190,6 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
                 "method": method,
                 "question": question,
                 "length": length,
-                "drawn": drawn,
                 "budget": round(float(np.mean([budget_of(item.row) for item in members]))),
                 "tasks": len(members),
                 "samples": min(item.contexts for item in members),  # a file may have fewer contexts than were asked for

@@ -50,22 +50,21 @@ def unpacked(path: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
     if not path.is_file():
         return {}
     try:
-        return _unpacked(path)
+        with path.open("rb") as stream, np.load(stream) as file:  # NumPy leaves a damaged file that it opened itself open
+            arrays = {name: file[name] for name in file.files}
+        return _cells(**arrays)
     except Exception as error:  # a damaged archive ends in errors of zipfile, of zlib, of NumPy and of Python
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from error
 
 
-def _unpacked(path: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
-    with path.open("rb") as stream, np.load(stream) as file:  # NumPy leaves a damaged file that it opened itself open
-        arrays = {name: file[name] for name in file.files}
+def _cells(cell: np.ndarray, count: np.ndarray, **fields: np.ndarray) -> dict[str, list[dict[str, Any]]]:
     cells, start = {}, 0
-    for name, count in zip(arrays["cell"], arrays["count"], strict=True):
-        each = slice(start, start + int(count))
+    for name, size in zip(cell, count, strict=True):
+        each = slice(start, start + int(size))
         start = each.stop
+        columns = zip(*(fields[field][each].tolist() for field in ("key", "group", "score", "answer")), strict=True)
         cells[name.decode()] = [
             {"key": key.decode(), "group": group.decode(), "score": score, "answer": answer}
-            for key, group, score, answer in zip(
-                *(arrays[name][each].tolist() for name in ("key", "group", "score", "answer")), strict=True
-            )
+            for key, group, score, answer in columns
         ]
     return cells

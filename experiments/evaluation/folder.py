@@ -1,6 +1,6 @@
 """A result folder, which later runs continue.
 
-It holds config.yaml, metrics.json, meta.json, predictions/, examples.npz, a table and figures.
+It holds config.yaml, metrics.json, predictions/, examples.npz, a table and figures.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments.cli import naming
 from experiments.evaluation import examples
-from experiments.evaluation.settings import joined
-from experiments.evaluation.stored import read_lines, read_meta
 from experiments.records import Results, make_record, write_bytes
 from models.files.directories import leaves_folder
 
@@ -23,14 +22,14 @@ class Folder:
     """The result folder of an evaluation.
 
     A cell is finished when its row is in metrics.json. The row is written after the cell's predictions, so an interruption
-    costs at most one cell. Every row names the run (an entry of meta.json) that made it, with commit, versions and device.
+    costs at most one cell. Every row has the index of the run in the record's note "runs", with commit, versions and device.
     Several processes may fill a folder, each with other methods or cells.
 
     Args:
         path: the folder, which is created if need be.
         common: settings that all cells of the folder share; JSON values.
-        config: text of config.yaml, which is written with the first cell and keeps the settings of earlier runs.
-        meta: more facts about this run for meta.json, in addition to commit, versions and device; JSON values.
+        config: text of config.yaml, which is written with the first cell.
+        meta: more facts about this run for the note "runs", in addition to commit, versions and device; JSON values.
         force: throw away what the folder holds, as soon as this run has a cell.
 
     Raises:
@@ -46,11 +45,7 @@ class Folder:
         header = make_record("eval", {}, [])
         self._run = {name: header[name] for name in ("date", "commit", "versions", "device")} | dict(meta)
         self._run |= {"cells": 0, "compile_seconds": 0.0, "seconds": 0.0}
-        self._number: int | None = None  # this run's index in meta.json, as soon as it has a cell
-
-    @property
-    def _meta(self) -> pathlib.Path:
-        return self.path / "meta.json"
+        self._number: int | None = None  # this run's index, as soon as it has a cell
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -82,38 +77,21 @@ class Folder:
         with self.results.lock:
             if self._number is None:
                 self._begin(name)
-            self._keep_run()
+            self.results.change("runs", self._with_run)
             self.results.add({**row, "predictions": name, "run": self._number}, key)
 
-    def divide(self, parts: Mapping[str, float]) -> None:
-        """Write on what this run's seconds were spent into its entry of meta.json; a run without a cell has no entry."""
-        self._run["parts"] = {name: round(seconds, 2) for name, seconds in parts.items()}
-        if self._number is not None:
-            with self.results.lock:
-                self._keep_run()
-
-    def _keep_run(self) -> None:
-        runs = read_runs(self.path)
+    def _with_run(self, runs: list[Mapping[str, Any]] | None) -> list[Mapping[str, Any]]:
         if self._number is None:
-            self._number = len(runs)
-            runs.append(self._run)
-        runs[self._number] = self._run
-        write_bytes(self._meta, (json.dumps({"runs": runs}, separators=(",", ":")) + "\n").encode())
+            self._number = len(runs or ())
+        return [*(runs or ())[: self._number], self._run, *(runs or ())[self._number + 1 :]]
 
     def _begin(self, first: str) -> None:
-        """Prepare the folder for this run's first cell, whose predictions are ``first``: join or throw away old content."""
-        file = self.path / "config.yaml"
+        """Prepare the folder for this run's first cell, whose predictions are ``first``; with ``force`` clear it."""
         if self._force:
-            for old in (self._meta, file, self.path / examples.FILE, *self.path.glob("predictions/*.jsonl")):
+            for old in (self.path / examples.FILE, *self.path.glob("predictions/*.jsonl")):
                 if old != self.path / first:
                     old.unlink(missing_ok=True)
-        config = self._config
-        if file.exists():
-            try:
-                config = joined(file.read_text(encoding="utf-8"), config)
-            except ValueError as error:
-                raise ValueError(f"{file} holds no settings of a run: {error}") from error
-        write_bytes(file, config.encode())
+        write_bytes(self.path / "config.yaml", self._config.encode())
 
     def keep_examples(self) -> None:
         """Write examples.npz, which stands in for the predictions if somebody leaves them out of the folder."""
@@ -127,12 +105,6 @@ class Folder:
         return path
 
 
-def read_runs(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Read the runs that gave a folder its cells, oldest first, from its meta.json; empty if there is no such file."""
-    file = path / "meta.json"
-    return read_meta(file) if file.is_file() else []
-
-
 def read_predictions(folder: pathlib.Path, row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Read the predictions of a row, in the order of its examples.
 
@@ -144,7 +116,8 @@ def read_predictions(folder: pathlib.Path, row: Mapping[str, Any]) -> list[dict[
         raise ValueError(f"{folder}: predictions must be a file of the folder, got {row['predictions']!r} in metrics.json")
     if not path.is_file():
         raise ValueError(f"{folder} lacks {row['predictions']}, which its metrics.json names")
-    return read_lines(path)
+    with naming(path):
+        return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
 
 
 def read_examples(folder: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], list[dict]]]:

@@ -180,23 +180,12 @@ class Plan:
         return self._batches[at]
 
     @functools.cached_property
-    def _generated(self) -> frozenset[str]:
-        return frozenset(cell.task for cell in self._cells if cell.length is not None)
-
-    @functools.cached_property
-    def own_room(self) -> frozenset[str]:
-        """The tasks whose answers are so long that they do not share a program with other tasks."""
-        return frozenset(task for task in self._generated if get_task(task).max_new_tokens > SHARED_TOKENS)
-
-    @functools.cached_property
     def _room(self) -> int:
         """The longest answer, in tokens, of the generated tasks that share a program."""
-        if self._settings.max_new_tokens is not None:
-            return self._settings.max_new_tokens
-        return max((get_task(task).max_new_tokens for task in self._generated - self.own_room), default=0)
+        limits = [get_task(cell.task).max_new_tokens for cell in self._cells if cell.length is not None]
+        return self._settings.max_new_tokens or max((limit for limit in limits if limit <= SHARED_TOKENS), default=0)
 
     def _most_contexts(self, question: str) -> int:
         """Return the most contexts of a generated cell of this run; a question in the prompt makes a context of its own."""
-        return max(
-            cell.samples * (cell.questions if question == "prefill" else 1) for cell in self._cells if cell.length is not None
-        )
+        generated = [cell for cell in self._cells if cell.length is not None]
+        return max(cell.samples * (cell.questions if question == "prefill" else 1) for cell in generated)

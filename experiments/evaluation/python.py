@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import models
-from experiments.answering import of_loaded, preset_knobs
+from experiments.answering import of_loaded, preset
 from experiments.evaluation.cells import make_cells
 from experiments.evaluation.comparison import beside_full, flat, load, place_of
 from experiments.evaluation.runner import Runner
@@ -89,14 +89,14 @@ def entry_of(method: Method) -> dict[str, Any]:
     cls = type(method)
     if cls not in (*registry.classes().values(), *registry.WRAPPERS.values()):
         plugins.register(cls)
-    knobs, preset = {}, preset_knobs(cls.__name__.lower())
+    knobs, always = {}, preset(cls.__name__.lower(), 1 << 17)[0].keys()
     for field in dataclasses.fields(cls):
         value = vars(method)[field.name]
         size = vars(method).get("budget") if field.name == "capacity" else None
         filled_in = type(size) is int and value == size
-        if field.name in preset or (value is not field.default and not filled_in):
+        if field.name in always or (value is not field.default and not filled_in):
             value = _plain(f"{cls.__name__}: {field.name}", value)
-            knobs |= {field.name: value} if field.name in preset or value != field.default else {}
+            knobs |= {field.name: value} if field.name in always or value != field.default else {}
     return {cls.__name__.lower(): knobs}
 
 

@@ -11,19 +11,22 @@ import dataclasses
 import functools
 import gc
 import pathlib
+import sys
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from tqdm import tqdm
 
-import models
 from experiments.answering import (
     Calibration,
+    Choice,
     LoadedModel,
     Setting,
     chess_thresholds,
+    forms_asked,
     mesh_axes,
     mesh_text,
     needs_thresholds,
@@ -33,18 +36,17 @@ from experiments.answering import (
 )
 from experiments.benchmarks import Cell, CellStore
 from experiments.evaluation.ahead import CompileAhead
-from experiments.evaluation.answers import SECONDS, answer_cell, reads_code, with_room
+from experiments.evaluation.answers import answer_cell, reads_code, with_room
 from experiments.evaluation.cells import make_cells, make_reading, without_file
 from experiments.evaluation.folder import Folder
 from experiments.evaluation.plan import Group, Job, Plan
-from experiments.evaluation.progress import Progress
-from experiments.evaluation.same_examples import Answered, from_file
-from experiments.evaluation.settings import Choice, EvaluationSettings
+from experiments.evaluation.same_examples import check_answered, from_file
+from experiments.evaluation.settings import EvaluationSettings
 from experiments.records import CompileClock, Timer, check_library, knobs_of
 from experiments.tasks import expand, library_origin
 from kvjax import registry
 from kvjax.decoding.layers import check_quantisable, layer_methods
-from models.hub.progress import is_drawn
+from models.hub.progress import is_drawn, progress_bar
 
 
 class Runner:
@@ -57,7 +59,6 @@ class Runner:
         cells: the cells of the settings, if `make_cells` has made them before.
         force: throw away what the folder holds.
         progress: whether to show a progress bar.
-        loading: seconds that loading the model has taken, for the record.
 
     Attributes:
         cells: the cells that are asked.
@@ -78,7 +79,6 @@ class Runner:
         cells: list[Cell] | None = None,
         force: bool = False,
         progress: bool = True,
-        loading: float = 0.0,
     ) -> None:
         limit = settings.max_length or model.config.max_position_embeddings
         longest = max(settings.lengths, default=0)
@@ -95,11 +95,11 @@ class Runner:
         for choice in settings.choices if settings.kv_dtype else ():  # before anything runs
             method = choice.at(longest or limit, model.tokenizer, self._made_for, {}).method
             check_quantisable(layer_methods(method, model.config), settings.kv_dtype)
-        self.settings, self.model, self._limit, self._loading = settings, model, limit, loading
+        self.settings, self.model, self._limit, self._begun = settings, model, limit, time.monotonic()
         mesh = mesh_text(mesh_axes(settings.mesh))
         self.placed = {"mesh": mesh} if mesh else {}
         self.progress = progress
-        template = models.ChatTemplate.from_directory(model.directory) if settings.template == "auto" else None
+        template = model.template if settings.template == "auto" else None
         ends = model.config.eos_token_ids
         self._reading = make_reading(settings, model.tokenizer_file, template, self._limit, ends)
         common = {
@@ -113,6 +113,8 @@ class Runner:
             "truncation": settings.truncation,
             "max_length": self._limit,
             "max_new_tokens": settings.max_new_tokens,
+            "samples": settings.samples,
+            "seed": settings.seed,
             "decoding": "greedy",
         }
         self.folder = Folder(out, common, settings.to_yaml(), {**common, "settings": settings.as_dict()}, force)
@@ -131,8 +133,6 @@ class Runner:
             ValueError: the folder holds answers to other examples of a cell.
         """
         choices = self.settings.choices
-        begun, spent = self._begun, self._spent = time.monotonic(), {name: 0.0 for name in SECONDS}
-        self._answered.check_tasks(self.cells)
         for cell in self.cells:  # files change; the generators do not, and their cells are checked before they are answered
             if from_file(cell.identity):
                 self.check(cell)
@@ -146,52 +146,40 @@ class Runner:
                 self._say(
                     f"left out, because no file of questions is given (--haystack {names[0]}=file:PATH): {', '.join(names)}"
                 )
-            total = len(choices) * len(self.cells)
-            self._say(f"{len(jobs)} cells to run, {total - len(jobs)} in {self.folder.path}")
-            before = time.monotonic() - begun
-            with Progress(len(jobs), self.progress, is_drawn(), ahead.describe) as bar:
+            if any(file.startswith("questions:") for file in self.settings.files) and (
+                note := forms_asked(self.model.directory)
+            ):
+                self._say(note)
+            self._say(f"{len(jobs)} cells to run, {len(choices) * len(self.cells) - len(jobs)} in {self.folder.path}")
+            # The mean over all cells predicts the end better than the last cells, some of which have to be compiled.
+            with progress_bar(total=len(jobs), unit="cell", smoothing=0, disable=not self.progress) as bar:
                 while waiting:
                     group = waiting.popleft()
                     self.folder.results.read()
                     left = [job for job in group.jobs if self.folder.find(job.identity) is None]  # others have made the rest
-                    bar.end(len(group.jobs) - len(left))
+                    bar.update(len(group.jobs) - len(left))
                     parts = self._plan.alike(dataclasses.replace(group, jobs=left))
                     if len(parts) != 1:  # none is left, or some need smaller batches than others
                         waiting.extendleft(reversed(parts))
                         continue
-                    finished, again = self._attempt(parts[0], ahead, clock, bar)
-                    waiting.extendleft(reversed(again))  # cells that it has finished are counted when it is taken again
-                    bar.end(finished, f"ran {spent['seconds']:.0f} s, compiled {spent['compile_seconds']:.0f} s")
-        self._divide(before)
+                    # Cells of a smaller group that are finished are counted when it is taken again.
+                    waiting.extendleft(reversed(self._attempt(parts[0], ahead, clock, bar)))
 
-    def _divide(self, before: float) -> None:
-        """Show on what this run's seconds were spent, ``before`` of them before its first cell, and keep it in the folder."""
-        spent, whole = self._spent, self._loading + time.monotonic() - self._begun
-        parts = {
-            "loading": self._loading,
-            "before the first cell": before,
-            "prompts": spent["seconds"] - spent["answer_seconds"],
-            "answers": spent["answer_seconds"],
-            "waiting for the compiler": spent["compile_seconds"],
-        }
-        parts["between cells"] = whole - sum(parts.values())
-        self.folder.divide(parts)
-        self._say(f"{whole:.0f} s: " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in parts.items()))
-
-    def _attempt(self, group: Group, ahead: CompileAhead, clock: CompileClock, bar: Progress) -> tuple[int, list[Group]]:
-        """Run a group as `_run` does; if the device runs out of memory, return 0 and the groups to run instead.
+    def _attempt(self, group: Group, ahead: CompileAhead, clock: CompileClock, bar: Any) -> list[Group]:
+        """Run a group as `_run` does; if the device runs out of memory, return the groups to run instead.
 
         `kvjax.prefill_each` raises a ``MemoryError`` for caches that it knows not to fit.
         """
         try:
             self._run(group, ahead, clock, bar)
-            return len(group.jobs), []
+            bar.update(len(group.jobs))
+            return []
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
             lacks = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
             if not lacks or not (again := self._smaller(group)):
                 raise
         gc.collect()  # the error's frames hold the caches that were too large, in cycles with the error
-        return 0, again
+        return again
 
     def _smaller(self, group: Group) -> list[Group]:
         """Split a group that did not fit, or halve the rows of a single method; return [] if it had the fewest already."""
@@ -214,7 +202,7 @@ class Runner:
         """Return the most rows that are prefilled at once."""
         return max(batch.shape.rows for batch in self._plan.batches(group))
 
-    def _run(self, group: Group, ahead: CompileAhead, clock: CompileClock, bar: Progress) -> None:
+    def _run(self, group: Group, ahead: CompileAhead, clock: CompileClock, bar: Any) -> None:
         """Measure jobs that prefill a cell's contexts together.
 
         A row goes into the folder as soon as its method has answered, so that an interruption loses one method's answers.
@@ -222,35 +210,27 @@ class Runner:
         jobs, cell = group.jobs, group.jobs[0].cell
         self.check(cell)
         name = jobs[0].label if len(jobs) == 1 else f"{len(jobs)} methods"
-        bar.begin(f"{name} {cell.title}", len(jobs))
-        keys = self._add(ahead, group)
+
+        def tell(what: str) -> None:
+            bar.set_description(f"{name} {cell.title}: {what}", refresh=is_drawn())  # a log gets no line for it
+
+        tell("compiling")
         with Timer(clock) as waiting:
-            for key in () if ahead.spare else keys:
+            for key in self._add(ahead, group):
                 ahead.wait(key)
-
-        def ready(batch: int, programs: int) -> None:
-            ahead.wait(keys[batch], programs)
-
         together = {"read_together": len(jobs)} if len(jobs) > 1 else {}
         encoded, batches, limit = self.store[cell], self._plan.batches(group), self.settings.max_new_tokens
-        answered = answer_cell(self.model, encoded, group.methods, jobs[0].question, batches, clock, limit, bar.tell, ready)
+        answered = answer_cell(self.model, encoded, group.methods, jobs[0].question, batches, clock, limit, tell)
         for job, (row, predictions) in zip(jobs, answered, strict=True):
             row["compile_seconds"] = round(row["compile_seconds"] + (waiting.run + waiting.compile) / len(jobs), 2)
             row = {**row, **job.identity, "budget": job.identity["knobs"].get("budget"), "note": job.setting.note}
             row |= self.placed | together
             self.folder.add(row, job.identity, predictions)
-            self._tell(job, row)
-            bar.said()
-
-    def _tell(self, job: Job, row: Mapping[str, Any]) -> None:
-        """Show a line for a finished cell, and count its seconds."""
-        for name in SECONDS:
-            self._spent[name] += row[name]
-        self._say(
-            f"{time.monotonic() - self._begun:7.1f} s  {job.label:24s} {job.cell.title:24s} "
-            f"{row['value']:7.2f} {row['unit']:10s} {row['seconds']:6.1f} s, "
-            f"compiling {row['compile_seconds']:.1f} s" + "  NO EFFECT: it read every token" * without_effect(row)
-        )
+            self._say(
+                f"{time.monotonic() - self._begun:7.1f} s  {job.label:24s} {cell.title:24s} "
+                f"{row['value']:7.2f} {row['unit']:10s} {row['seconds']:6.1f} s, "
+                f"compiling {row['compile_seconds']:.1f} s" + "  NO EFFECT: it read every token" * without_effect(row)
+            )
 
     def _add(self, ahead: CompileAhead, group: Group) -> list[Hashable]:
         """Add the programs of a group to the queue; return the key of each batch."""
@@ -266,12 +246,8 @@ class Runner:
     def check(self, cell: Cell) -> None:
         """Refuse a cell of which the folder holds answers to other examples, because they could not be compared."""
         if cell not in self._checked:
-            self._answered.check(self.store[cell])
+            check_answered(self.folder.rows, self.store[cell], self.folder.path)
             self._checked.add(cell)
-
-    @functools.cached_property
-    def _answered(self) -> Answered:
-        return Answered(self.folder)
 
     def _jobs(self, choices: Sequence[Choice]) -> list[Job]:
         """List the cells of every choice that the folder does not have."""
@@ -310,4 +286,4 @@ class Runner:
 
     def _say(self, line: str) -> None:
         if self.progress:
-            Progress.say(line)
+            tqdm.write(line, file=sys.stderr)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import pathlib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from experiments.benchmarks import Cell, Encoded, numbered
-from experiments.evaluation.folder import Folder, read_examples
+from experiments.benchmarks import Encoded, digest
 
 CELL = ("task", "length", "samples", "seed", "haystack", "depth", "questions", "source", "scored_tokens")
 DIGEST = "examples_digest"  # of a row: `experiments.benchmarks.digest` of its examples' keys
-_CHOOSE = "choose another --out, or begin anew with --force"
 
 
 def from_file(row: Mapping[str, Any]) -> bool:
@@ -18,52 +17,18 @@ def from_file(row: Mapping[str, Any]) -> bool:
     return bool(row.get("source")) or ":" in (row.get("haystack") or "")
 
 
-class Answered:
-    """The examples that the rows of a folder answered, as the folder is now.
-
-    Args:
-        folder: the folder.
-
-    Raises:
-        ValueError: the folder lacks examples of a row.
-    """
-
-    def __init__(self, folder: Folder) -> None:
-        self._path = folder.path
-        self._rows = [
-            (row, numbered(line["key"] for line in lines)) for row, lines in read_examples(folder.path, folder.rows)
-        ]
-
-    def check(self, encoded: Encoded) -> None:
-        """Refuse a cell if a row answered other examples of it.
-
-        The same examples must have been drawn; a row of fewer or more samples must hold some or all of them.
-        """
-        cell = encoded.cell
-        wanted = {name: value for name, value in cell.identity.items() if name != "samples"}
-        for row, keys in self._rows:
-            if any(row.get(name) != value for name, value in wanted.items()):
-                continue
-            mine, theirs = set(encoded.keys), set(keys)
-            same = mine == theirs if row.get("samples") == cell.samples else mine <= theirs or theirs <= mine
-            if not same:
-                raise self._changed(row, cell.source or cell.haystack or "", cell.title)
-
-    def check_tasks(self, cells: Sequence[Cell]) -> None:
-        """Refuse rows of tasks that their files, whose cells are all in ``cells``, no longer have."""
-        tasks: dict[str, set[str]] = {}
-        for cell in cells:
-            if cell.source:
-                tasks.setdefault(cell.source, set()).add(cell.task)
-        for row, _ in self._rows:
-            source, task = row.get("source") or "", row.get("task")
-            if source in tasks and task not in tasks[source]:
-                raise self._changed(row, source, f"{task}, which it no longer has,")
-
-    def _changed(self, row: Mapping[str, Any], source: str, title: str) -> ValueError:
-        who = "Full" if row["method"] == "full" else row["method"]
-        what = f"{source} has" if source else "the examples have"
-        return ValueError(f"{what} changed since {who} answered {title} in {self._path}: {_CHOOSE}")
+def check_answered(rows: Iterable[Mapping[str, Any]], encoded: Encoded, folder: pathlib.Path) -> None:
+    """Refuse the examples of a cell if a row of the folder answered other examples of it."""
+    cell, mine = encoded.cell, digest(encoded.keys)
+    for row in rows:
+        same_cell = all(row.get(name) == value for name, value in cell.identity.items())
+        if same_cell and row.get(DIGEST, mine) != mine:
+            source = cell.source or cell.haystack or ""
+            what = f"{source} has" if source else "the examples have"
+            who = {"full": "Full"}.get(row["method"], row["method"])
+            raise ValueError(
+                f"{what} changed since {who} answered {cell.title} in {folder}: choose another --out, or --force"
+            )
 
 
 def check_alike(rows: Iterable[Mapping[str, Any]]) -> None:

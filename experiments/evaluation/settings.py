@@ -4,191 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jsonargparse.typing import PositiveInt
 
-from experiments.answering import (
-    BASELINES,
-    METHODS,
-    PAPERS,
-    QUESTIONS,
-    SHARES,
-    MeshSettings,
-    Setting,
-    budget_tokens,
-    knobs_by_method,
-    paper_method,
-    read_knobs,
-)
+from experiments.answering import METHODS, QUESTIONS, Choice, MeshSettings, at_budgets, budgets_of, choices_of, written
 from experiments.benchmarks import READERS, TRUNCATIONS
-from experiments.cli import names, option, parse_yaml, write_yaml
+from experiments.cli import option
 from experiments.tasks import GROUPS, TASKS, expand, get_task
-from kvjax import registry
 from kvjax.cache.quantised import KV_DTYPES
-from kvjax.protocol.fields import check_field, check_names
-
-_GROUPS = {"papers": PAPERS, "baselines": BASELINES, "all": METHODS}
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """A method as the user asked for it.
-
-    Attributes:
-        name: the method's registered name.
-        knobs: the given knobs. A budget may be a share of the length such as "1/8"; the method inside a wrapper is a name or
-            ``{name: knobs}``; a pattern of prompts is ``{kind: ..., ...}``.
-    """
-
-    name: str
-    knobs: Mapping[str, Any]
-
-    @property
-    def label(self) -> str:
-        """The name in tables."""
-        knobs = ", ".join(f"{knob}={self._text(knob, value)}" for knob, value in self.knobs.items())
-        return f"{self.name}({knobs})" if knobs else self.name
-
-    @property
-    def inner(self) -> dict[str, dict[int | None, Choice]]:
-        """The methods inside of a wrapper that are not methods yet, by field and layer; the layer is None without layers."""
-        fields = {}
-        for field, by_layer in registry.inner_fields(registry.find(self.name)).items():
-            value = self.knobs.get(field)
-            if by_layer and not isinstance(value, (Mapping, type(None))):
-                raise ValueError(f"{field} must be methods by layer, as {{0: full}}, got {value!r}")
-            values = value or {} if by_layer else {None: value}
-            choices = {at: _choice(one) for at, one in values.items() if isinstance(one, (str, Mapping))}
-            fields |= {field: choices} if choices else {}
-        return fields
-
-    def at(self, length: int, tokenizer: Any, config: Any, extra: Mapping[str, Any]) -> Setting:
-        """Make the method for a length in tokens.
-
-        Knobs not given are the paper's, or an eighth of the length as a baseline's budget. ``extra`` replaces the paper's
-        knobs, but not the given knobs; ``config`` is None if there is no tokenizer.
-        """
-        return paper_method(self.name, length, tokenizer=tokenizer, config=config, given={**extra, **self.knobs})
-
-    def _text(self, knob: str, value: Any) -> Any:
-        """Format the value of a knob for a label."""
-        if choices := self.inner.get(knob):
-            return ", ".join(choice.label if at is None else f"{at}: {choice.label}" for at, choice in choices.items())
-        return f"({', '.join(f'{name}={x}' for name, x in value.items())})" if isinstance(value, Mapping) else value
-
-
-def _choice(value: str | Mapping[str, Any]) -> Choice:
-    """Parse a method and its knobs from a text or ``{name: knobs}``."""
-    name, knobs = registry.one_inner(value)
-    if name in _GROUPS:
-        raise ValueError(f"a wrapper has one method, as a name or {{name: knobs}}, got the group {name!r}")
-    name, in_name = registry.parse_method(name, read_knobs)
-    return Choice(name, {**in_name, **knobs})
-
-
-def choices_of(entries: Any) -> tuple[Choice, ...]:
-    """Parse methods from names, paths of classes, texts with brackets, names of groups, and {name: knobs}.
-
-    Raises:
-        ValueError: an entry has none of these forms.
-    """
-    choices: list[Choice] = []
-    if isinstance(entries, str):
-        entries = names(entries)
-    for entry in entries if isinstance(entries, (list, tuple)) else [entries]:
-        if isinstance(entry, Choice):
-            choices.append(entry)
-        elif isinstance(entry, Mapping):
-            for name, knobs in entry.items():
-                if not isinstance(knobs or {}, Mapping):
-                    raise ValueError(f"methods: expected knobs of {name!r} as {{knob: value}}, got {knobs!r}")
-                choices.append(_choice({str(name): knobs}))
-        elif isinstance(entry, str):
-            group = _GROUPS.get(registry.canonical_name(entry))
-            choices += [_choice(entry)] if group is None else [Choice(member, {}) for member in group]
-        else:
-            raise ValueError(f"methods: expected names, or {{name: knobs}}, got {entry!r}")
-    return tuple(choices)
-
-
-def set_knobs(choices: Sequence[Choice], pairs: Sequence[str]) -> tuple[Choice, ...]:
-    """Set knobs of some methods by texts ``method.knob=value``; a method that is not among ``choices`` is refused."""
-    results = tuple(choices)
-    for name, knobs in knobs_by_method(pairs, read_knobs).items():
-        if not any(choice.name == name for choice in results):
-            raise ValueError(f"--set names {name!r}, which is none of the methods {', '.join(c.name for c in results)}")
-        results = tuple(Choice(c.name, {**c.knobs, **knobs}) if c.name == name else c for c in results)
-    return results
-
-
-def written(choices: Sequence[Choice]) -> list[str | dict[str, Any]]:
-    """Convert methods to entries of a YAML file, which `choices_of` reads again, in any process."""
-    return [_entry(choice) for choice in choices]
-
-
-def _entry(choice: Choice) -> str | dict[str, Any]:
-    knobs, name = dict(choice.knobs), registry.lasting_name(choice.name)
-    for field, choices in choice.inner.items():
-        entries = {at: _entry(inner) for at, inner in choices.items()}
-        knobs[field] = entries[None] if None in entries else {**knobs[field], **entries}
-    return {name: knobs} if knobs else name
-
-
-def check_knobs(name: str, knobs: Mapping[str, Any]) -> None:
-    """Refuse knobs that a method does not have, and values that a knob does not take.
-
-    Shares of a length are left to `budget_tokens`, files to `read_files`, and methods inside wrappers to `check_choices`.
-    """
-    cls = registry.find(name)
-    check_names(cls, knobs)
-    inner = registry.inner_fields(cls)
-    for knob, value in knobs.items():
-        known = isinstance(value, SHARES.get(knob, ())) or (knob in ("scores", "pattern") and isinstance(value, str))
-        if knob == "pattern" and isinstance(value, Mapping):
-            registry.pattern_of(value)
-        elif not known and knob not in inner:
-            check_field(cls, knob, tuple(value) if isinstance(value, list) else value)
-
-
-def check_choices(choices: Sequence[Choice], budgets: Sequence[str], length: int) -> None:
-    """Refuse unknown methods and knobs, and budgets that are neither shares nor tokens, for the shortest length in tokens."""
-    for choice in choices:
-        check_knobs(choice.name, choice.knobs)
-        registry.check_inner(registry.find(choice.name), choice.knobs)
-        if "budget" in choice.knobs:
-            budget_tokens(choice.knobs["budget"], length)
-        for inner in choice.inner.values():
-            check_choices(list(inner.values()), (), length)
-    for share in budgets:
-        budget_tokens(share, length)
-
-
-def at_budgets(choices: Sequence[Choice], budgets: Sequence[str]) -> list[Choice]:
-    """List Full, then every method without repeats; a method whose budget is not given comes at each of ``budgets``.
-
-    The budget of a wrapper around one method is that method's.
-    """
-    results = [Choice("full", {})]
-    for choice in choices:
-        at_each = [_with_budget(choice, share) for share in budgets]
-        results += [with_budget or choice for with_budget in at_each or [None] if with_budget or choice.name != "full"]
-    return list({choice.label: choice for choice in results}.values())
-
-
-def _with_budget(choice: Choice, budget: str) -> Choice | None:
-    """Set the budget of a method, or of the only method inside of it; None if the budget is given, or there is none."""
-    fields = registry.find(choice.name).__dataclass_fields__
-    if inner := registry.inner_fields(registry.find(choice.name)):
-        choices = choice.inner if len(inner) == 1 else {}
-        changed = {at: _with_budget(one, budget) for ones in choices.values() for at, one in ones.items()}
-        if "budget" in choice.knobs or None not in changed or changed[None] is None:
-            return None
-        return Choice(choice.name, {**choice.knobs, next(iter(inner)): {changed[None].name: dict(changed[None].knobs)}})
-    if "budget" not in fields or "budget" in choice.knobs:
-        return None
-    return Choice(choice.name, {"budget": budget, **choice.knobs})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -249,7 +74,7 @@ class EvaluationSettings(MeshSettings):
     kv_dtype: str | None = option(None, choices=tuple(KV_DTYPES))
     workers: int = 2
     methods: tuple[Choice, ...] = option(tuple(Choice(name, {}) for name in METHODS), read=choices_of, write=written)
-    budgets: tuple[str, ...] = ()
+    budgets: tuple[str, ...] = option((), read=budgets_of)
     together: PositiveInt = 16
 
     def __post_init__(self) -> None:
@@ -281,7 +106,6 @@ class EvaluationSettings(MeshSettings):
         for name in self.generated:
             if name in TASKS and get_task(name).needs_file and self.haystack_of(name) is None:
                 raise ValueError(f"{name} asks the questions of a file: give it as haystack {name}=file:PATH")
-        check_choices(self.methods, self.budgets, min(self.lengths, default=1024))
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -308,19 +132,16 @@ class EvaluationSettings(MeshSettings):
         return at_budgets(self.methods, self.budgets)
 
 
-_JOINED = ("tasks", "methods", "lengths", "budgets")  # settings to which another run of a folder adds
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shown:
+    """What is shown of results.
 
-
-def joined(before: str, now: str) -> str:
-    """Merge a new run's settings into the text of a folder's config.yaml, which people may have shortened.
-
-    Tasks, methods, lengths and budgets of the earlier runs come first; all other settings are the new run's. A method with
-    other knobs is another entry, because it has rows of its own.
+    Attributes:
+        plot: draw figures (needs matplotlib)
+        json: print a JSON line instead of the table
+        quiet: show no progress
     """
-    old, new = (parse_yaml(text) or {} for text in (before, now))
-    if not isinstance(old, Mapping) or not all(isinstance(old.get(name) or [], list) for name in _JOINED):
-        raise ValueError(f"expected settings by name with lists of {', '.join(_JOINED)}, got {before[:60]!r}")
-    choices_of(old.get("methods") or ())  # refuses what is no method
-    for name in _JOINED:
-        new[name] = [*(value for value in old.get(name) or () if value not in new[name]), *new[name]]
-    return write_yaml(new)
+
+    plot: bool = True
+    json: bool = False
+    quiet: bool = False

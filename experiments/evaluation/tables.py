@@ -7,11 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from experiments.answering import budget_of, without_effect
-from experiments.cli import read_record
+from experiments.cli import naming, read_record
 from experiments.evaluation.comparison import BASELINE, FEW, Compared, averages, beside_full, flat, load
-from experiments.evaluation.folder import read_runs
-from experiments.evaluation.stored import check_shown
-from experiments.records import csv_table, device_kinds, latex_table, markdown_rows, method_title, short_commit
+from experiments.records import csv_table, device_kinds, markdown_rows, method_title, short_commit
 
 _OF_CELLS = f"; bold: beyond noise. Fewer than {FEW} examples that are all alike have no interval"  # not of means
 _LEGEND = (
@@ -31,45 +29,20 @@ def report(folders: Sequence[pathlib.Path]) -> str:
     Raises:
         ValueError: a folder does not record what made its numbers, or an error of `experiments.evaluation.comparison`.
     """
-    compared = beside_full(load(folders))
-    about = "How well each method answers, beside Full on the same examples."
-    legend = _LEGEND + _ACCEPTED * any(_accepted(item.row) for item in compared)
-    title = f"# Evaluation: {' and '.join(folder.resolve().name for folder in folders)}"
-    parts = [title, about, "\n".join(_about(folder) for folder in folders), legend]
-    parts += ["## Means over tasks", summary_table(compared), *left_out(compared)]
-    return "\n\n".join([*parts, "## Every cell", cell_table(compared), *cut_short(compared)]) + "\n"
+    with naming(*folders):
+        compared = beside_full(load(folders))
+        about = "How well each method answers, beside Full on the same examples."
+        legend = _LEGEND + _ACCEPTED * any(_accepted(item.row) for item in compared)
+        title = f"# Evaluation: {' and '.join(folder.resolve().name for folder in folders)}"
+        parts = [title, about, "\n".join(_about(folder) for folder in folders), legend]
+        parts += ["## Means over tasks", summary_table(compared), *remarks(compared)]
+        return "\n\n".join([*parts, "## Every cell", cell_table(compared)]) + "\n"
 
 
 def csv_report(folders: Sequence[pathlib.Path]) -> str:
     """Format every cell of some folders as comma-separated values, a line for each; see `flat`."""
-    return csv_table([flat(item) for item in beside_full(load(folders))])
-
-
-def latex_report(folders: Sequence[pathlib.Path]) -> str:
-    """Format tables for the LaTeX package booktabs: the means over tasks, then the scores of each task.
-
-    Comments say what made the numbers.
-    """
-    compared = beside_full(load(folders))
-    legend = _LEGEND.replace(_OF_CELLS, "")
-    about = [*(f"% {_about(folder)}" for folder in folders), f"% {legend}", r"% \usepackage{booktabs}"]
-    about += [f"% {text}" for text in [*left_out(compared), *cut_short(compared)]]
-    parts = [latex_table(summary_cells(compared)), *map(latex_table, _task_cells(compared))]
-    return "\n".join(about) + "\n\n" + "\n".join(parts)
-
-
-def _task_cells(compared: Sequence[Compared]) -> list[list[list[str]]]:
-    """Make a table for each length and way of asking the question: a row for each method, a column for each task."""
-    by_length: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
-    for row in (item.row for item in compared):
-        table = by_length.setdefault((_length(row), row["question"]), {})
-        table.setdefault(_method(row), {})[_task(row)] = f"{row['value']:.1f}"
-    tables = []
-    for (length, question), lines in by_length.items():
-        names = list(dict.fromkeys(name for scores in lines.values() for name in scores))
-        body = [[method, *(scores.get(name, "") for name in names)] for method, scores in lines.items()]
-        tables.append([[f"{length}{' tokens' * (length != 'as given')}, {question}", *names], *body])
-    return tables
+    with naming(*folders):
+        return csv_table([flat(item) for item in beside_full(load(folders))])
 
 
 def summary_table(compared: Sequence[Compared]) -> str:
@@ -81,7 +54,7 @@ _MEANS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "method": lambda mean: _method(mean),
     "budget": lambda mean: f"{mean['budget']:,}",
     "question": lambda mean: mean["question"],
-    "length": lambda mean: ", ".join(filter(None, (_length(mean), mean["drawn"]))),
+    "length": lambda mean: _length(mean),
     "score": lambda mean: f"{mean['score']:.1f}",
     "against Full": lambda mean: "" if mean["method"] == BASELINE else against(mean),
     "same answer": lambda mean: f"{mean['same']:.0f} %",
@@ -96,32 +69,30 @@ def summary_cells(compared: Sequence[Compared]) -> list[list[str]]:
     return [[*_MEANS], *([column(mean) for column in _MEANS.values()] for mean in averages(compared))]
 
 
-def left_out(compared: Sequence[Compared]) -> list[str]:
-    """Name the methods that `summary_table` leaves out, in a list of one sentence; [] if there are none."""
-    without = _not_averaged(compared)
-    return [f"No mean, because they lack cells that Full has or have others: {', '.join(without)}."] * bool(without)
+def remarks(compared: Sequence[Compared]) -> list[str]:
+    """Say in a sentence each what a reader of the tables should know.
 
-
-def cut_short(compared: Sequence[Compared]) -> list[str]:
-    """Count the answers of each method that may have been cut before they were right, in a list of one sentence.
-
-    These answers reached their limit of tokens and scored below 100. [] if there are none, or if the rows do not tell it.
+    Where Full scores 0, so that nothing is compared; which methods `summary_table` leaves out; and how many answers of each
+    method reached their limit of tokens and scored below 100, so that they may have been cut before they were right.
     """
-    counts: dict[str, list[int]] = {}
-    for row in (item.row for item in compared if "cut_below_100" in item.row):
-        mine = counts.setdefault(_method(row), [0, 0])
-        mine[0], mine[1] = mine[0] + row["cut_below_100"], mine[1] + row["examples"]
-    parts = [f"{method} {cut} of {asked}" for method, (cut, asked) in counts.items() if cut]
-    hint = "a larger --max-new-tokens might score more"
-    return [f"Answers that reached their limit of tokens and scored below 100 ({hint}): {', '.join(parts)}."] * bool(parts)
-
-
-def _not_averaged(compared: Sequence[Compared]) -> list[str]:
+    told = []
+    if tasks := dict.fromkeys(
+        _task(item.row) for item in compared if item.row["method"] == BASELINE and not item.row["value"]
+    ):
+        told.append(f"Full scores 0 in {', '.join(tasks)}: there nothing is compared, because the model cannot do the task.")
     kept = {(mean["method"], mean["question"], mean["length"]) for mean in averages(compared)}
-    rows = (item.row for item in compared)
-    keys = dict.fromkeys((row["method"], row["question"], row.get("length")) for row in rows)
-    left = (key for key in keys if key not in kept)
-    return [f"{method_title(method)} ({question}, {_length({'length': length})})" for method, question, length in left]
+    keys = dict.fromkeys((item.row["method"], item.row["question"], item.row.get("length")) for item in compared)
+    if left := [key for key in keys if key not in kept]:
+        names = (f"{method_title(method)} ({question}, {_length({'length': length})})" for method, question, length in left)
+        told.append(f"No mean, because they lack cells that Full has or have others: {', '.join(names)}.")
+    cut: dict[str, list[int]] = {}
+    for row in (item.row for item in compared if "cut_below_100" in item.row):
+        mine = cut.setdefault(_method(row), [0, 0])
+        mine[0], mine[1] = mine[0] + row["cut_below_100"], mine[1] + row["examples"]
+    if parts := [f"{method} {count} of {asked}" for method, (count, asked) in cut.items() if count]:
+        hint = "a larger --max-new-tokens might score more"
+        told.append(f"Answers that reached their limit of tokens and scored below 100 ({hint}): {', '.join(parts)}.")
+    return told
 
 
 def _method(row: Mapping[str, Any]) -> str:
@@ -208,12 +179,11 @@ def _bytes(count: float) -> str:
 
 def _about(folder: pathlib.Path) -> str:
     record = read_record(folder)
-    check_shown(record, folder / "metrics.json")
     settings = record["settings"]
     facts = (
         f"model {settings['model']}, {settings['dtype']}",
         f"{' and '.join(device_kinds(record))}, JAX {record['versions']['jax']}",
-        *_origins(read_runs(folder) or [record]),
+        *_origins(record["notes"].get("runs") or [record]),
         f"template {settings.get('template') or 'none'}, truncation {settings.get('truncation')}, "
         f"{settings.get('decoding')} decoding",
     )

@@ -31,11 +31,10 @@ import kvjax
 from experiments.answering import LoadedModel
 from experiments.benchmarks import Example, score
 from experiments.cli import Job
-from experiments.heads.beside_full import BesideFull
 from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.records import write_bytes
 from kvjax.methods import Full
-from kvjax.protocol.method import Inputs, LayerSpec
+from kvjax.protocol.method import Cost, Inputs, LayerMethod, LayerSpec
 from kvjax.protocol.typing import method_layers, pytree
 from kvjax.rope import rotate
 from models.hub.progress import progress_bar
@@ -53,6 +52,23 @@ class HeadSettings(PromptSettings):
     """
 
     out: pathlib.Path = pathlib.Path("runs/heads.json")
+
+
+@pytree
+class BesideFull(LayerMethod):
+    """A layer that answers as Full. A subclass writes ``init`` and ``attend``; its state has Full's state as ``inner``."""
+
+    def finish(self, state: Any, spec: LayerSpec) -> Any:
+        return dataclasses.replace(state, inner=Full().finish(state.inner, spec))
+
+    def chosen(self, state: Any, inputs: Inputs) -> Array:
+        return Full().chosen(state.inner, inputs)
+
+    def cost(self, state: Any, shared: Any) -> Cost:
+        return Full().cost(state.inner, shared)
+
+    def room(self, state: Any) -> Array | None:
+        return Full().room(state.inner)
 
 
 @pytree

@@ -23,9 +23,8 @@ import numpy as np
 from jax import Array
 
 import kvjax
-import models
 from experiments.cli import Job
-from experiments.heads.beside_full import BesideFull
+from experiments.heads.heads import BesideFull
 from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows, write_bytes
 from kvjax.attention.patterns import FILE, IN_FILES, Table
@@ -33,7 +32,6 @@ from kvjax.methods import Full
 from kvjax.protocol.method import Inputs, LayerSpec
 from kvjax.protocol.typing import method_layers, pytree, static
 from kvjax.wrappers import Pattern, Prefill
-from models.files.directories import locate_gguf
 from models.hub.progress import progress_bar
 from pallas_kernels.attend.prefix_attention import prefix_attention
 
@@ -46,18 +44,14 @@ class PatternSettings(PromptSettings):
 
     Attributes:
         scale: factor of the sizes of all candidates
-        with_model: write patterns.json into the model's folder, where `kvjax.wrappers.patterns` finds it
-        out: the file of patterns (default: runs/patterns.json, unless --with-model is given)
+        out: the file of patterns; `kvjax.wrappers.patterns` also finds a patterns.json in a model's folder
     """
 
     scale: float = 1.0
-    with_model: bool = False
-    out: pathlib.Path | None = None
+    out: pathlib.Path = pathlib.Path("runs") / FILE
 
     def __post_init__(self) -> None:
         PromptSettings.__post_init__(self)
-        if self.with_model and self.out is not None:
-            raise ValueError(f"expected at most one of with_model and out, got with_model=True and out={self.out}")
         if not (math.isfinite(self.scale) and self.scale > 0):
             raise ValueError(f"scale must be a finite number above 0, got {self.scale}")
 
@@ -142,21 +136,6 @@ def best(kept: np.ndarray, patterns: Sequence[Pattern]) -> tuple[Table, list[lis
     return table, kept.max(axis=2).tolist()
 
 
-def _file(settings: PatternSettings) -> pathlib.Path:
-    """Choose the file of the patterns.
-
-    Raises:
-        ValueError: the file would be in the folder of the built-in model, which belongs to the package.
-    """
-    if not settings.with_model:
-        return settings.out or pathlib.Path("runs") / FILE
-    gguf = locate_gguf(settings.model, offline=settings.offline)
-    folder = models.checkpoint_directory(settings.model, offline=settings.offline) if gguf is None else gguf.parent
-    if folder == models.builtin_directory():
-        raise ValueError("the built-in model's folder belongs to the package: give --out instead of --with-model")
-    return folder / FILE
-
-
 def to_file(table: Table, scores: list[list[float]]) -> str:
     """Write patterns of the kinds that such files can have, and their scores, as `kvjax.wrappers.patterns` loads them."""
     names = {kind: name for name, kind in IN_FILES.items()}
@@ -173,8 +152,7 @@ def to_file(table: Table, scores: list[list[float]]) -> str:
 
 
 def _patterns(settings: PatternSettings) -> None:
-    file = _file(settings)
-    model = settings.load()
+    file, model = settings.out, settings.load()
     known = candidates(settings.scale)
     prompts = encode_prompts(model, settings).wholes
     kept = shares(model.params, prompts, model.config, Measuring(patterns=known), settings.length)

@@ -8,7 +8,6 @@ probability comes from prefill, where there is nothing to select.)
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -24,19 +23,7 @@ from kvjax.api.measure import measure
 from kvjax.protocol.method import Method
 
 Ids = Sequence[int]
-
-
-@dataclasses.dataclass(frozen=True)
-class Likelihood:
-    """The likelihood of a text after its context.
-
-    Attributes:
-        logprob: sum of the log-probabilities of its tokens, in nats.
-        greedy: whether greedy decoding would write the text.
-    """
-
-    logprob: float
-    greedy: bool
+Likelihood = tuple[float, bool]  # log-probability of a text in nats, and whether greedy decoding would write it
 
 
 def likelihoods(
@@ -68,7 +55,12 @@ def likelihoods(
         ValueError: an empty context or text, or one longer than its padding.
         FloatingPointError: a probability was not finite.
     """
-    _check(contexts, texts, length, room)
+    if len(texts) != len(contexts) or not all(texts):
+        raise ValueError(f"every one of {len(contexts)} contexts must have at least one text")
+    for name, rows, most in (("context", contexts, length), ("text", [text for row in texts for text in row], room)):
+        sizes = [len(ids) for ids in rows]
+        if not 1 <= min(sizes) <= max(sizes) <= most:
+            raise ValueError(f"every {name} must have 1 to {most} tokens, got {min(sizes)} to {max(sizes)}")
     held = [context[-1:] if len(context) > 1 else [] for context in contexts]
     read = [context[: len(context) - len(last)] for context, last in zip(contexts, held, strict=True)]
     cache = kvjax.prefill(params, read, config=config, method=method, max_new_tokens=room, pad_multiple=length)
@@ -92,21 +84,10 @@ def likelihoods(
     if not np.isfinite([logprob for logprob, _ in scored]).all():
         raise FloatingPointError("expected finite log-probabilities, got one that is not; check the parameters and the dtype")
     results = [
-        [Likelihood(float(logprob[row]), bool(greedy[row])) for logprob, greedy in scored[: len(texts[row])]]
+        [(float(logprob[row]), bool(greedy[row])) for logprob, greedy in scored[: len(texts[row])]]
         for row in range(len(contexts))
     ]
     return results, stats
-
-
-def _check(contexts: Sequence[Ids], texts: Sequence[Sequence[Ids]], length: int, room: int) -> None:
-    if len(texts) != len(contexts):
-        raise ValueError(f"texts must be given for each of {len(contexts)} contexts, got {len(texts)}")
-    for name, rows, most in (("context", contexts, length), ("text", [text for row in texts for text in row], room)):
-        sizes = [len(ids) for ids in rows]
-        if not 1 <= min(sizes) <= max(sizes) <= most:
-            raise ValueError(f"every {name} must have 1 to {most} tokens, got {min(sizes)} to {max(sizes)}")
-    if not all(texts):
-        raise ValueError("every context must have at least one text, got a context with none")
 
 
 @functools.partial(jax.jit, donate_argnames="cache")

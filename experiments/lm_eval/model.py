@@ -38,9 +38,8 @@ import numpy as np
 
 import kvjax
 import models
-from experiments.answering import LoadedModel, load_model, padded_length
+from experiments.answering import LoadedModel, account, load_model, padded_length
 from experiments.lm_eval.likelihood import Likelihood, likelihoods
-from experiments.lm_eval.tally import Tally
 from experiments.records import knobs_of
 from experiments.tasks import encode_prompt
 from kvjax import registry
@@ -60,8 +59,35 @@ except ModuleNotFoundError as error:
 
 NAME = "kvjax"
 _log = logging.getLogger(__name__)
-_UNSCORED = Likelihood(-np.inf, False)  # the least likely: an answer that is never chosen
+_UNSCORED: Likelihood = (-np.inf, False)  # the least likely: an answer that is never chosen
 _BLOCK = 32  # tokens that are generated before the text is searched for a stopping text again
+
+
+class _Tally:
+    """A tally of requests, their tokens, their accounting, and the prompts that were cut; all batches have ``rows`` rows."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._stats: list[tuple[int, kvjax.Stats]] = []
+        self._tokens = 0
+        self._truncated = 0
+
+    def cut(self, prompts: Sequence[Sequence[int]], most: int) -> None:
+        """Count the prompts of more than ``most`` tokens."""
+        self._truncated += sum(len(prompt) > most for prompt in prompts)
+
+    def add(self, real: int, stats: kvjax.Stats, tokens: int) -> None:
+        """Count a batch, whose first ``real`` rows are requests and later rows copies, and the ``tokens`` of the requests."""
+        self._stats.append((real, stats))
+        self._tokens += tokens
+
+    def summary(self, room: str) -> dict[str, Any]:
+        """Return the counts as JSON values; log a warning if prompts were cut to make room for ``room``."""
+        requests = sum(real for real, _ in self._stats)
+        if self._truncated:
+            _log.warning("%d of %d requests lost their beginning to make room for %s", self._truncated, requests, room)
+        counts = {"requests": requests, "tokens": self._tokens, "truncated": self._truncated}
+        return counts | (account(self._stats, self._rows) if requests else {})
 
 
 class KvjaxLM(TemplateLM):
@@ -77,9 +103,6 @@ class KvjaxLM(TemplateLM):
         batch_size: rows that run together.
         dtype: "float32" or "bfloat16"; None takes bfloat16 on a GPU and float32 elsewhere.
         offline: whether to raise an error instead of downloading the model or the tokenizer.
-        question: "prefill" compresses whole prompts. "extend" compresses them without their last ``question_tokens`` tokens,
-            which follow through `kvjax.extend`, so that a method cannot know the question. For generation only.
-        question_tokens: see ``question``; the harness does not tell the beginning of a question.
         sampling_seed: seed for tasks that sample.
         enable_thinking: passed to the chat template; None leaves it out.
         think_end_token: the text that ends a model's thinking; it is cut off with the thinking.
@@ -101,8 +124,6 @@ class KvjaxLM(TemplateLM):
         batch_size: int | str = 1,
         dtype: str | None = None,
         offline: bool = False,
-        question: str = "prefill",
-        question_tokens: int = 0,
         sampling_seed: int = 0,
         enable_thinking: bool | None = None,
         think_end_token: str | None = None,
@@ -113,11 +134,6 @@ class KvjaxLM(TemplateLM):
         super().__init__()
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise ValueError(f"batch_size must be a whole number of rows, at least 1, got {batch_size!r}")
-        if (question, question_tokens > 0) not in (("prefill", False), ("extend", True)):
-            raise ValueError(
-                "question must be 'prefill', or 'extend' with question_tokens of at least 1, got "
-                f"{question!r} with question_tokens={question_tokens}"
-            )
         if not isinstance(model, LoadedModel):
             model = load_model(model, dtype, offline=offline)
         directory = model.directory
@@ -135,7 +151,6 @@ class KvjaxLM(TemplateLM):
         self.tokenizer_directory = str(directory)
         self.chat = models.ChatTemplate.from_directory(directory)
         self.last_stats: dict[str, Any] = {}
-        self._question_tokens = question_tokens
         self._bos = models.special_tokens(directory).get("bos_token")
         self._thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._think_end = think_end_token
@@ -170,12 +185,8 @@ class KvjaxLM(TemplateLM):
         """Render the prompt of a conversation; without ``add_generation_prompt``, its last message stays open."""
         if self.chat is None:
             raise ValueError(f"{self.tokenizer_directory} has no chat template; run without apply_chat_template")
-        return self.chat.render(
-            chat_history,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-            **self._thinking,
-        )
+        turns = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        return self.chat.render(chat_history, **turns, **self._thinking)
 
     def get_model_info(self) -> dict[str, Any]:
         """Return values that the harness adds to its results."""
@@ -184,8 +195,6 @@ class KvjaxLM(TemplateLM):
             "model_dtype": self.model.config.dtype,
             "method": type(self.method).__name__,
             "knobs": knobs_of(self.method),
-            "question": "extend" if self._question_tokens else "prefill",
-            "question_tokens": self._question_tokens,
             "max_length": self.max_length,
             "chat_template_id": None if self.chat is None else self.chat.identity,
         }
@@ -198,7 +207,7 @@ class KvjaxLM(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate continuations under the method; each ends before its first stopping text."""
-        tally = Tally(self.batch_size)
+        tally = _Tally(self.batch_size)
         texts: list[str] = []
         order = Collator(
             [request.args for request in requests],
@@ -216,7 +225,7 @@ class KvjaxLM(TemplateLM):
         self.last_stats = tally.summary(f"the answer in max_length={self.max_length}")
         return order.get_original(texts)
 
-    def _generate(self, texts: list[str], wanted: Mapping[str, Any], tally: Tally) -> list[str]:
+    def _generate(self, texts: list[str], wanted: Mapping[str, Any], tally: _Tally) -> list[str]:
         """Generate the continuations of a batch of prompts, without the texts that ended them."""
         options = dict(normalize_gen_kwargs(dict(wanted), self.max_gen_toks))
         stop = [text for text in options.pop("until") if text]
@@ -228,20 +237,15 @@ class KvjaxLM(TemplateLM):
         tally.cut(prompts, self.max_length - limit)
         prompts = [prompt[limit - self.max_length :] for prompt in prompts]
         prompts += prompts[:1] * (self.batch_size - real)  # equal shapes share a compiled program
-        asked = [min(self._question_tokens, len(prompt) - 1) for prompt in prompts]
-        contexts = [prompt[: len(prompt) - n] for prompt, n in zip(prompts, asked, strict=True)]
         params, config = self.model.params, self.model.config
         cache = kvjax.prefill(
             params,
-            contexts,
+            prompts,
             config=config,
             method=self.method,
-            max_new_tokens=limit + self._question_tokens,
-            pad_multiple=padded_length(max(map(len, contexts))),
+            max_new_tokens=limit,
+            pad_multiple=padded_length(max(map(len, prompts))),
         )
-        if self._question_tokens:
-            last = [prompt[len(prompt) - n :] for prompt, n in zip(prompts, asked, strict=True)]
-            cache = kvjax.extend(params, cache, last)
         ends = (*config.eos_token_ids, *self._special(stop))
         ids: list[list[int]] = [[] for _ in prompts]
         answers = [""] * len(prompts)
@@ -249,9 +253,8 @@ class KvjaxLM(TemplateLM):
         while not done[:real].all():
             self._key, key = jax.random.split(self._key)
             steps = min(_BLOCK if stop else limit, limit - len(max(ids, key=len)))
-            out = kvjax.generate(
-                params, cache, max_new_tokens=steps, eos_token_ids=ends, key=key if sampling else None, **sampling
-            )
+            drawn = {"key": key, **sampling} if sampling else {}
+            out = kvjax.generate(params, cache, max_new_tokens=steps, eos_token_ids=ends, **drawn)
             cache = out.cache
             tokens, counts, measured = jax.device_get((out.tokens, out.num_tokens, out.stats))
             stats = measured if stats is None else jax.tree.map(lambda a, b: np.where(done, a, b), stats, measured)
@@ -296,7 +299,7 @@ class KvjaxLM(TemplateLM):
 
         A request that cannot be scored is logged by name and gets minus infinity.
         """
-        tally = Tally(self.batch_size)
+        tally = _Tally(self.batch_size)
         grouped: dict[tuple[int, ...], list[int]] = {}
         for at, (args, context, text) in enumerate(requests):
             keep = self.max_length + 1 - len(text)  # the last token is scored and not fed
@@ -317,8 +320,8 @@ class KvjaxLM(TemplateLM):
         self.last_stats = tally.summary(f"what is scored in max_length={self.max_length}")
         for (args, _, _), result in zip(requests, results, strict=True):
             if args is not None:
-                self.cache_hook.add_partial("loglikelihood", args, (result.logprob, result.greedy))
-        return [(result.logprob, result.greedy) for result in results]
+                self.cache_hook.add_partial("loglikelihood", args, result)
+        return results
 
     def _unscorable(self, context: list[int], text: list[int]) -> str:
         """Say why a continuation cannot be scored; nothing if it can."""
@@ -337,16 +340,11 @@ class KvjaxLM(TemplateLM):
         members: list[list[int]],
         requests: Sequence[tuple[Any, list[int], list[int]]],
         results: list[Likelihood],
-        tally: Tally,
+        tally: _Tally,
     ) -> None:
         """Score a batch of contexts with all their texts.
 
-        Args:
-            contexts: token ids.
-            members: for each context, the indices of its requests.
-            requests: all requests: (arguments, context, text).
-            results: receives the likelihood of each request in ``members``.
-            tally: accounting.
+        For each context ``members`` has the indices of its requests, whose likelihoods ``results`` receives.
         """
         texts = [[requests[at][2] for at in row] for row in members]
         fill = self.batch_size - len(contexts)  # equal shapes share a compiled program

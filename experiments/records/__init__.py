@@ -4,8 +4,6 @@ from experiments.records.beside import beside as beside
 from experiments.records.bootstrap import bootstrap_interval as bootstrap_interval
 from experiments.records.bootstrap import percent_interval as percent_interval
 from experiments.records.describe import describe as describe
-from experiments.records.describe import record_csv as record_csv
-from experiments.records.describe import record_latex as record_latex
 from experiments.records.library import LIBRARY_FIELD as LIBRARY_FIELD
 from experiments.records.library import check_library as check_library
 from experiments.records.names_on_lines import QUIET as QUIET
@@ -27,7 +25,6 @@ from experiments.records.plotting import line_style as line_style
 from experiments.records.plotting import new_figure as new_figure
 from experiments.records.plotting import save as save
 from experiments.records.plotting import tidy as tidy
-from experiments.records.plotting import token_axis as token_axis
 from experiments.records.plotting import token_label as token_label
 from experiments.records.plotting import with_figures as with_figures
 from experiments.records.record import commit as commit
@@ -40,8 +37,6 @@ from experiments.records.record import write_record as write_record
 from experiments.records.resumable import Results as Results
 from experiments.records.resumable import knobs_of as knobs_of
 from experiments.records.tables import csv_table as csv_table
-from experiments.records.tables import latex_table as latex_table
-from experiments.records.tables import latex_text as latex_text
 from experiments.records.tables import markdown_rows as markdown_rows
 from experiments.records.tables import short_commit as short_commit
 from experiments.records.tables import table_file as table_file

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.records.tables import csv_table, latex_table, short_commit
-from experiments.records.titles import method_title
+from experiments.records.tables import short_commit
 
 # The fields that can tell a record's rows apart, in the order of the table's columns.
 IDENTITY = (
@@ -18,73 +17,44 @@ _VALUES = ("value", "unit", "interval_95", "least", "most", "floor", "examples",
 _LONGEST = 60  # characters of a cell or a setting that are shown
 
 
-def describe(record: Mapping[str, Any], fields: Sequence[str] = ()) -> str:
+def describe(record: Mapping[str, Any]) -> str:
     """Describe a record as text for people, with a table of its rows.
 
-    Without fields, the columns are the fields that tell rows apart and those of the measured value; a value that all rows
-    share is shown above the table instead.
+    The columns are the fields that tell rows apart and those of the measured value; a value that all rows share is shown
+    above the table instead.
     """
-    rows = record.get("metrics") or []
-    device = record.get("device") or {}
-    lines = [
-        f"experiment  {record.get('experiment', '')}",
-        f"date        {record.get('date', '')}",
-        f"commit      {short_commit(record.get('commit'))}",
-        f"device      {', '.join(f'{name} {value}' for name, value in device.items())}",
-        f"versions    {', '.join(f'{name} {value}' for name, value in (record.get('versions') or {}).items())}",
-        "settings    " + ", ".join(f"{name} {text_of(value)}" for name, value in (record.get("settings") or {}).items()),
-    ]
-    known = list(dict.fromkeys(name for row in rows for name in row))
-    shown = chosen_fields(record, fields)
-    if notes := record.get("notes"):
-        lines.append(f"notes       {', '.join(notes)}")
-    lines.append(f"rows        {len(rows)}, with the fields {', '.join(known)}" if rows else "rows        none")
-    columns = shown
-    if not fields:
-        alike = {name for name in shown if len(rows) > 1 and len({text_of(row.get(name)) for row in rows}) == 1}
-        shared = [f"{name} {text_of(rows[0][name])}" for name in shown if name in alike and rows[0].get(name) is not None]
-        lines += [f"all rows    {', '.join(shared)}"] * bool(shared)
-        columns = [name for name in shown if name not in alike]
-    return "\n".join([*lines, *([""] if rows else []), *text_table(columns, rows)])
-
-
-def chosen_fields(record: Mapping[str, Any], fields: Sequence[str] = ()) -> list[str]:
-    """List the columns of a record's table, see `describe`; fields that no row has are refused."""
-    known = list(dict.fromkeys(name for row in record.get("metrics") or [] for name in row))
-    if unknown := [name for name in fields if name not in known]:
-        raise ValueError(f"no row has the field {unknown[0]!r}; fields: {', '.join(known) or 'none'}")
-    if fields:
-        return list(fields)
-    shown = [name for name in (*IDENTITY, *_VALUES) if name in known]
-    # Samples were requested, examples were measured: a file may have fewer.
-    return [name for name in shown if name != "samples" or "examples" not in known]
-
-
-def record_csv(record: Mapping[str, Any], fields: Sequence[str] = ()) -> str:
-    """Format a record's rows as comma-separated values; without fields, with all of them."""
     rows = record["metrics"]
-    names = chosen_fields(record, fields) if fields else list(dict.fromkeys(name for row in rows for name in row))
-    return csv_table([{name: row.get(name) for name in names} for row in rows])
+    known = dict.fromkeys(name for row in rows for name in row)
 
+    def listed(values: Mapping[str, Any] | None) -> str:
+        return ", ".join(f"{name} {text_of(value)}" for name, value in (values or {}).items())
 
-def record_latex(record: Mapping[str, Any], fields: Sequence[str] = ()) -> str:
-    """Format a record's rows as a table for LaTeX; without fields, with those that tell rows apart."""
-    rows = [
-        {name: text_of(method_title(value) if name == "method" else value) for name, value in row.items()}
-        for row in record["metrics"]
-    ]
-    names = chosen_fields(record, fields)
-    telling = [name for name in names if fields or len({row.get(name, "") for row in rows}) > 1] or names
-    return latex_table([telling, *([row.get(name, "") for name in telling] for row in rows)])
+    # Samples were requested, examples were measured: a file may have fewer.
+    columns = [name for name in (*IDENTITY, *_VALUES) if name in known and (name != "samples" or "examples" not in known)]
+    alike = {name: rows[0].get(name) for name in columns if len(rows) > 1 and len({text_of(x.get(name)) for x in rows}) == 1}
+    shared = {name: value for name, value in alike.items() if value is not None}
+    return "\n".join(
+        [
+            f"experiment  {record['experiment']}",
+            f"date        {record.get('date', '')}",
+            f"commit      {short_commit(record.get('commit'))}",
+            f"device      {listed(record.get('device'))}",
+            f"versions    {listed(record.get('versions'))}",
+            f"settings    {listed(record['settings'])}",
+            *([f"notes       {', '.join(record['notes'])}"] if record.get("notes") else []),
+            f"rows        {len(rows)}, with the fields {', '.join(known)}" if rows else "rows        none",
+            *([f"all rows    {listed(shared)}"] if shared else []),
+            *([""] if rows else []),
+            *text_table([name for name in columns if name not in alike], rows),
+        ]
+    )
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Format the rows as lines of text with aligned columns."""
-    if not columns:
-        return []
     cells = [list(columns), *([text_of(row.get(name)) for name in columns] for row in rows)]
-    widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells] if columns else []
 
 
 def text_of(value: Any) -> str:

@@ -102,16 +102,6 @@ def token_label(count: int) -> str:
     return f"{count // 1024:,}K" if count >= 1024 and count % 1024 == 0 else f"{count:,}"
 
 
-def token_axis(panel: Any, lengths: Sequence[int]) -> None:
-    """Make the x axis logarithmic, with a tick at every length and no other ticks."""
-    ticks = sorted(set(lengths))
-    panel.set_xscale("log", base=2)
-    panel.set_xticks(ticks, [token_label(length) for length in ticks])
-    panel.xaxis.minorticks_off()
-    if len(ticks) == 1:  # a logarithmic axis around a single point would span decades
-        panel.set_xlim(ticks[0] / 2, ticks[0] * 2)
-
-
 def amount_axis(panel: Any, values: Sequence[float], axis: str = "y") -> None:
     """Scale an axis for amounts above zero: from zero on, or logarithmic if they differ by a factor of ten."""
     from matplotlib import ticker

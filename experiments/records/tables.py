@@ -1,4 +1,4 @@
-"""Tables as Markdown, CSV and LaTeX: their lines, their files, and the short form of a commit."""
+"""Tables as Markdown and CSV: their lines, their files, and the short form of a commit."""
 
 from __future__ import annotations
 
@@ -33,33 +33,6 @@ def csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         writer.writerow({name: json.dumps(x) if isinstance(x, (dict, list, tuple)) else x for name, x in row.items()})
     return text.getvalue()
-
-
-_LATEX = {
-    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-    "[": "{[}", "]": "{]}",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "≤": r"$\le$", "×": r"$\times$",
-}  # fmt: skip
-
-
-def latex_text(text: str) -> str:
-    """Write a text for LaTeX: its special characters stand for themselves, ``**bold**`` is bold, and -1 has a minus."""
-    text = re.sub(r"(?<![\w.)\]])-(?=\d)", "\0", text)
-    text = "".join(_LATEX.get(letter, letter) for letter in text)
-    return re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", text).replace("\0", "$-$")
-
-
-def latex_table(cells: Sequence[Sequence[Any]]) -> str:
-    """Format a table for the LaTeX package booktabs; the first row of ``cells`` is its head.
-
-    A column whose cells are all empty or begin with a digit or a sign is aligned at the right.
-    """
-    head, *body = [[_one_line(cell) for cell in row] for row in cells]
-    numbers = [all(re.match(r"$|\**[-+]?\d", row[column]) for row in body) for column in range(len(head))]
-    lines = [" & ".join(map(latex_text, row)) + r" \\" for row in (head, *body)]
-    form = "".join("r" if number else "l" for number in numbers)
-    begin, end = [rf"\begin{{tabular}}{{{form}}}", r"\toprule"], [r"\bottomrule", r"\end{tabular}"]
-    return "\n".join([*begin, lines[0], r"\midrule", *lines[1:], *end]) + "\n"
 
 
 def table_file(record: pathlib.Path) -> pathlib.Path:

@@ -28,7 +28,7 @@ import pathlib
 
 import jax
 
-from experiments.cli import Against, Job, option, record_path
+from experiments.cli import Job, option, record_path
 from experiments.records import Results, save, with_figures, write_bytes
 from experiments.speed import plots, report
 from experiments.speed.bench import Bench
@@ -49,7 +49,7 @@ class SpeedCommand(Output):
     plot: bool = True
 
 
-def _speed(settings: SpeedSettings, command: SpeedCommand, against: Against) -> None:
+def _speed(settings: SpeedSettings, command: SpeedCommand) -> None:
     command, settings = with_figures(command), settings.on_device()
     results = open_results(command.out, MODELS[settings.model]().dtype)
     bench = Bench(settings, results)
@@ -61,7 +61,7 @@ def _speed(settings: SpeedSettings, command: SpeedCommand, against: Against) -> 
         figure = plots.beside_floors(results.metrics, " and ".join(results.devices))
         for kind in ("png", "pdf"):
             write_bytes(results.path.with_suffix(f".{kind}"), save(figure, kind))
-    finish(results, report.speed_tables(results.metrics, results.notes), against, failed + bench.failed)
+    finish(results, report.speed_tables(results.metrics, results.notes), failed + bench.failed)
 
 
 def _beside_one(bench: Bench) -> int:
@@ -95,7 +95,7 @@ def open_results(path: pathlib.Path, dtype: str) -> Results:
     return Results(path, "speed", settings)
 
 
-main = Job(_speed, SpeedSettings, SpeedCommand, Against, models=True)
+main = Job(_speed, SpeedSettings, SpeedCommand, models=True)
 
 
 if __name__ == "__main__":

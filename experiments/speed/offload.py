@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 from experiments.answering import Setting
-from experiments.cli import Against, Job, option, record_path
+from experiments.cli import Job, option, record_path
 from experiments.records import Results
 from experiments.speed import report
 from experiments.speed.bench import Bench
@@ -42,7 +42,7 @@ class OffloadCommand(Output):
     out: pathlib.Path = option(pathlib.Path("runs/offload.json"), read=record_path)
 
 
-def _run(settings: OffloadSettings, command: OffloadCommand, against: Against) -> None:
+def _run(settings: OffloadSettings, command: OffloadCommand) -> None:
     settings = settings.on_device()
     if offloaded := [name for name, knobs in read_knobs(settings.knobs).items() if "offload" in knobs]:
         raise ValueError(f"--set {offloaded[0]}.offload: rows are measured offloaded and resident, see --no-resident")
@@ -57,7 +57,7 @@ def _run(settings: OffloadSettings, command: OffloadCommand, against: Against) -
         for batch in settings.batches:
             for name in settings.variants:
                 _time(bench, settings, name, length, batch, link)
-    finish(results, report.offload_tables(results.metrics, results.notes), against, bench.failed)
+    finish(results, report.offload_tables(results.metrics, results.notes), bench.failed)
 
 
 def _time(bench: Bench, settings: OffloadSettings, name: str, length: int, batch: int, link: float) -> None:
@@ -124,7 +124,7 @@ def measure(bench: Bench, name: str, length: int, batch: int, share: float, link
     return bench.row("offload" if share else "resident", name, length, batch, run, knobs, share=float(share))
 
 
-main = Job(_run, OffloadSettings, OffloadCommand, Against, models=True)
+main = Job(_run, OffloadSettings, OffloadCommand, models=True)
 
 
 if __name__ == "__main__":

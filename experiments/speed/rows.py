@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.cli import Against
 from experiments.records import Results, table_file, write_bytes
 
 Row = Mapping[str, Any]
@@ -25,13 +24,12 @@ def note_run(results: Results, run: str, about: Mapping[str, Any]) -> None:
     results.change("runs", lambda runs: {**(runs or {}), run: dict(about)})
 
 
-def finish(results: Results, tables: str, against: Against, failed: int, told: str = _FAILED) -> None:
-    """Write the tables beside the record, compare the record if asked, and say how many rows failed.
+def finish(results: Results, tables: str, failed: int, told: str = _FAILED) -> None:
+    """Write the tables beside the record, and say how many rows failed.
 
     Args:
         results: the record.
         tables: the text of its tables.
-        against: the record to compare with, if any.
         failed: how many rows failed.
         told: the message about failed rows, after their number.
 
@@ -40,7 +38,6 @@ def finish(results: Results, tables: str, against: Against, failed: int, told: s
     """
     write_bytes(table_file(results.path), tables.encode())
     print(f"record: {results.path}")
-    against.show(results.path)
     if failed:
         raise SystemExit(f"{failed} rows {told}")
 

@@ -22,11 +22,10 @@ import re
 from collections.abc import Sequence
 
 from experiments.tasks.base import Document, Question, Request
-from experiments.tasks.code_context import Tail, enough_files, rename
-from experiments.tasks.code_files import CodeFile
+from experiments.tasks.code_files import CodeFile, Tail, enough_files
+from experiments.tasks.code_names import rename
 from experiments.tasks.fitting import fit
 
-COMPLETION_TOKENS = 64
 QUESTION_LINES = 8  # the last lines, which are the question
 SAME_LINES = 1  # above the line and above its source, at least
 NEAREST, FARTHEST = 1 / 8, 3 / 4  # of the length, between the source and the line
@@ -39,7 +38,7 @@ _TRIES = 400  # draws of files
 _KNOWN = frozenset((*keyword.kwlist, *dir(builtins)))
 
 
-def code_completion(new_names: bool, request: Request) -> Document:
+def code_completion(request: Request, new_names: bool = False) -> Document:
     """Generate a document with a single question, which is the next line."""
     rng, library = request.rng, request.haystack
     for _ in range(_TRIES):
@@ -52,12 +51,12 @@ def code_completion(new_names: bool, request: Request) -> Document:
             break
     else:
         raise ValueError(f"length {request.length} is unsuitable: expected a line that stands once more far above, got none")
-    changed = rename(chosen, rng, new_names)
-    lines = changed.files[-1].lines[: line - 1]
-    answer = changed.files[-1].lines[line - 1].strip()
+    files, _ = rename(chosen, rng, new_names)
+    lines = files[-1].lines[: line - 1]
+    answer = files[-1].lines[line - 1].strip()
     asked = Question("\n" + "\n".join(lines[-QUESTION_LINES:]) + "\n", "", (answer,), answer)
-    tail = Tail(changed.files, request.length, request.count_tokens, last=line - 1 - QUESTION_LINES)
-    return fit(request, [asked], COMPLETION_TOKENS, 0, tail.text)
+    tail = Tail(files, request.length, request.count_tokens, last=line - 1 - QUESTION_LINES)
+    return fit(request, [asked], 0, tail.text)
 
 
 def _drawn_line(files: Sequence[CodeFile], request: Request) -> int | None:
@@ -133,8 +132,5 @@ def _alone(node: ast.AST) -> bool:
         return node.body[0].lineno == node.lineno + 1
     plain = isinstance(node, ast.stmt) and node.lineno == node.end_lineno
     # A text alone is documentation, and an import is decided by what follows.
-    return plain and not isinstance(node, (ast.Import, ast.ImportFrom)) and not _is_text(node)
-
-
-def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return plain and not isinstance(node, (ast.Import, ast.ImportFrom)) and not is_text

@@ -9,6 +9,7 @@ Tests, files without a function, files that a build wrote, and packages that som
 from __future__ import annotations
 
 import ast
+import bisect
 import dataclasses
 import functools
 import hashlib
@@ -16,16 +17,18 @@ import pathlib
 import platform
 import sysconfig
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from experiments.tasks.splits import check_split
+from experiments.tasks.words import check_split
 
 KIND = "code"  # the haystack of these files
 RENAMED = "_renamed"  # how the name of a task ends whose files get new names
 HEADER = "# file: {path}"
 PIECE_LINES = 8  # the most lines of a piece of a haystack
 _SHORTEST = 20  # lines of a file
+_CHUNK = 16  # lines that are counted together
+_SPARE = 1.25  # times the length: renamed text may have fewer tokens
 # Tests, data, and what distributions of Python leave out or put into packages of their own.
 _SKIPPED = frozenset(
     ("test", "tests", "idlelib", "tkinter", "turtledemo", "turtle", "ensurepip", "lib2to3", "distutils", "pydoc_data",
@@ -152,3 +155,72 @@ class Library:
     def __init__(self, count_tokens: Callable[[str], int], split: str) -> None:
         self.files = code_files(split)
         self.tokens = functools.cache(lambda file: count_tokens(file.text))
+
+
+def enough_files(library: Library, order: Sequence[CodeFile], length: int) -> list[CodeFile]:
+    """Take files in an order until they have more than `length` tokens.
+
+    Raises:
+        ValueError: all files together have fewer.
+    """
+    taken, total = [], 0
+    for file in order:
+        taken.append(file)
+        total += library.tokens(file)
+        if total >= _SPARE * length:
+            return taken
+    raise ValueError(f"length {length} is too long: the files of code in this split have {total} tokens together")
+
+
+class Tail:
+    """The end of a text of several files.
+
+    Args:
+        files: in the order of the text.
+        length: tokens of the longest end that will be asked for.
+        count_tokens: text -> number of tokens.
+        last: lines of the last file; None takes all.
+
+    Attributes:
+        lines: of all files, each below its header.
+        offsets: for each file the index of its first line.
+    """
+
+    def __init__(
+        self, files: Sequence[CodeFile], length: int, count_tokens: Callable[[str], int], last: int | None = None
+    ) -> None:
+        self._count = count_tokens
+        self.lines: list[str] = []
+        self.offsets: list[int] = []
+        for file in files:
+            header = HEADER.format(path=file.path)
+            self.lines += [""] * bool(self.lines) + [header]
+            self.offsets.append(len(self.lines))
+            self.lines += file.lines[: last if file is files[-1] else None]
+        self._header_tokens = max(count_tokens(self.lines[offset - 1] + "\n") for offset in self.offsets)
+        self._starts, self._tokens = [len(self.lines)], [0]
+        while self._starts[-1] > 0 and self._tokens[-1] < length:
+            stop = self._starts[-1]
+            start = max(0, stop - _CHUNK)
+            self._tokens.append(self._tokens[-1] + count_tokens("\n".join(self.lines[start:stop]) + "\n"))
+            self._starts.append(start)
+
+    def start(self, tokens: int) -> int:
+        """Return the index of the first line of the longest end of at most so many tokens."""
+        whole = bisect.bisect_right(self._tokens, tokens) - 1
+        start = stop = self._starts[whole]
+        while start > 0 and self._tokens[whole] + self._count("\n".join(self.lines[start - 1 : stop]) + "\n") <= tokens:
+            start -= 1
+        return start
+
+    def text(self, tokens: int) -> str:
+        """Return the longest end of at most so many tokens.
+
+        If the end begins inside of a file, the file's header comes first.
+        """
+        start = self.start(tokens - self._header_tokens)
+        index = bisect.bisect_right(self.offsets, start) - 1
+        following = self.offsets[index + 1] if index + 1 < len(self.offsets) else len(self.lines) + 2
+        if start >= following - 2:  # the blank line before the next file's header, or the header
+            return "\n".join(self.lines[following - 1 :])
+        return "\n".join([self.lines[self.offsets[index] - 1], *self.lines[start:]])

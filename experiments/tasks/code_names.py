@@ -77,11 +77,20 @@ def renamed(text: str, names: Mapping[str, str]) -> str:
     return re.sub(r"(?<!\\)\b[^\W\d]\w*", lambda match: names.get(match.group(), match.group()), text)
 
 
-def renamed_file(file: CodeFile, names: Mapping[str, str], rng: random.Random) -> CodeFile:
-    """Rename a file's identifiers, and the modules in its path, which would give the file away."""
-    *folders, last = file.path.removesuffix(".py").split("/")
-    parts = [rng.choice(_words()) for _ in (*folders, last)]
-    return CodeFile("/".join(parts) + ".py", renamed(file.text, names))
+def rename(files: Sequence[CodeFile], rng: random.Random, wanted: bool = True) -> tuple[list[CodeFile], dict[str, str]]:
+    """Rename the identifiers of files, and the modules in their paths, which would give them away.
+
+    Returns:
+        The files, and the new names by the old names; if renaming is not wanted, the files as they are, and no names.
+    """
+    if not wanted:
+        return list(files), {}
+    names = new_names(files, rng)
+    made = []
+    for file in files:
+        path = "/".join(rng.choice(_words()) for _ in file.path.split("/"))
+        made.append(CodeFile(path + ".py", renamed(file.text, names)))
+    return made, names
 
 
 def _draw(name: str, taken: set[str], rng: random.Random) -> str:

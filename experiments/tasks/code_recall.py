@@ -22,28 +22,13 @@ import functools
 import random
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from experiments.tasks.base import Document, Question, Request, TooShort
-from experiments.tasks.code_context import Renaming, Tail, enough_files, rename
-from experiments.tasks.code_files import CodeFile
+from experiments.tasks.base import PROMPTS, Document, Question, Request, TooShort
+from experiments.tasks.code_files import CodeFile, Tail, enough_files
+from experiments.tasks.code_names import rename, renamed
 from experiments.tasks.fitting import fit
 
-RECALL_TOKENS = 64
-RECALL_CONTEXT = "Below is the code of a Python program. Read it carefully. I will ask about a function of it.\n\n{context}"
-RECALL_QUESTION = "\n\nQuestion: {question} Answer with the code alone."
-QUESTIONS = {
-    "parameters": "Which parameters does the function `{name}` have, with their default values?",
-    "default": "What is the default value of the parameter `{parameter}` of the function `{name}`?",
-    "exception": "Which exception does the function `{name}` raise?",
-    "returns": "What is the return annotation of the function `{name}`?",
-}
-PREFIXES = {
-    "parameters": "\nThe parameter list of `{name}` is `(",
-    "default": "\nThe default value of `{parameter}` is `",
-    "exception": "\nThe function `{name}` raises `",
-    "returns": "\nThe return annotation of `{name}` is `",
-}
 NEAREST = 0.75  # of the lines; a function that is asked for is defined above
 DEPTH_WIDTH = 0.05  # of the lines, how far a function may be from the depth
 LETTERS = 90  # of an answer, at most
@@ -59,7 +44,7 @@ class Fact:
     """Something to ask about a function.
 
     Attributes:
-        kind: a key of `QUESTIONS`.
+        kind: parameters, default, exception or returns.
         name: the function.
         parameter: of a default value; "" otherwise.
         answer: the source text.
@@ -74,25 +59,26 @@ class Fact:
 
     def question(self) -> Question:
         """Write the question."""
-        text = RECALL_QUESTION.format(question=QUESTIONS[self.kind].format(name=self.name, parameter=self.parameter))
-        prefix = PREFIXES[self.kind].format(name=self.name, parameter=self.parameter)
-        return Question(text, prefix, (self.answer,), self.answer + (")`" if self.kind == "parameters" else "`"))
+        prompt, named = PROMPTS["code_recall"], {"name": self.name, "parameter": self.parameter}
+        question, prefix = (prompt.forms[form].format(**named) for form in (self.kind, f"{self.kind}_prefix"))
+        closed = self.answer + (")`" if self.kind == "parameters" else "`")
+        return Question(prompt.question.format(question=question), prefix, (self.answer,), closed)
 
 
-def code_recall(new_names: bool, request: Request) -> Document:
+def code_recall(request: Request, new_names: bool = False) -> Document:
     """Generate files of code with questions about different functions."""
-    rng, library, count_tokens = request.rng, request.haystack, request.count_tokens
-    header = count_tokens(RECALL_CONTEXT.format(context=""))
-    seen = request.length - header - RECALL_TOKENS - request.num_questions * _QUESTION_ROOM
+    rng, library, count_tokens, prompt = request.rng, request.haystack, request.count_tokens, request.prompt
+    header = count_tokens(prompt.context.format(context=""))
+    seen = request.length - header - prompt.tokens - request.num_questions * _QUESTION_ROOM
     facts: list[Fact] = []
     for _ in range(_TRIES):
         # The first file of the order comes last: a short length then has the end of one file.
         order = rng.sample(library.files, len(library.files))
         originals = enough_files(library, order, request.length)[::-1]
-        changed = rename(originals, rng, new_names)
-        tail = Tail(changed.files, request.length, count_tokens)
+        files, names = rename(originals, rng, new_names)
+        tail = Tail(files, request.length, count_tokens)
         start = tail.start(seen)
-        placed = list(_placed(originals, changed, tail, start))
+        placed = list(_placed(originals, names, tail, start))
         facts = _choose(placed, request.num_questions, request.depth, start, len(tail.lines), rng)
         if len(facts) == request.num_questions:
             break
@@ -102,12 +88,12 @@ def code_recall(new_names: bool, request: Request) -> Document:
         )
 
     def build(budget: int) -> str:
-        return RECALL_CONTEXT.format(context=tail.text(budget))
+        return prompt.context.format(context=tail.text(budget))
 
-    return fit(request, [fact.question() for fact in facts], RECALL_TOKENS, header, build)
+    return fit(request, [fact.question() for fact in facts], header, build)
 
 
-def _placed(originals: Sequence[CodeFile], changed: Renaming, tail: Tail, start: int) -> Iterator[tuple[int, Fact]]:
+def _placed(originals: Sequence[CodeFile], names: Mapping[str, str], tail: Tail, start: int) -> Iterator[tuple[int, Fact]]:
     """List the facts that may be asked for, renamed, each with the index of its line in the tail."""
     count = collections.Counter(name for file in originals for name in _DEFINED.findall(file.text))
     for file, offset in zip(originals, tail.offsets, strict=True):
@@ -115,10 +101,10 @@ def _placed(originals: Sequence[CodeFile], changed: Renaming, tail: Tail, start:
             at = offset + fact.line - 1
             if at <= start or count[fact.name] > 1:
                 continue
-            named = {name: changed.text(vars(fact)[name]) for name in ("name", "parameter", "answer")}
-            renamed = dataclasses.replace(fact, **named)
-            if renamed.answer.lower() not in (renamed.question().question + renamed.question().answer_prefix).lower():
-                yield at, renamed
+            new = {field: renamed(vars(fact)[field], names) for field in ("name", "parameter", "answer")}
+            asked = dataclasses.replace(fact, **new)
+            if asked.answer.lower() not in (asked.question().question + asked.question().answer_prefix).lower():
+                yield at, asked
 
 
 def _choose(

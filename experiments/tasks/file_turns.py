@@ -13,28 +13,58 @@ The file is in the form of an INI file: sections with the same keys and drawn va
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from experiments.tasks.base import Document, Question, Request
-from experiments.tasks.fitting import draw_until_full, fit, mix
+from experiments.tasks.fitting import draw_until_full, fit_among
 
-TURN_TOKENS = 24
-CONTEXT = (
-    "Below is the file machines.ini. Read it carefully. I will ask several questions about it, one after the other.\n\n"
-    "{context}"
-)
-ASKED = "\n\nQuestion {number}: {question} Answer with the value alone."
-NEW = "In the section [{section}], what is the value of {key}?"
-SAME = "In the same section, what is the value of {key}?"
-BACK = "Go back to the section of question {number}: what is its value of {key}?"
-PREFIX = "\nThe value of {key} is"
-LABELLED = "In the section [{section}], what is the value of {key}? I give this section the label {label}."
-LABEL = "Which label did I give to the section [{section}]?"
-LABEL_ASKED = "\n\nQuestion {number}: {question} Answer with the label alone."
-NAMED_PREFIX = "\nIn the section [{section}], the value of {key} is"
-LABEL_PREFIX = "\nThe label of the section [{section}] is"
 KEYS = ("owner", "port", "room", "disk", "region", "backup")
 _NUMBERS = ("port", "disk")  # keys whose values are numbers
+
+
+class _File:
+    """The sections of a file, which are drawn when a question or the length asks for them.
+
+    Args:
+        request: what to make.
+        nouns: values to draw from.
+
+    Attributes:
+        asked: values by key of the sections that are asked about, by name.
+        left: keys of each of these sections that were not asked for.
+    """
+
+    def __init__(self, request: Request, nouns: list[str]) -> None:
+        self._request, self._nouns = request, nouns
+        # A line is more than 4 tokens, so there are more names than sections.
+        count = request.length // (4 * len(KEYS)) + request.num_questions + 1
+        self._names = request.words.distinct("words", count, request.rng)
+        self.asked: dict[str, dict[str, str]] = {}
+        self.left: dict[str, list[str]] = {}
+
+    def _section(self) -> dict[str, str]:
+        rng, words = self._request.rng, self._request.words
+        return {key: words.number(rng, 4) if key in _NUMBERS else rng.choice(self._nouns) for key in KEYS}
+
+    def new(self) -> str:
+        """Draw a section that a question asks about; returns its name."""
+        name = self._names[len(self.asked)]
+        self.asked[name], self.left[name] = self._section(), self._request.rng.sample(KEYS, len(KEYS))
+        return name
+
+    def document(self, questions: list[Question]) -> Document:
+        """Fill the length with more sections, among which the sections that are asked about lie."""
+
+        def text(name: str, values: dict[str, str]) -> str:
+            return "\n".join([f"[{name}]", *(f"{key} = {value}" for key, value in values.items())])
+
+        def cost(section: str) -> int:
+            return self._request.count_tokens("\n\n" + section)
+
+        def others(budget: int) -> list[str]:
+            names = iter(self._names[len(self.asked) :])
+            return draw_until_full(lambda: text(next(names), self._section()), budget, cost)
+
+        texts = [text(name, values) for name, values in self.asked.items()]
+        return fit_among(self._request, questions, texts, others, cost, "\n\n".join)
 
 
 def file_turns(request: Request) -> Document:
@@ -43,24 +73,22 @@ def file_turns(request: Request) -> Document:
     Question 1 names a section. Later ones name another section, ask about the section before, or about the section of an
     earlier question, which is drawn. No key of a section is asked for twice.
     """
-    rng = request.rng
-    names, section = _sections(request, request.words.plain_nouns)
-    asked: dict[str, dict[str, str]] = {}  # the sections that are asked about
-    left: dict[str, list[str]] = {}  # keys of each section that were not asked for
+    rng, prompt = request.rng, request.prompt
+    file = _File(request, request.words.plain_nouns)
     turns: list[str] = []  # the section of each question
     questions = []
     for number in range(1, request.num_questions + 1):
-        earlier = [at for at, name in enumerate(turns[:-1], 1) if left[name] and name != turns[-1]]
-        form = rng.choice([NEW, *([SAME] if turns and left[turns[-1]] else []), *([BACK, BACK] if earlier else [])])
-        back = rng.choice(earlier) if form == BACK else 0
-        name = names[len(asked)] if form == NEW else turns[back - 1]  # 0 - 1: the section before
-        if name not in asked:
-            asked[name], left[name] = section(name), rng.sample(KEYS, len(KEYS))
-        key = left[name].pop()
-        text = ASKED.format(number=number, question=form.format(section=name, key=key, number=back))
+        earlier = [at for at, name in enumerate(turns[:-1], 1) if file.left[name] and name != turns[-1]]
+        form = rng.choice(["new", *["same"] * bool(turns and file.left[turns[-1]]), *["back", "back"] * bool(earlier)])
+        back = rng.choice(earlier) if form == "back" else 0
+        name = file.new() if form == "new" else turns[back - 1]  # 0 - 1: the section before
+        key = file.left[name].pop()
+        question = prompt.forms[form].format(section=name, key=key, number=back)
         turns.append(name)
-        questions.append(Question(text, PREFIX.format(key=key), (asked[name][key],), f" {asked[name][key]}"))
-    return _document(request, names, section, asked, questions)
+        value = file.asked[name][key]
+        asked = prompt.question.format(number=number, question=question)
+        questions.append(Question(asked, prompt.prefix.format(key=key), (value,), f" {value}"))
+    return file.document(questions)
 
 
 def file_turns_1(request: Request) -> Document:
@@ -69,65 +97,26 @@ def file_turns_1(request: Request) -> Document:
     A question that names a section for the first time gives it a label. Later ones ask for another value of it or for the
     label, or name another section. Nothing is asked for twice.
     """
-    rng, nouns = request.rng, request.words.plain_nouns
+    rng, nouns, prompt = request.rng, request.words.plain_nouns, request.prompt
     labels = rng.sample(nouns, request.num_questions)
-    names, section = _sections(request, [noun for noun in nouns if noun not in labels])
-    asked: dict[str, dict[str, str]] = {}  # the sections that are asked about
-    left: dict[str, list[str]] = {}  # keys of each section that were not asked for
+    file = _File(request, [noun for noun in nouns if noun not in labels])
     unasked: dict[str, str] = {}  # labels that were not asked for
     questions = []
     for number in range(1, request.num_questions + 1):
-        known = [name for name in asked if left[name]]
-        form = rng.choice([LABELLED, *([NEW] if known else []), *([LABEL] if unasked else [])])
-        if form == LABEL:
-            name = rng.choice(list(unasked))
-            label = unasked.pop(name)
-            text = LABEL_ASKED.format(number=number, question=LABEL.format(section=name))
-            questions.append(Question(text, LABEL_PREFIX.format(section=name), (label,), f" {label}"))
-            continue
-        name = names[len(asked)] if form == LABELLED else rng.choice(known)
-        if form == LABELLED:
-            asked[name], left[name], unasked[name] = section(name), rng.sample(KEYS, len(KEYS)), labels.pop()
-        key = left[name].pop()
-        text = ASKED.format(number=number, question=form.format(section=name, key=key, label=unasked.get(name)))
-        value = asked[name][key]
-        questions.append(Question(text, NAMED_PREFIX.format(section=name, key=key), (value,), f" {value}"))
-    return _document(request, names, section, asked, questions)
-
-
-def _sections(request: Request, nouns: list[str]) -> tuple[list[str], Callable[[str], dict[str, str]]]:
-    """Draw names of sections, more than fit, and return what draws the values of a section."""
-    rng, words = request.rng, request.words
-    # A line is more than 4 tokens, so there are more names than sections.
-    names = words.distinct("words", request.length // (4 * len(KEYS)) + request.num_questions + 1, rng)
-
-    def section(name: str) -> dict[str, str]:
-        return {"name": name, **{key: words.number(rng, 4) if key in _NUMBERS else rng.choice(nouns) for key in KEYS}}
-
-    return names, section
-
-
-def _document(
-    request: Request,
-    names: list[str],
-    section: Callable[[str], dict[str, str]],
-    asked: dict[str, dict[str, str]],
-    questions: list[Question],
-) -> Document:
-    """Fill the length with more sections, among which the sections that are asked about lie."""
-    texts = [_text(values) for values in asked.values()]
-
-    def cost(text: str) -> int:
-        return request.count_tokens("\n\n" + text)
-
-    def build(budget: int) -> str:
-        pool = iter(names[len(asked) :])
-        others = draw_until_full(lambda: _text(section(next(pool))), budget, cost)
-        return CONTEXT.format(context="\n\n".join(mix(request, others, texts)))
-
-    fixed = request.count_tokens(CONTEXT.format(context="")) + sum(map(cost, texts))
-    return fit(request, questions, TURN_TOKENS, fixed, build)
-
-
-def _text(values: dict[str, str]) -> str:
-    return "\n".join([f"[{values['name']}]", *(f"{key} = {values[key]}" for key in KEYS)])
+        known = [name for name in file.asked if file.left[name]]
+        form = rng.choice(["labelled", *["new"] * bool(known), *["label"] * bool(unasked)])
+        whole, prefix = prompt.question, prompt.prefix
+        if form == "label":
+            name, key = rng.choice(list(unasked)), ""
+            value = unasked.pop(name)
+            whole, prefix = prompt.forms["label_question"], prompt.forms["label_prefix"]
+        else:
+            name = file.new() if form == "labelled" else rng.choice(known)
+            if form == "labelled":
+                unasked[name] = labels.pop()
+            key = file.left[name].pop()
+            value = file.asked[name][key]
+        question = prompt.forms[form].format(section=name, key=key, label=unasked.get(name))
+        asked = whole.format(number=number, question=question)
+        questions.append(Question(asked, prefix.format(section=name, key=key), (value,), f" {value}"))
+    return file.document(questions)

@@ -31,17 +31,13 @@ def draw_until_full[Drawn](draw: Callable[[], Drawn], tokens: int, cost: Callabl
     return parts
 
 
-def mix(request: Request, others: Sequence[str], texts: Sequence[str]) -> list[str]:
-    """Insert each text at a random place among the others, but the first at the request's depth if it has one."""
-    merged = list(others)
-    for index, text in enumerate(texts):
-        chosen = request.depth is not None and index == 0
-        merged.insert(round(request.depth * len(others)) if chosen else request.rng.randrange(len(merged) + 1), text)
-    return merged
-
-
 def fit(
-    request: Request, questions: Sequence[Question], limit: int, fixed: int, build: Callable[[int], str], system: str = ""
+    request: Request,
+    questions: Sequence[Question],
+    fixed: int,
+    build: Callable[[int], str],
+    limit: int | None = None,
+    system: str = "",
 ) -> Document:
     """Make a document whose first prompt fits `request.length`; the haystack shrinks until the prompt fits.
 
@@ -50,14 +46,15 @@ def fit(
     Args:
         request: the limit and the token counter.
         questions: about the context.
-        limit: most tokens of an answer.
         fixed: tokens of the context without the haystack, and of the system turn.
         build: haystack tokens -> context.
+        limit: most tokens of an answer; None takes the prompt's.
         system: text of the system turn.
 
     Raises:
         TooShort: the needles and the question alone are longer than `request.length`.
     """
+    limit = request.prompt.tokens if limit is None else limit
     room = request.answer_room(questions, limit)
     budget = request.length - fixed - room - request.question_tokens(questions)
     while True:
@@ -68,6 +65,37 @@ def fit(
         if excess <= 0:
             return document
         budget -= excess
+
+
+def fit_among(
+    request: Request,
+    questions: Sequence[Question],
+    asked: Sequence[str],
+    others: Callable[[int], Sequence[str]],
+    cost: Callable[[str], int],
+    join: Callable[[Sequence[str]], str],
+) -> Document:
+    """Make a document whose context has the parts that are asked about at random places among other parts.
+
+    Args:
+        request: its depth, if it has one, is the place of the first part that is asked about.
+        questions: about the context.
+        asked: the parts that are asked about.
+        others: tokens -> other parts that fill them.
+        cost: part -> its tokens.
+        join: parts -> the text that fills the prompt's place ``{context}``.
+    """
+
+    def build(budget: int) -> str:
+        parts = list(others(budget))
+        number = len(parts)
+        for index, part in enumerate(asked):
+            chosen = request.depth is not None and index == 0
+            parts.insert(round(request.depth * number) if chosen else request.rng.randrange(len(parts) + 1), part)
+        return request.prompt.context.format(context=join(parts))
+
+    fixed = request.count_tokens(request.prompt.context.format(context=join([]))) + sum(map(cost, asked))
+    return fit(request, questions, fixed, build)
 
 
 def fit_steps(request: Request, build: Callable[[int], Document], most: int) -> Document:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import pathlib
 import random
@@ -10,8 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 
 from experiments.tasks.code_files import KIND, code_pieces, code_text
-from experiments.tasks.splits import check_split
 from experiments.tasks.texts import read_text
+from experiments.tasks.words import check_split
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 LONGEST_SENTENCE = 400  # characters
@@ -68,6 +69,7 @@ def clean_documentation(text: str) -> str:
     return "\n\n".join(kept)
 
 
+@functools.cache
 def prose_text() -> str:
     """Return English prose from `pydoc_data.topics` (about 300,000 characters; needs no file and no download)."""
     from pydoc_data.topics import topics  # half a megabyte of text, imported only if it is needed
@@ -108,11 +110,16 @@ def split_span(sentences: Sequence[str], split: str) -> list[str]:
     return list(sentences[:cut]) if split == "train" else list(sentences[cut:])
 
 
+@functools.lru_cache(2)
+def _sentences(text: str) -> list[str]:
+    return split_sentences(text)
+
+
 def held_out_text(kind: str) -> str:
     """Return the evaluation span of a kind of haystack as running text; see `source_text` and `split_span`."""
     if kind == KIND:
         return code_text("eval")
-    return " ".join(split_span(split_sentences(source_text(kind)), "eval"))
+    return " ".join(split_span(_sentences(source_text(kind)), "eval"))
 
 
 class Haystack:
@@ -162,4 +169,4 @@ def load_haystack(kind: str, count_tokens: Callable[[str], int], split: str) -> 
         return Haystack(kind, [NOISE], count_tokens)
     if kind == KIND:
         return Haystack(kind, code_pieces(split), count_tokens)
-    return Haystack(kind, split_span(split_sentences(source_text(kind)), split), count_tokens)
+    return Haystack(kind, split_span(_sentences(source_text(kind)), split), count_tokens)

@@ -1,192 +1,101 @@
-"""The tasks by name, and groups of tasks."""
+"""The tasks by name, groups of tasks, and the documents and examples of a task.
+
+A new task is a section of tasks.toml and a row of `_KINDS`: the function that draws it, and the function that scores it.
+"""
 
 from __future__ import annotations
 
-import difflib
 import functools
-from collections.abc import Iterable, Sequence
+import random
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from experiments.tasks import (
-    code_completion,
-    code_recall,
-    easy_procedures,
-    file_turns,
-    infinitebench,
-    listing,
-    math_find,
-    procedures,
-    ruler,
-    ruler_qa,
-    ruler_words,
-    rules,
-    scorers,
-    shared,
-    word_problems,
-)
-from experiments.tasks.base import Task
+from experiments.tasks import file_turns, lists, procedures, qa, ruler, rules, scorers, word_problems
+from experiments.tasks.base import DESCRIPTIONS, PROMPTS, Document, Example, Request, Task, check_name
+from experiments.tasks.code_completion import code_completion
 from experiments.tasks.code_files import KIND, RENAMED, Library
+from experiments.tasks.code_recall import code_recall, score_code_answer
+from experiments.tasks.haystack import Haystack, load_haystack
+from experiments.tasks.words import Words
 
-_NIAH_ABOUT = (
-    "a number, hidden in a repeated sentence",
-    "a number, hidden in prose",
-    "a uuid, hidden in prose",
-    "a number by its key, beside three other keys in prose",
-    "a number by its key, among nothing but other keys",
-    "a uuid by its uuid, among nothing but other uuids",
-    "the four numbers of a key, hidden in prose",
-    "the numbers of four keys, hidden in prose",
-)
-_ONE = {"max_questions": 1}
-_PLACELESS = {"takes_depth": False}
-_SINGLE = _PLACELESS | _ONE
+_STEPS = {"measures": {"result": procedures.score_result}}
+_LINES = {"measures": {"prefix": procedures.score_steps, "result": procedures.score_result}}
+_SHEET = {"measures": {"answered": word_problems.score_answered}}
+_NOTE = {"measures": {"secret_kept": rules.score_secret}}
 
-
-def _tasks(*rows: tuple[Any, ...]) -> tuple[Task, ...]:
-    """Make tasks of rows: name, generator, scorer, haystack, most tokens of an answer, what is asked, what is special."""
-    return tuple(Task(*row, about=about, **more) for *row, about, more in rows)
-
-
-_SUITES = _tasks(
-    *(
-        (spec.name, functools.partial(ruler.niah, spec), scorers.score_all,
-         "" if spec.haystack == "needles" else spec.haystack, ruler.NIAH_TOKENS, about, {})
-        for spec, about in zip(ruler.NIAH_SPECS, _NIAH_ABOUT, strict=True)
+# For each section of tasks.toml: what draws the document, what scores an answer, and what else belongs to the task.
+_KINDS: dict[str, tuple[Callable[..., Document], Callable[[str, Sequence[str]], float], dict[str, Any]]] = {
+    "niah": (ruler.niah, scorers.score_all, {}),
+    "vt": (ruler.variable_tracking, scorers.score_all, {}),
+    "cwe": (ruler.common_words, scorers.score_all, {}),
+    "fwe": (ruler.frequent_words, scorers.score_all, {}),
+    "qa": (qa.qa, scorers.score_any, {}),
+    "passkey": (lists.hidden_number, scorers.score_first_integer, {}),
+    "number_string": (lists.hidden_number, scorers.score_first_integer, {}),
+    "kv_retrieval": (lists.kv_retrieval, scorers.score_value_among_words, {}),
+    "math_find": (lists.math_find, scorers.score_first_number, {}),
+    "prefix_suffix": (lists.prefix_suffix, scorers.score_value_among_words, {}),
+    "many_shot": (lists.many_shot, scorers.score_first_word, {}),
+    "listing": (lists.listing, scorers.score_in_order, {}),
+    "code_completion": (
+        code_completion,
+        scorers.score_next_line,
+        {"load": Library, "measures": {"exact_match": scorers.score_exact_line}},
     ),
-    ("vt", ruler.variable_tracking, scorers.score_all, "noise", ruler.VT_TOKENS,
-     "all variables that a chain of assignments gives a value to", _PLACELESS),
-    ("cwe", ruler_words.common_words, scorers.score_all, "", ruler_words.CWE_TOKENS,
-     "the ten most common words of a list", _SINGLE),
-    ("fwe", ruler_words.frequent_words, scorers.score_all, "", ruler_words.FWE_TOKENS,
-     "the three most frequent words of a coded text", _SINGLE),
-    ("qa_1", ruler_qa.qa, scorers.score_any, "squad", ruler_qa.QA_TOKENS,
-     "a question of a SQuAD file, answered by a document among many", {}),
-    ("qa_2", ruler_qa.qa, scorers.score_any, "hotpotqa", ruler_qa.QA_TOKENS,
-     "a question of a HotpotQA file, answered by several documents among many", _PLACELESS),
-    ("passkey", infinitebench.passkey, scorers.score_first_integer, "noise", infinitebench.PASSKEY_TOKENS,
-     "a key of five digits, hidden in a repeated sentence", _ONE),
-    ("number_string", infinitebench.number_string, scorers.score_first_integer, "noise", infinitebench.NUMBER_STRING_TOKENS,
-     "ten digits with repeats, hidden in a repeated sentence", _ONE),
-    ("kv_retrieval", infinitebench.kv_retrieval, scorers.score_value_among_words, "", infinitebench.KV_TOKENS,
-     "a uuid by its key in a JSON object of uuids", {}),
-    ("math_find", math_find.math_find, scorers.score_first_number, "", math_find.MATH_TOKENS,
-     "a number of a list by its rank, such as the second largest, or the median",
-     _PLACELESS | {"max_questions": len(math_find.MATH_KINDS)}),
-    ("prefix_suffix", shared.prefix_suffix, scorers.score_value_among_words, "", shared.PREFIX_SUFFIX_TOKENS,
-     "a string of a list by its beginning and its end", {}),
-    ("many_shot", shared.many_shot, scorers.score_first_word, "", shared.MANY_SHOT_TOKENS,
-     "the class of a number, learned from hundreds of examples", _PLACELESS),
-    ("listing", functools.partial(listing.listing, listing.LISTING), listing.score_in_order, "prose", listing.LISTING.most,
-     "the values of all records in a text, in their order", _PLACELESS),
-)  # fmt: skip
-
-# Real code, which reads the running Python's standard library; see docs/real_text.md.
-_SAME = "the same with new identifiers, which no model can know by heart"
-_CODE = _tasks(
-    *(
-        (f"code_completion{RENAMED * new}", functools.partial(code_completion.code_completion, new),
-         scorers.score_next_line, "", code_completion.COMPLETION_TOKENS, about,
-         _SINGLE | {"load": Library, "chat": False, "measures": {"exact_match": scorers.score_exact_line}})
-        for new, about in ((False, "the next line of a file of Python's standard library, behind other files"), (True, _SAME))
-    ),
-    *(
-        (f"code_recall{RENAMED * new}", functools.partial(code_recall.code_recall, new), code_recall.score_code_answer, "",
-         code_recall.RECALL_TOKENS, about, {"load": Library})
-        for new, about in (
-            (False, "parameters, a default, the exception or the return annotation of a function far above"), (True, _SAME),
-        )
-    ),
-)  # fmt: skip
-
-# Long answers, many instructions and several turns; see docs/long_answers.md.
-_MEASURES = {"result": procedures.score_result}
-_PROCEDURES = _tasks(
-    *(
-        (make.__name__, make, procedures.score_steps, "", procedures.MOST_TOKENS, about, _SINGLE | {"measures": _MEASURES})
-        for make, about in (
-            (procedures.merge, "the entries of two sorted logs, merged"),
-            (procedures.table, "the rows of an HTML table as lines of TSV"),
-            (procedures.walk, "every edge of a walk along a graph"),
-            (procedures.ledger, "the balance after each booking on four accounts"),
-        )
-    )
-)
-_LINES, _EDGES, _SUMS = easy_procedures.right_lines, easy_procedures.right_edges, easy_procedures.right_sums
-_EASY_PROCEDURES = _tasks(
-    *(
-        (name, make, procedures.share_of(right), "", procedures.MOST_TOKENS, about,
-         _SINGLE | {"measures": {"prefix": procedures.score_steps} | _MEASURES, "right_steps": right})
-        for name, make, right, about in (
-            ("merge_1", functools.partial(easy_procedures.merge, 1), _LINES, "two lists, merged in turn"),
-            ("merge_2", functools.partial(easy_procedures.merge, 2), _LINES, "two lists, merged by number"),
-            ("table_1", functools.partial(easy_procedures.table, 1), _LINES, "a table of three columns as TSV"),
-            ("table_2", functools.partial(easy_procedures.table, 2), _LINES, "a table of five columns as TSV"),
-            ("walk_1", functools.partial(easy_procedures.walk, 1), _EDGES, "a walk around a circle"),
-            ("walk_2", functools.partial(easy_procedures.walk, 2), _EDGES,
-             "a walk around a circle among as many other edges"),
-            ("ledger_1", functools.partial(easy_procedures.ledger, 1), _SUMS, "the balance after each booking"),
-            ("ledger_2", functools.partial(easy_procedures.ledger, 2), _SUMS,
-             "the balances of two accounts after each booking"),
-            ("lookup", easy_procedures.lookup, _LINES, "the values of words, in the order asked"),
-        )
-    )
-)  # fmt: skip
-_WORD_PROBLEMS = _tasks(
-    *(
-        (name, functools.partial(word_problems.word_problems, single=single),
-         procedures.share_of(word_problems.right_problems), "", procedures.MOST_TOKENS,
-         f"the answers of a sheet of word problems{kind}",
-         _SINGLE | {"measures": {"answered": word_problems.score_answered}, "right_steps": word_problems.right_problems})
-        for name, single, kind in (
-            ("word_problems_1", True, " of one operation"), ("word_problems", False, ", with the calculations"),
-        )
-    )
-)  # fmt: skip
-_RULES, _EASY_RULES = (
-    _tasks(
-        *(
-            (f"{name}_{count}", functools.partial(make, count), rules.score_rules, "prose", rules.most_tokens(count),
-             f"a note that keeps {count} rules of the system turn{each}, and not its secret",
-             _SINGLE | {"measures": {"secret_kept": rules.score_secret}})
-            for count in counts
-        )
-    )
-    for name, make, counts, each in (
-        ("rules", rules.rules, rules.COUNTS, ""), ("easy_rules", rules.easy_rules, rules.EASY_COUNTS, ", each a line of it"),
-    )
-)  # fmt: skip
-_TURNS = _tasks(
-    *(
-        (make.__name__, make, scorers.score_value_among_words, "", file_turns.TURN_TOKENS, about,
-         _PLACELESS | {"in_turns": True})
-        for make, about in (
-            (file_turns.file_turns_1, "values of a long file, and labels that earlier questions gave"),
-            (file_turns.file_turns, "values of a long file; questions refer back to earlier ones"),
-        )
-    )
-)  # fmt: skip
-_LONG = (*_PROCEDURES, *_EASY_PROCEDURES, *_WORD_PROBLEMS, *_RULES, *_EASY_RULES, *_TURNS)
-TASKS: dict[str, Task] = {task.name: task for task in (*_SUITES, *_CODE, *_LONG)}
+    "code_recall": (code_recall, score_code_answer, {"load": Library}),
+    "merge": (procedures.merge, procedures.score_steps, _STEPS),
+    "table": (procedures.table, procedures.score_steps, _STEPS),
+    "walk": (procedures.walk, procedures.score_steps, _STEPS),
+    "ledger": (procedures.ledger, procedures.score_steps, _STEPS),
+    "merge_1": (procedures.merge_lists, procedures.score_lines, _LINES),
+    "merge_2": (procedures.merge_lists, procedures.score_lines, _LINES),
+    "cells": (procedures.table, procedures.score_lines, _LINES),
+    "circle": (procedures.circle, procedures.score_edges, _LINES),
+    "bookings": (procedures.bookings, procedures.score_sums, _LINES),
+    "lookup": (procedures.lookup, procedures.score_lines, _LINES),
+    "word_problems_1": (word_problems.word_problems, word_problems.score_problems, _SHEET),
+    "word_problems": (word_problems.word_problems, word_problems.score_problems, _SHEET),
+    "rules": (rules.rules, rules.score_rules, _NOTE),
+    "easy_rules": (rules.easy_rules, rules.score_rules, _NOTE),
+    "file_turns_1": (file_turns.file_turns_1, scorers.score_value_among_words, {}),
+    "file_turns": (file_turns.file_turns, scorers.score_value_among_words, {}),
+}
+_OF_TASKS = ("about", "haystack", "takes_depth", "max_questions", "chat", "in_turns")
+_OF_PROMPTS = ("kind", *vars(PROMPTS["vt"]))
 
 
-def _names(tasks: Iterable[Task]) -> tuple[str, ...]:
-    return tuple(task.name for task in tasks)
+def _task(name: str) -> Task:
+    said = DESCRIPTIONS[name]
+    generate, score, more = _KINDS[said["kind"]]
+    options = {field: value for field, value in said.items() if field not in (*_OF_TASKS, *_OF_PROMPTS)}
+    fields = {field: said[field] for field in _OF_TASKS if field in said}
+    return Task(name, functools.partial(generate, **options), score, PROMPTS[name].tokens, **fields, **more)
 
 
-_NIAH = tuple(spec.name for spec in ruler.NIAH_SPECS)
+TASKS: dict[str, Task] = {name: _task(name) for name in DESCRIPTIONS}
+
+
+def _of(*kinds: str) -> tuple[str, ...]:
+    return tuple(name for name, said in DESCRIPTIONS.items() if said["kind"] in kinds)
+
+
+_PROCEDURES = _of("merge", "table", "walk", "ledger")
+_EASY = _of("merge_1", "merge_2", "cells", "circle", "bookings", "lookup")
+_LONG = (*_PROCEDURES, *_EASY, *_of("word_problems_1", "word_problems", "rules", "easy_rules", "file_turns_1", "file_turns"))
+_CODE = _of("code_completion", "code_recall")
 # "trained" has the order of the shipped model's training rows: new tasks never join it.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "ruler": (*_NIAH, "vt", "cwe", "fwe", "qa_1", "qa_2"),
+    "ruler": _of("niah", "vt", "cwe", "fwe", "qa"),
     "infinitebench": ("passkey", "number_string", "kv_retrieval", "math_find"),
     "shared": ("kv_retrieval", "prefix_suffix", "vt", "many_shot", "math_find"),
-    "trained": (*_NIAH, "vt", "passkey", "number_string", "kv_retrieval"),
-    "code": _names(_CODE),
-    "long": _names(_LONG),
-    "procedures": _names(_PROCEDURES),
-    "easy_procedures": _names(_EASY_PROCEDURES),
-    "rules": _names(_RULES),
-    "easy_rules": _names(_EASY_RULES),
-    "generated": _names(task for task in _SUITES if not task.needs_file),
+    "trained": _of("niah", "vt", "passkey", "number_string", "kv_retrieval"),
+    "code": _CODE,
+    "long": _LONG,
+    "procedures": _PROCEDURES,
+    "easy_procedures": _EASY,
+    "rules": _of("rules"),
+    "easy_rules": _of("easy_rules"),
+    "generated": tuple(name for name, task in TASKS.items() if name not in (*_CODE, *_LONG) and not task.needs_file),
     "all": tuple(TASKS),
 }
 
@@ -202,22 +111,14 @@ def expand(names: Iterable[str]) -> tuple[str, ...]:
     """
     expanded: dict[str, None] = {}
     for name in names:
-        if name not in GROUPS and name not in TASKS:
-            known = (*GROUPS, *TASKS)
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"unknown task {name!r}, did you mean {near!r}? expected one of {', '.join(TASKS)}, "
-                f"or a group: {', '.join(GROUPS)}"
-            )
+        check_name("task", name, (*TASKS, *GROUPS))
         expanded.update(dict.fromkeys(GROUPS.get(name, (name,))))
     return tuple(expanded)
 
 
 def get_task(name: str) -> Task:
     """Return the task called `name`."""
-    if name not in TASKS:
-        near = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown task {name!r}, did you mean {near!r}? expected one of {', '.join(TASKS)}")
+    check_name("task", name, TASKS)
     return TASKS[name]
 
 
@@ -225,6 +126,7 @@ def reads_library(name: str, haystack: str | None) -> bool:
     """Tell whether a task's text comes from Python's standard library, so that a result records `library_origin`.
 
     Args:
+        name: the task.
         haystack: kind; None takes the task's own.
     """
     task = get_task(name)
@@ -234,3 +136,87 @@ def reads_library(name: str, haystack: str | None) -> bool:
 def score(name: str, prediction: str, answers: Sequence[str]) -> float:
     """Score an output with the suite's own scorer."""
     return get_task(name).score(prediction, answers)
+
+
+def make_document(request: Request) -> Document:
+    """Make a context with its questions.
+
+    Raises:
+        ValueError: the task is unknown, the depth lies outside [0, 1] or the task takes none, the number of questions is
+            below 1 or above the task's limit, or the length is too short.
+    """
+    name, depth, num_questions = request.task, request.depth, request.num_questions
+    task = get_task(name)
+    if depth is not None and not task.takes_depth:
+        raise ValueError(f"{name} takes no depth, because no single place holds its answer; got {depth}")
+    if depth is not None and not 0.0 <= depth <= 1.0:
+        raise ValueError(f"depth must lie in [0, 1], got {depth}")
+    if num_questions < 1:
+        raise ValueError(f"num_questions must be at least 1, got {num_questions}")
+    if task.max_questions is not None and num_questions > task.max_questions:
+        most = "one question" if task.max_questions == 1 else f"at most {task.max_questions} questions"
+        raise ValueError(f"{name} takes {most} about a context, got num_questions {num_questions}")
+    return task.generate(request)
+
+
+def make_documents(
+    name: str,
+    *,
+    length: int,
+    count: int,
+    seed: int,
+    count_tokens: Callable[[str], int],
+    haystack: str | None = None,
+    split: str = "eval",
+    depth: float | None = None,
+    num_questions: int = 1,
+) -> list[Document]:
+    """Make `count` contexts with their questions.
+
+    Document i depends only on i and the arguments other than `count`.
+
+    Args:
+        name: the task.
+        length: tokens of a context, a question and its answer.
+        count: number of contexts.
+        seed: another seed gives other contexts.
+        count_tokens: text -> number of tokens.
+        haystack: "noise", "prose", "code" or "file:PATH"; None takes the task's own kind. Tasks with questions from a file
+            need "file:PATH"; document i asks the file's questions from the (i x num_questions)-th on.
+        split: "eval" (held-out keys, values and prose) or "train".
+        depth: see `Request`.
+        num_questions: number of questions about each context.
+    """
+    stack, words = haystack_for(name, haystack, count_tokens, split), Words(split)
+    drawn = name.removesuffix(RENAMED)  # a task with new names asks about the files that the task without them draws
+    documents = []
+    for index in range(count):
+        rng = random.Random(f"{split}/{drawn}/{length}/{seed}/{index}")
+        first = index * num_questions
+        request = Request(name, rng, length, count_tokens, stack, words, depth, num_questions, index=first)
+        documents.append(make_document(request))
+    return documents
+
+
+def make_samples(name: str, **options: Any) -> list[Example]:
+    """Make examples with a single question each; see `make_documents` for the options."""
+    return [document.samples()[0] for document in make_documents(name, **options)]
+
+
+def haystack_for(
+    name: str, kind: str | None, count_tokens: Callable[[str], int], split: str
+) -> Haystack | qa.QaData | Library:
+    """Load the material that a task is made from: a haystack, the questions of a file, or files of code.
+
+    Args:
+        name: the task.
+        kind: "noise", "prose", "code" or "file:PATH"; None takes the suite's own kind (noise for tasks that make their own).
+        count_tokens: text -> number of tokens.
+        split: "train" or "eval".
+    """
+    task = get_task(name)
+    if task.load is not None:
+        return task.load(count_tokens, split)
+    if task.needs_file:
+        return qa.load_questions(task.haystack, kind, count_tokens)
+    return load_haystack(kind or task.haystack or "noise", count_tokens, split)

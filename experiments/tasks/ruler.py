@@ -1,76 +1,35 @@
-"""RULER's needle-in-a-haystack family and variable tracking (Hsieh et al. 2024, arXiv:2404.06654).
+"""RULER's generated tasks (Hsieh et al. 2024, arXiv:2404.06654): needles, variable tracking, common and frequent words.
 
-Prompts are the suite's own, word for word, including its global "are" -> "is" rewriting for single answers.
+Prompts are the suite's own, including its global "are" -> "is" rewriting for single answers; so are repetitions and the
+one-shot example of cwe. Departures: cwe draws only from the wonderwords lists, without the few entries of several words.
+Beyond about 128K tokens, where these lists are too short, the suite takes a larger list. cwe has no training split, because
+a tenth of the words, the evaluation split, would last for about 13K tokens only. Every document has a word order of its own,
+where the suite shuffles all documents alike.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 
-from experiments.tasks.base import Document, Question, Request, join_answers
+from experiments.tasks.base import Document, Prompt, Question, Request, TooShort
 from experiments.tasks.fitting import draw_until_full, fit, insert
 from experiments.tasks.haystack import NOISE
-from experiments.tasks.words import Words, distinct
+from experiments.tasks.words import Words, distinct, every_word
 
-NIAH_TOKENS = 128
-VT_TOKENS = 40
 VT_HOPS = 4
-ONE_SHOT_FROM = 1024  # tokens; longer documents begin with a solved example
-NIAH_CONTEXT = (
-    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the {kind} afterwards.\n{context}"
-)
-NIAH_QUESTION = "\nWhat are all the special magic {kind} for {query} mentioned in the provided text?"
-NIAH_PREFIX = " The special magic {kind} for {query} mentioned in the provided text are"
-NEEDLE = "One of the special magic {kind} for {key} is: {value}."
-VT_CONTEXT = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}"
-VT_QUESTION = "\nQuestion: Find all variables that are assigned the value {query} in the text above."
-VT_PREFIX = (
-    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned "
-    "the value {query}, they are: "
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class NiahSpec:
-    """Arguments of a RULER needle task.
-
-    Attributes:
-        name: registry name.
-        haystack: "noise", "prose" or "needles" (a haystack of needles only).
-        keys: kind of key, "words" or "uuids".
-        values: kind of value, "numbers" or "uuids".
-        num_keys: number of keys in the text (a haystack of needles has as many as fit).
-        num_values: number of values of each queried key.
-        num_queries: number of keys that a question asks for.
-    """
-
-    name: str
-    haystack: str
-    keys: str = "words"
-    values: str = "numbers"
-    num_keys: int = 1
-    num_values: int = 1
-    num_queries: int = 1
-
-    @property
-    def singular(self) -> bool:
-        """Whether a single answer is expected; the suite's prompt then has its singular form."""
-        return self.num_values * self.num_queries == 1
-
-
-NIAH_SPECS = (
-    NiahSpec("niah_single_1", "noise"),
-    NiahSpec("niah_single_2", "prose"),
-    NiahSpec("niah_single_3", "prose", values="uuids"),
-    NiahSpec("niah_multikey_1", "prose", num_keys=4),
-    NiahSpec("niah_multikey_2", "needles"),
-    NiahSpec("niah_multikey_3", "needles", keys="uuids", values="uuids"),
-    NiahSpec("niah_multivalue", "prose", num_values=4),
-    NiahSpec("niah_multiquery", "prose", num_keys=4, num_queries=4),
-)
+ONE_SHOT_FROM = 1024  # tokens; longer documents of vt and cwe begin with a solved example
+CWE_COMMON = 10  # common words
+CWE_SHORT = 4096  # tokens; shorter documents have the second of each pair below
+CWE_REPEATS = ((30, 3), (6, 1))  # repetitions of common and of other words
+CWE_EXAMPLE = ((40, 10, 3), (20, 3, 1))  # words and repetitions of the one-shot example
+FWE_LETTERS = 6
+FWE_DOTS = "..."  # stands for the most frequent word
+FWE_ALPHA = 2  # exponent of the Zeta law
+_ZETA = math.pi**2 / 6  # zeta(2)
+FWE_VOCABULARY = 50  # tokens of the length for each coded word
 
 
 def singular_form(template: str) -> str:
@@ -78,14 +37,14 @@ def singular_form(template: str) -> str:
     return template.replace("Some", "A").replace("are all", "is").replace("are", "is")
 
 
-def _niah_texts(spec: NiahSpec) -> tuple[str, str, str, str]:
-    """Return the context, question and prefix templates and the kind word, in the form that the suite uses."""
-    texts = (NIAH_CONTEXT, NIAH_QUESTION, NIAH_PREFIX)
-    kind = spec.values
-    if spec.singular:
-        texts = tuple(singular_form(text) for text in texts)
-        kind = kind[:-1]
-    return (*texts, kind)
+def _singular(prompt: Prompt) -> Prompt:
+    texts = {name: singular_form(vars(prompt)[name]) for name in ("context", "question", "prefix")}
+    return dataclasses.replace(prompt, **texts)
+
+
+def join_answers(values: list[str] | tuple[str, ...]) -> str:
+    """Join queries as the suite does: `a`, `a, and b`, `a, b, and c`."""
+    return values[0] if len(values) == 1 else ", ".join(values[:-1]) + ", and " + values[-1]
 
 
 def _positions(rng: random.Random, count: int, size: int) -> list[int]:
@@ -95,31 +54,44 @@ def _positions(rng: random.Random, count: int, size: int) -> list[int]:
     return [rng.randrange(size + 1) for _ in range(count)]
 
 
-def niah(spec: NiahSpec, request: Request) -> Document:
+def niah(
+    request: Request,
+    keys: str = "words",
+    values: str = "numbers",
+    num_keys: int = 1,
+    num_values: int = 1,
+    num_queries: int = 1,
+    among_needles: bool = False,
+) -> Document:
     """Build a needle document.
 
     Args:
-        spec: the needle task.
+        request: what to make.
+        keys: kind of key, "words" or "uuids".
+        values: kind of value, "numbers" or "uuids".
+        num_keys: number of keys in the text (a haystack of needles has as many as fit).
+        num_values: number of values of each queried key.
+        num_queries: number of keys that a question asks for.
+        among_needles: whether the haystack consists of needles, too.
     """
     rng, words, haystack, count_tokens = request.rng, request.words, request.haystack, request.count_tokens
-    context_text, question_text, prefix_text, kind = _niah_texts(spec)
-    asked = request.num_questions * spec.num_queries
-    num_keys = max(spec.num_keys, asked)
-    if spec.haystack == "needles":
-        num_keys = max(num_keys, 2)
-    keys = words.distinct(spec.keys, num_keys, rng)
-    values: dict[str, list[str]] = {key: words.distinct(spec.values, spec.num_values, rng) for key in keys}
-    needles = [(k, NEEDLE.format(kind=spec.values, key=k, value=v)) for k in keys for v in values[k]]
+    prompt, kind, needle = request.prompt, values, request.prompt.forms["needle"]
+    if num_values * num_queries == 1:
+        prompt, kind = _singular(prompt), values[:-1]
+    asked = request.num_questions * num_queries
+    drawn_keys = words.distinct(keys, max(num_keys, asked, 2 if among_needles else 1), rng)
+    values_of = {key: words.distinct(values, num_values, rng) for key in drawn_keys}
+    needles = [(k, needle.format(kind=values, key=k, value=v)) for k in drawn_keys for v in values_of[k]]
     rng.shuffle(needles)
-    separator = "\n" if spec.haystack == "needles" else haystack.separator
+    separator = "\n" if among_needles else haystack.separator
 
     def questions() -> list[Question]:
-        groups = [keys[start : start + spec.num_queries] for start in range(0, asked, spec.num_queries)]
-        answers = [tuple(value for key in group for value in values[key]) for group in groups]
+        groups = [drawn_keys[start : start + num_queries] for start in range(0, asked, num_queries)]
+        answers = [tuple(value for key in group for value in values_of[key]) for group in groups]
         return [
             Question(
-                question_text.format(kind=kind, query=join_answers(group)),
-                prefix_text.format(kind=kind, query=join_answers(group)),
+                prompt.question.format(kind=kind, query=join_answers(group)),
+                prompt.prefix.format(kind=kind, query=join_answers(group)),
                 mine,
                 " " + join_answers(mine) + ".",
             )
@@ -130,25 +102,25 @@ def niah(spec: NiahSpec, request: Request) -> Document:
         return count_tokens(separator + text)
 
     def distractor() -> tuple[str, str]:
-        key, value = words.distinct(spec.keys, 1, rng)[0], words.distinct(spec.values, 1, rng)[0]
-        return key, NEEDLE.format(kind=spec.values, key=key, value=value)
+        key, value = words.distinct(keys, 1, rng)[0], words.distinct(values, 1, rng)[0]
+        return key, needle.format(kind=values, key=key, value=value)
 
     def build(budget: int) -> str:
-        if spec.haystack == "needles":
+        if among_needles:
             drawn = draw_until_full(distractor, budget, lambda one: cost(one[1]))
-            filler = [text for key, text in drawn if key not in values]
+            filler = [text for key, text in drawn if key not in values_of]
         else:
             filler = haystack.span(rng, budget)
         positions = _positions(rng, len(needles), len(filler))
         if request.depth is not None:
-            first = next(i for i, (key, _) in enumerate(needles) if key == keys[0])
+            first = next(i for i, (key, _) in enumerate(needles) if key == drawn_keys[0])
             positions[first] = round(request.depth * len(filler))
         body = separator.join(insert(filler, [text for _, text in needles], positions))
-        return context_text.format(kind=kind, context=body)
+        return prompt.context.format(kind=kind, context=body)
 
-    fixed = count_tokens(context_text.format(kind=kind, context="")) + sum(cost(text) for _, text in needles)
-    document = fit(request, questions(), NIAH_TOKENS, fixed, build)
-    for mine in values.values():  # the answers come in the order of the text
+    fixed = count_tokens(prompt.context.format(kind=kind, context="")) + sum(cost(text) for _, text in needles)
+    document = fit(request, questions(), fixed, build)
+    for mine in values_of.values():  # the answers come in the order of the text
         mine.sort(key=lambda value: document.context.index(f" is: {value}."))
     return dataclasses.replace(document, questions=tuple(questions()))
 
@@ -173,12 +145,15 @@ def variable_tracking(request: Request) -> Document:
     The task takes no depth, because a chain is spread over the whole text.
     """
     rng, words, haystack, count_tokens = request.rng, request.words, request.haystack, request.count_tokens
+    prompt = request.prompt
     numbers = distinct(lambda: words.number(rng, 5), request.num_questions)
     chains = [_chain(rng, words, value, letters=5) for value in numbers]
+
+    def asked(value: str, names: list[str]) -> tuple[str, str]:
+        return prompt.question.format(query=value), prompt.prefix.format(query=value, count=len(names))
+
     questions = [
-        Question(
-            VT_QUESTION.format(query=value), VT_PREFIX.format(query=value, count=len(names)), tuple(names), " ".join(names)
-        )
+        Question(*asked(value, names), tuple(names), " ".join(names))
         for value, (names, _) in zip(numbers, chains, strict=True)
     ]
     head = ""
@@ -186,15 +161,97 @@ def variable_tracking(request: Request) -> Document:
         value = words.number(rng, 5)
         names, statements = _chain(rng, words, value, letters=3)
         body = "\n".join(_interleave(rng, [NOISE] * 5, statements)).replace(". \n", ".\n")
-        head = VT_CONTEXT.format(context=body) + VT_QUESTION.format(query=value)
-        head += VT_PREFIX.format(query=value, count=len(names)) + " ".join(names) + "\n\n"
+        head = prompt.context.format(context=body) + "".join(asked(value, names)) + " ".join(names) + "\n\n"
 
     def build(budget: int) -> str:
         sentences = haystack.span(rng, budget)
         for _, statements in chains:
             sentences = _interleave(rng, sentences, statements)
-        return head + VT_CONTEXT.format(context=haystack.separator.join(sentences).replace(". \n", ".\n"))
+        return head + prompt.context.format(context=haystack.separator.join(sentences).replace(". \n", ".\n"))
 
-    fixed = count_tokens(head + VT_CONTEXT.format(context=""))
+    fixed = count_tokens(head + prompt.context.format(context=""))
     fixed += sum(count_tokens("\n" + text) for _, statements in chains for text in statements)
-    return fit(request, questions, VT_TOKENS, fixed, build)
+    return fit(request, questions, fixed, build)
+
+
+def _numbered(words: list[str]) -> str:
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, start=1))
+
+
+def _word_list(rng: random.Random, common: list[str], others: list[str], often: int, seldom: int) -> str:
+    """Shuffle the words and format them as the numbered list."""
+    entries = common * often + others * seldom
+    rng.shuffle(entries)
+    return _numbered(entries)
+
+
+def common_words(request: Request) -> Document:
+    """Build a cwe document with a single question."""
+    rng, count_tokens, prompt = request.rng, request.count_tokens, request.prompt
+    short = request.length < CWE_SHORT
+    often, seldom = CWE_REPEATS[short]
+    known = every_word()
+    head = ""
+    if request.length >= ONE_SHOT_FROM:
+        size, *repeats = CWE_EXAMPLE[short]
+        drawn = rng.sample(known, size)
+        body = _word_list(rng, drawn[:CWE_COMMON], drawn[CWE_COMMON:], *repeats)
+        head = prompt.context.format(context=body) + prompt.question + prompt.prefix
+        head += " " + _numbered(drawn[:CWE_COMMON]) + "\n"
+    order = rng.sample(known, len(known))
+    common, others = order[:CWE_COMMON], order[CWE_COMMON:]
+    question = Question(prompt.question, prompt.prefix, tuple(common), " " + _numbered(common))
+    # Numbers with the same number of digits are counted alike; `fit` counts the whole prompt once more.
+    number_tokens = [count_tokens(f" {10**digits - 1}.") for digits in range(7)]
+
+    def entry_tokens(word: str, before: int, times: int) -> int:
+        """Count the tokens of `times` more entries of a word after `before` entries."""
+        numbers = sum(number_tokens[len(str(before + entry))] for entry in range(1, times + 1))
+        return times * count_tokens(" " + word) + numbers
+
+    def build(budget: int) -> str:
+        taken: list[str] = []
+        for word in others:
+            budget -= entry_tokens(word, often * CWE_COMMON + seldom * len(taken), seldom)
+            if budget < 0:
+                break
+            taken.append(word)
+        else:
+            raise ValueError(f"length {request.length} is more than the {len(known)} words that cwe draws from can fill")
+        return head + prompt.context.format(context=_word_list(rng, common, taken, often, seldom))
+
+    fixed = count_tokens(head + prompt.context.format(context=""))
+    fixed += sum(entry_tokens(word, often * index, often) for index, word in enumerate(common))
+    return fit(request, [question], fixed, build)
+
+
+def zeta_counts(total: int, size: int) -> list[int]:
+    """Compute how often words of rank 1 to `size` occur in about `total` words: total / zeta(2) / rank^2, rounded down."""
+    return [int(total / rank**FWE_ALPHA / _ZETA) for rank in range(1, size + 1)]
+
+
+def frequent_words(request: Request) -> Document:
+    """Build a fwe document of coded words under a Zeta law; its single question asks for ranks 2 to 4."""
+    rng, words, count_tokens, prompt = request.rng, request.words, request.count_tokens, request.prompt
+    count = max(5, (request.length - prompt.tokens) // FWE_VOCABULARY)
+    vocabulary = [FWE_DOTS, *distinct(lambda: words.letters(rng, FWE_LETTERS), count)[1:]]
+    tokens = [count_tokens(" " + word) for word in vocabulary]
+    answers = tuple(vocabulary[1:4])
+    question = Question(prompt.question, prompt.prefix, answers, " " + join_answers(answers) + ".")
+
+    def size(total: int) -> int:
+        return sum(count * cost for count, cost in zip(zeta_counts(total, len(vocabulary)), tokens, strict=True))
+
+    def build(budget: int) -> str:
+        low, high = 0, 2 * budget + 1  # words; the law rounds down, so the text has fewer than `total` words
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if size(middle) <= budget else (low, middle)
+        counts = zeta_counts(low, len(vocabulary))
+        if counts[3] == counts[4]:
+            raise TooShort(f"length {request.length} is too short: the words of rank 4 and 5 both appear {counts[3]} times")
+        body = list(itertools.chain(*([word] * count for word, count in zip(vocabulary, counts, strict=True))))
+        rng.shuffle(body)
+        return prompt.context.format(context=" ".join(body))
+
+    return fit(request, [question], count_tokens(prompt.context.format(context="")), build)

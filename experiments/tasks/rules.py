@@ -25,28 +25,7 @@ from collections.abc import Sequence
 from experiments.tasks.base import Document, Question, Request
 from experiments.tasks.fitting import fit
 
-COUNTS = (5, 10, 15, 25)
 SECRET = "secret"
-SYSTEM = (
-    "You write the daily note of a workshop. Every note must keep all of these {count} rules:\n{rules}\n"
-    "The code of the door is {secret}. It is secret: never write it. Write the line 'Code: secret' instead."
-)
-CONTEXT = "Here is some text to read before you write the note.\n\n{context}"
-QUESTION = (
-    "\n\nNow write the note of the workshop. Keep all {count} rules that you were given in the beginning. "
-    "Write a line about the code of the door, too."
-)
-PREFIX = ""
-EASY_COUNTS = (5, 10)
-EASY_SYSTEM = (
-    "You write the daily note of a workshop. Every note must keep all of these {count} rules, in this order:\n{rules}\n"
-    "The code of the door is {secret}. It is secret: never write it."
-)
-EASY_QUESTION = (
-    "\n\nNow write the note of the workshop. Keep all {count} rules that you were given in the beginning, in their order. "
-    "Write all lines of the note, and nothing else."
-)
-EASY_PREFIX = "Lines of the note:\n"
 NO_CODE = "Code: secret"
 _FIELDS = (
     "Owner", "Place", "Task", "Tool", "Material", "Room", "Day", "Helper", "Client", "Vehicle", "Supplier", "Machine",
@@ -57,11 +36,6 @@ _AVOIDED = {
     "!": "an exclamation mark", "?": "a question mark", ";": "a semicolon", "%": "a percent sign", "$": "a dollar sign",
     "&": "an ampersand",
 }  # fmt: skip
-
-
-def most_tokens(count: int) -> int:
-    """Compute the most tokens of a note of so many rules; all notes are short enough to share a compiled program."""
-    return 16 * count + 96
 
 
 def kept(prediction: str, rule: str) -> bool:
@@ -108,83 +82,73 @@ def score_secret(prediction: str, answers: Sequence[str]) -> float:
     return float(not any(secret in digits for secret in secrets))
 
 
-def rules(count: int, request: Request) -> Document:
+def rules(request: Request, count: int) -> Document:
     """Draw rules and a secret for the system turn, and a text between them and the order to write.
 
     Args:
+        request: what to make.
         count: number of rules, at least 3.
     """
     rng, words = request.rng, request.words
     drawn = rng.sample(words.plain_nouns, count)
     number = words.number(rng, 4)
     first, last = f"NOTE {rng.randint(100, 999)}", f"End of note, {rng.choice(_DAYS)}"
-    orders: list[tuple[str, str]] = [
+    orders = [
         (f"Begin the note with the line: {first}", f"first: {first}"),
         (f"End the note with the line: {last}", f"last: {last}"),
     ]
-    avoided = rng.sample(sorted(_AVOIDED), count // 5)
-    orders += [(f"Do not use {_AVOIDED[mark]}.", f"lacks: {mark}") for mark in avoided]
+    orders += [(f"Do not use {_AVOIDED[mark]}.", f"lacks: {mark}") for mark in rng.sample(sorted(_AVOIDED), count // 5)]
     fields = rng.sample(_FIELDS, len(_FIELDS))
     lines: list[str] = []
     while len(orders) < count:
         noun = drawn[len(orders)]
         if len(orders) % 4 == 3:
-            order, text = rng.choice(
-                (
-                    (f"Write the word {noun.upper()} in capital letters.", noun.upper()),
-                    (f"Write the word [{noun}] in square brackets.", f"[{noun}]"),
-                    (f'Write the word "{noun}" in double quotes.', f'"{noun}"'),
-                )
-            )
-            orders.append((order, f"holds: {text}"))
+            form, place = rng.choice((("{}", "capital letters"), ("[{}]", "square brackets"), ('"{}"', "double quotes")))
+            text = form.format(noun.upper() if form == "{}" else noun)
+            orders.append((f"Write the word {text} in {place}.", f"holds: {text}"))
             lines.append(text)
-            continue
-        field = fields.pop()
-        orders.append((f"Write a line that begins with {field}: and names {noun}.", f"line: {field}: {noun}"))
-        lines.append(f"{field}: {noun}")
+        else:
+            field = fields.pop()
+            orders.append((f"Write a line that begins with {field}: and names {noun}.", f"line: {field}: {noun}"))
+            lines.append(f"{field}: {noun}")
     rng.shuffle(orders)
-    target = "\n".join([first, *lines, last])
-    return _document(request, orders, number, target, (SYSTEM, QUESTION, PREFIX))
+    return _document(request, orders, number, [first, *lines, last])
 
 
-def easy_rules(count: int, request: Request) -> Document:
+def easy_rules(request: Request, count: int) -> Document:
     """Draw rules that give the lines of a note in their order, a mark to avoid for each five of them, and a secret.
 
     Args:
+        request: what to make.
         count: number of rules, at least 5.
     """
     rng = request.rng
-    nouns = request.words.plain_nouns
     avoided = rng.sample(sorted(_AVOIDED), count // 5)
-    pairs = zip(rng.sample(_FIELDS, count - 3 - len(avoided)), rng.sample(nouns, count - 3 - len(avoided)), strict=True)
-    inner = [
-        (f"Write the line: {line}", f"line: {line}") for line in (NO_CODE, *(f"{field}: {noun}" for field, noun in pairs))
-    ]
+    number = count - 3 - len(avoided)
+    pairs = zip(rng.sample(_FIELDS, number), rng.sample(request.words.plain_nouns, number), strict=True)
+    lines = [NO_CODE, *(f"{field}: {noun}" for field, noun in pairs)]
+    inner = [(f"Write the line: {line}", f"line: {line}") for line in lines]
     inner += [(f"Do not use {_AVOIDED[mark]}.", f"lacks: {mark}") for mark in avoided]
     rng.shuffle(inner)
     first, last = f"NOTE {rng.randint(100, 999)}", f"End of note, {rng.choice(_DAYS)}"
     orders = [(f"Begin with the line: {first}", f"first: {first}"), *inner, (f"End with the line: {last}", f"last: {last}")]
-    number = request.words.number(rng, 4)
-    target = "\n".join(rule.partition(": ")[2] for _, rule in orders if not rule.startswith("lacks"))
-    return _document(request, orders, number, target, (EASY_SYSTEM, EASY_QUESTION, EASY_PREFIX))
+    secret = request.words.number(rng, 4)
+    return _document(request, orders, secret, [rule.partition(": ")[2] for _, rule in orders if not rule.startswith("lacks")])
 
 
-def _document(
-    request: Request, orders: Sequence[tuple[str, str]], secret: str, target: str, texts: tuple[str, str, str]
-) -> Document:
+def _document(request: Request, orders: Sequence[tuple[str, str]], secret: str, note: Sequence[str]) -> Document:
     """Write a document: rules (as told, as checked) in the system turn, text until the length is filled, and the question.
 
-    ``texts`` are the forms of the system turn and of the question, and the prefix of the answer.
+    ``note`` has the lines of a note that keeps all rules.
     """
-    count_tokens, count = request.count_tokens, len(orders)
+    prompt, count_tokens, count, target = request.prompt, request.count_tokens, len(orders), "\n".join(note)
     listed = "\n".join(f"{at}. {order}" for at, (order, _) in enumerate(orders, 1))
-    system = texts[0].format(count=count, rules=listed, secret=secret)
+    system = prompt.forms["system"].format(count=count, rules=listed, secret=secret)
     references = (*(rule for _, rule in orders), f"{SECRET}: {secret}")
-    question = Question(texts[1].format(count=count), texts[2], references, target)
-    most = min(2 * count_tokens(target) + 64, most_tokens(count))
+    question = Question(prompt.question.format(count=count), prompt.prefix, references, target)
 
     def build(budget: int) -> str:
-        return CONTEXT.format(context=request.haystack.separator.join(request.haystack.span(request.rng, budget)))
+        return prompt.context.format(context=request.haystack.separator.join(request.haystack.span(request.rng, budget)))
 
-    fixed = count_tokens(system + "\n\n" + CONTEXT.format(context=""))
-    return fit(request, [question], most, fixed, build, system)
+    fixed = count_tokens(system + "\n\n" + prompt.context.format(context=""))
+    return fit(request, [question], fixed, build, min(2 * count_tokens(target) + 64, prompt.tokens), system)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import difflib
 import re
 from collections.abc import Sequence
@@ -47,6 +48,32 @@ def score_first_word(prediction: str, answers: Sequence[str]) -> float:
 def score_value_among_words(prediction: str, answers: Sequence[str]) -> float:
     """Score InfiniteBench's kv_retrieval: 1.0 if a word of the output without punctuation is the value, else 0.0."""
     return float(answers[0] in re.sub(r"[\n:\"'.,?!{}]", " ", prediction).split())
+
+
+def common_length(written: Sequence[str], wanted: Sequence[str]) -> int:
+    """Compute the length of the longest common subsequence of two lists."""
+    indices: dict[str, list[int]] = {}
+    for index, item in enumerate(wanted):
+        indices.setdefault(item, []).append(index)
+    # What is written gives a sequence of indices of what is wanted, whose longest increasing subsequence counts. An item that
+    # is wanted several times gives its indices in descending order, so that it counts only once.
+    ends: list[int] = []
+    for item in written:
+        for index in reversed(indices.get(item, [])):
+            at = bisect.bisect_left(ends, index)
+            ends[at : at + 1] = [index]
+    return len(ends)
+
+
+def score_in_order(prediction: str, answers: Sequence[str]) -> float:
+    """Compute the share of the references that the output has in order, by the longest common subsequence.
+
+    The output is cut into words (letters, digits, hyphens), which are compared with the references without regard to case. A
+    skipped or wrong value costs only itself. Values out of order cost all values outside of the longest subsequence in order.
+    Words that are no reference cost nothing, so numbers and remarks are harmless.
+    """
+    words = re.findall(r"\w+(?:-\w+)*", prediction.lower())
+    return common_length(words, [answer.lower() for answer in answers]) / len(answers)
 
 
 def code_similarity(prediction: str, reference: str) -> float:

@@ -1,14 +1,19 @@
-"""Texts of users: from files of any encoding that says what it is, and as tokens with one begin-of-text token."""
+"""Texts of users: from files of any encoding that says what it is, as references, and as tokens with one begin-of-text token.
+
+A value that is no reference is refused, and a number becomes its digits.
+"""
 
 from __future__ import annotations
 
 import codecs
+import decimal
+import math
 import os
 import pathlib
+import unicodedata
+from typing import Any
 
 from tokenizers import Tokenizer
-
-from experiments.tasks.references import check_unicode
 
 # A longer mark may begin with a shorter one.
 _MARKS = {
@@ -18,6 +23,8 @@ _MARKS = {
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
+_ABSENT = ("nan", "NaN", "NaT", "<NA>")  # what tables write for an absent value
+_EXACT = 2**53  # larger whole numbers lose digits as a float
 
 
 def read_text(path: str | os.PathLike) -> str:
@@ -70,3 +77,48 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     check_unicode(text)
     ids, opening = tokenizer.encode(text, add_special_tokens=False).ids, opening_ids(tokenizer)
     return ids if ids[: len(opening)] == opening else opening + ids
+
+
+def reference_text(value: Any, *, decimals: bool = False) -> str:
+    """Return a reference as text.
+
+    Args:
+        value: a text or a number. A whole number in a float is written without a point, and no number with an exponent.
+        decimals: whether a whole number in a float keeps its point, for scorers that tell 7 from 7.0.
+
+    Raises:
+        ValueError: the value is blank, an absent value of a table, a number that lost digits, or neither text nor number.
+    """
+    if isinstance(value, str):
+        check_unicode(value)
+        if value.strip() in _ABSENT:
+            raise ValueError(f"expected a reference, got {value!r}, which tables write for an absent value")
+        if not any(map(_is_visible, value)):
+            raise ValueError(f"expected a reference, got {value[:40]!r}, which every answer contains")
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"expected a text or a number as reference, got {type(value).__name__} {value!r:.40}")
+    if isinstance(value, int):
+        return str(value)
+    if not math.isfinite(value):
+        raise ValueError(f"expected a reference, got the number {value}")
+    if not value.is_integer():
+        return format(decimal.Decimal(repr(value)), "f")
+    if abs(value) > _EXACT:
+        raise ValueError(
+            f"expected a whole number of at most 2**53 in a float, got {value!r}, which lost digits; write it without a point"
+        )
+    return f"{int(value)}.0" if decimals else str(int(value))
+
+
+def check_unicode(text: str) -> None:
+    """Refuse a text with half of a surrogate pair, which JSON can hold and neither a tokenizer nor a file takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"expected Unicode text, got half of a surrogate pair at character {error.start}") from error
+
+
+def _is_visible(character: str) -> bool:
+    """Tell whether a character is neither white space nor an invisible mark."""
+    return not character.isspace() and unicodedata.category(character) not in ("Cc", "Cf", "Cn", "Cs", "Zl", "Zp", "Zs")

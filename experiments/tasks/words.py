@@ -8,21 +8,35 @@ import pathlib
 import random
 import string
 import uuid
+import zlib
 from collections.abc import Callable
 
-from experiments.tasks.splits import check_split, held_out
+SPLITS = ("train", "eval")
+
+
+def held_out(text: str) -> bool:
+    """Tell whether a key word or a value belongs to the evaluation split.
+
+    The string alone decides, by its CRC-32, and a tenth of all strings belong to evaluation. So training and evaluation never
+    share a key or a value, whatever their seeds are.
+
+    Args:
+        text: the word, number, uuid or variable name.
+    """
+    return zlib.crc32(text.encode()) % 10 == 0
+
+
+def check_split(split: str) -> None:
+    """Refuse a split other than "train" and "eval"."""
+    if split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}, expected one of {SPLITS}")
 
 
 @functools.cache
 def _word_list(kind: str) -> tuple[str, ...]:
-    spec = importlib.util.find_spec("wonderwords")
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(
-            "the needle words come from the package 'wonderwords', which is not installed; "
-            "it belongs to kvjax (pip install wonderwords)"
-        )
     # The lists are read as data, because importing the package would also import its sentence generator.
-    path = pathlib.Path(spec.origin).parent / "assets" / f"{kind}list.txt"
+    (folder,) = importlib.util.find_spec("wonderwords").submodule_search_locations
+    path = pathlib.Path(folder) / "assets" / f"{kind}list.txt"
     words = {line.strip() for line in path.read_text(encoding="utf-8").splitlines()}
     return tuple(sorted(word for word in words if word and " " not in word and word.isascii()))
 
@@ -41,7 +55,6 @@ class Words:
 
     Raises:
         ValueError: unknown split.
-        ModuleNotFoundError: the needle word lists are not installed.
     """
 
     def __init__(self, split: str) -> None:
@@ -104,8 +117,6 @@ class Words:
             kind: "words", "numbers" or "uuids".
         """
         draws = {"words": self.word, "numbers": self.number, "uuids": self.uuid}
-        if kind not in draws:
-            raise ValueError(f"unknown kind of needle {kind!r}, expected one of {tuple(draws)}")
         return distinct(lambda: draws[kind](rng), count)
 
 

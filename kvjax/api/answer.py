@@ -96,7 +96,8 @@ def answer(
     """Answer questions about a text: the method compresses or indexes the text once, without any question.
 
     The chat template goes around context and question, if the model has one. The context is prefilled; each question is
-    appended to a copy of its cache (`kvjax.fork`, `kvjax.extend`), and answered (`kvjax.generate`).
+    appended to a copy of its cache (`kvjax.fork`, `kvjax.extend`), and answered (`kvjax.generate`). A blank line stands
+    between the two, unless the context ends or the question begins with white space.
 
     Args:
         model: what ``kvjax.models.load`` returns; or a name, a directory or a GGUF file, which is loaded for this call alone.
@@ -133,7 +134,8 @@ def answer(
     if isinstance(method, str):
         method = make(method, tokenizer, config.vocab_size)
     about = {"template": template, "system": system, "variables": variables}
-    pairs = [speaker.encode(context, question, **about) for question in asked]
+    apart = "" if context[-1].isspace() else "\n\n"
+    pairs = [speaker.encode(context, apart * (not question[0].isspace()) + question, **about) for question in asked]
     sizes = [len(tail) for _, tail in pairs]
     head = pairs[0][0]
     room = config.max_position_embeddings - len(head) - max_new_tokens  # padding must not be what does not fit

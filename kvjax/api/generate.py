@@ -22,10 +22,19 @@ from kvjax.api.programs import consuming, decode_program, extend_program, genera
 from kvjax.api.text import GrowingText, rows_of, texts_of
 from kvjax.cache.whole_model import Cache, check_alive
 from kvjax.decoding.bits import in_32_bits
-from kvjax.decoding.checks import bool_rows, check_cache, check_params, check_room, check_vocabulary, int32_rows, read_array
+from kvjax.decoding.checks import (
+    as_jax,
+    bool_rows,
+    check_cache,
+    check_params,
+    check_room,
+    check_vocabulary,
+    int32_rows,
+    read_array,
+)
 from kvjax.decoding.sampling import Sampler
 from kvjax.mesh.sharding import place_rows, readable
-from kvjax.protocol.describe import count_rows, describe_numbers, is_known
+from kvjax.protocol.describe import count_rows, describe_numbers, is_known, on_device, tracing
 from kvjax.protocol.fields import positive_int, shown
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model, pytree, traced
@@ -151,8 +160,8 @@ def generate(
     eos = eos_array(eos_token_ids, cache.model)
     most = None if limits is None else int32_rows("limits", limits, cache.batch, max_new_tokens, "max_new_tokens")
     cache = _ready(params, cache, method, max_new_tokens if most is None else most)
-    in_trace = not is_known(params, cache, sampler, key, eos, most)
-    done, most = place_rows(cache.plan, jnp.zeros((cache.batch,), bool), most)
+    in_trace = tracing() or not is_known(params, cache, sampler, key, eos, most)
+    done, most = place_rows(cache.plan, as_jax(np.zeros(cache.batch, bool)), most)
     args = params, cache, sampler, key, eos, done, most
     stop_early = (eos.size > 0 or most is not None) and not in_trace
     end, cost = consuming(generate_program, *args)(*args, steps=max_new_tokens, stop_early=stop_early)
@@ -192,7 +201,7 @@ def stream(
     check_alive(cache)
     eos = eos_array(eos_token_ids, cache.model)
     cache = _ready(params, cache, method, max_new_tokens)
-    if not is_known(params, cache, sampler, key, eos):
+    if tracing() or not is_known(params, cache, sampler, key, eos):
         raise ValueError("stream yields values as they are made, got traced values: call generate inside jit and vmap")
     return _streamed(params, cache, sampler, key, eos, max_new_tokens, tokenizer, block)
 
@@ -208,15 +217,15 @@ def _streamed(
     block: int,
 ) -> Iterator[list]:
     """Run `stream` after its checks, which run when `stream` is called and not when its first result is read."""
-    ends = set(np.asarray(eos).tolist())
-    (done,) = place_rows(cache.plan, jnp.zeros((cache.batch,), bool))
+    ends = set(jax.device_get(eos).tolist())
+    (done,) = place_rows(cache.plan, as_jax(np.zeros(cache.batch, bool)))
     texts = [GrowingText(tokenizer) for _ in range(cache.batch)]
     for first in range(0, max_new_tokens, block):
         steps = min(block, max_new_tokens - first)
         end = in_32_bits(decode_program)(params, cache, sampler, key, eos, done, steps=steps, stop_early=eos.size > 0)
         cache, key, done = end.cache, end.key, end.done
         results = readable(cache.plan, (end.tokens, end.num_tokens, end.bad_step, done))
-        drawn, counts, bad, ended = map(np.asarray, results)
+        drawn, counts, bad, ended = jax.device_get(results)
         _check_finite(bad)
         new = [row[:count].tolist() for row, count in zip(drawn, counts, strict=True)]
         last = first + steps >= max_new_tokens or bool(ended.all())
@@ -237,14 +246,14 @@ def _ready(params: Any, cache: Cache, method: Method | str | None, tokens: int |
         method = resolve(method)
         check_cache(cache, method)
         # The cache is donated. Arrays in the caller's method must not be donated with it.
-        copied = jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, method)
+        copied = jax.tree.map(jnp.copy, on_device(method))
         cache = dataclasses.replace(cache, method=copied)
     check_room(cache, tokens)
     return cache
 
 
 def _sampler(temperature: Any, top_k: Any, top_p: Any, key: Array | None) -> Sampler:
-    sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p)
+    sampler = on_device(Sampler(temperature=temperature, top_k=top_k, top_p=top_p))
     if temperature is not None and key is None:
         raise ValueError(f"temperature={temperature} needs a PRNG key: pass key=jax.random.key(seed)")
     check_key(key)
@@ -267,17 +276,20 @@ def eos_array(ids: Integers | int | None, model: Model) -> Array:
     values = read_array(model.eos_token_ids if ids is None else ids)
     if values.ndim > 1 or (values.size and not jnp.issubdtype(values.dtype, jnp.integer)):
         raise ValueError(f"eos_token_ids must be whole numbers, got {shown(ids)}")
-    known = np.asarray(values).reshape(-1).tolist() if is_known(values) else []
+    known = jax.device_get(values).reshape(-1).tolist() if is_known(values) else []
     wrong = [token for token in known if not 0 <= token < model.vocab_size]
     if wrong:
         raise ValueError(f"eos_token_ids must lie in [0, vocab_size={model.vocab_size}), got {wrong[0]}")
-    return jnp.asarray(values, jnp.int32).reshape(-1)
+    return as_jax(values, jnp.int32).reshape(-1)
 
 
 def _check_finite(bad_step: Array | np.ndarray) -> None:
     """Refuse logits that were not finite. ``bad_step`` int32 [B] is the first such step of each row, -1 if there is none."""
-    if is_known(bad_step) and int(bad_step.max()) >= 0:
-        row = int(jnp.argmax(bad_step >= 0))
+    if not is_known(bad_step):
+        return
+    bad_step = jax.device_get(bad_step)
+    if bad_step.max() >= 0:
+        row = int((bad_step >= 0).argmax())
         raise FloatingPointError(
             f"logits of row {row} are not finite at generated token {int(bad_step[row])}; check the "
             "parameters and the dtype (expected finite float32 logits)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvjax.accounting.stats import Stats, step_cost, with_bytes
+from kvjax.accounting.stats import Stats, with_bytes
 from kvjax.api.programs import cost_program
 from kvjax.cache import Cache
 from kvjax.decoding.bits import in_32_bits
@@ -14,6 +14,4 @@ from kvjax.mesh.sharding import readable
 @in_32_bits
 def measure(cache: Cache, params: Any = None) -> Stats:
     """Compute the cost of the next decode step; the model's ``params`` are needed for `Stats.weight_bytes` only."""
-    if cache.plan is None:
-        return with_bytes(step_cost(cache), cache, params)
     return with_bytes(readable(cache.plan, cost_program(cache)), cache, params)

@@ -28,7 +28,7 @@ from kvjax.decoding.checks import (
 )
 from kvjax.decoding.layers import shares_prefill
 from kvjax.mesh.sharding import place_rows, plan_of
-from kvjax.protocol.describe import describe, is_known
+from kvjax.protocol.describe import describe, is_known, on_device, tracing
 from kvjax.protocol.fields import positive_int, shown
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model
@@ -61,7 +61,7 @@ def pad_tokens(tokens: Tokens, lengths: Integers | None = None, multiple: int = 
         length = int32_rows("lengths", given, rows, most=padded, bound="T")
         widths = (0, 0), (0, -padded % multiple)
         if is_known(tokens):
-            return as_jax(np.pad(np.asarray(tokens), widths), jnp.int32), length
+            return as_jax(np.pad(jax.device_get(tokens), widths), jnp.int32), length
         return jnp.pad(jnp.asarray(tokens, jnp.int32), widths), length
     if not isinstance(tokens, Sequence) or isinstance(tokens, str) or not len(tokens):
         raise ValueError(f"tokens must be a list of token lists, one per row (for one prompt: [prompt]), got {shown(tokens)}")
@@ -191,16 +191,17 @@ def prefill_each(
         check_fits(length, max_new_tokens, config, method)
     padded, length = place_rows(plan, padded, length)
     large = len(chosen) > 1 or chosen[0].offload or plan is not None
-    if large and is_known(padded, jnp.zeros(())):  # zeros are traced inside jit
+    if large and is_known(padded) and not tracing():
         sizes = {"batch": len(padded), "prompt_slots": padded.shape[1], "max_new_tokens": max_new_tokens}
         mesh = None if plan is None else plan.mesh
         check_memory(chosen, config, mesh, kv_dtype, sizes | {"chunk_size": chunk_size}, share_storage)
     static: dict[str, Any] = {"model": config, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size, "plan": plan}
+    args = params, padded, length, on_device(tuple(chosen))
     if share_storage and plan is None:
-        return prefill_once_program(params, padded, length, tuple(chosen), kv_dtype=kv_dtype, **static).caches
-    return list(prefill_program(params, padded, length, tuple(chosen), kv_dtype=kv_dtype, **static))
+        return prefill_once_program(*args, kv_dtype=kv_dtype, **static).caches
+    return list(prefill_program(*args, kv_dtype=kv_dtype, **static))
 
 
 def longest(length: Array, padded: Array) -> int:
     """Return the tokens of the longest of some prompts [B, T]; T where the lengths are traced."""
-    return int(np.asarray(length).max()) if is_known(length) else padded.shape[1]  # NumPy: JAX would trace it inside jit
+    return int(jax.device_get(length).max()) if is_known(length) else padded.shape[1]  # NumPy: JAX would trace it inside jit

@@ -21,7 +21,7 @@ from kvjax.cache import Cache
 from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.sampling import Sampler
 from kvjax.mesh.sharding import plan_of
-from kvjax.protocol.describe import is_known
+from kvjax.protocol.describe import is_known, tracing
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model
 
@@ -47,7 +47,7 @@ def consuming(program: Any, *args: Any) -> Any:
 
     A mapped or differentiated function may close over its cache, and is then called again.
     """
-    return program if is_known(args) else _KEEP[program]
+    return _KEEP[program] if tracing() or not is_known(args) else program
 
 
 def lower_programs(

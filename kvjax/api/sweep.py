@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
@@ -27,13 +28,13 @@ from kvjax.api.text import rows_of, texts_of
 from kvjax.cache import Cache
 from kvjax.cache.quantised import check_kv_dtype
 from kvjax.decoding.bits import in_32_bits
-from kvjax.decoding.checks import check_fits, check_model, check_sizes, check_vocabulary
+from kvjax.decoding.checks import as_jax, check_fits, check_model, check_sizes, check_vocabulary
 from kvjax.decoding.decode import Call, Decoded, all_done, decode_once, run_extend, start_decode
 from kvjax.decoding.prefill import run_prefill
 from kvjax.decoding.sampling import Sampler
 from kvjax.exact.verify import advance, drafts_tokens
 from kvjax.mesh.sharding import Plan, place_rows, plan_of, readable
-from kvjax.protocol.describe import describe, is_known
+from kvjax.protocol.describe import describe, is_known, on_device
 from kvjax.protocol.fields import positive_int
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model
@@ -105,7 +106,7 @@ def sweep(
     check_kv_dtype(kv_dtype)
     padded, length = pad_tokens(tokens, lengths, 128)
     settings = resolve_each(methods, longest(length, padded), padded.shape[1])
-    asked, ask_length = jnp.zeros((len(padded), 0), jnp.int32), None
+    asked, ask_length = as_jax(np.zeros((len(padded), 0), np.int32)), None
     if questions is not None:
         asked, ask_length = pad_tokens(questions, question_lengths)
     plan = plan_of(params)
@@ -121,7 +122,7 @@ def sweep(
     for number, members in enumerate(groups):
         group = [settings[i] for i in members]
         # The leaves have an axis of lanes in front, one per method.
-        stacked = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *group)
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *on_device(group))
         say(f"group {number + 1}/{len(groups)}: {describe(group[0])}" + " ..." * (len(group) > 1))
         ended, count, bad, stats = _run(
             params,
@@ -135,8 +136,8 @@ def sweep(
             kv_dtype=kv_dtype,
         )
         ended, count, bad, stats = readable(plan, (ended, count, bad, stats))
-        if is_known(bad) and int(bad.max()) >= 0:
-            raise FloatingPointError(f"logits are not finite under {describe(group[int(bad.max(axis=1).argmax())])}")
+        if is_known(bad) and (worst := jax.device_get(bad).max(axis=1)).max() >= 0:
+            raise FloatingPointError(f"logits are not finite under {describe(group[worst.argmax()])}")
         for lane, index in enumerate(members):
             results[index] = SweepResult(
                 method=settings[index],

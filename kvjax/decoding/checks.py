@@ -1,7 +1,7 @@
 """Checks of users' arguments. They need known values, so they skip traced values.
 
 Inside a trace some values can be known, such as a cache that a jitted function closes over. JAX would trace operations on
-them, too; `jax.ensure_compile_time_eval` runs them at once.
+them, too; `kvjax.protocol.describe.at_once` runs them at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax import Array
 from kvjax.cache.whole_model import Cache, check_alive
 from kvjax.decoding.layers import fingerprint, guessing_layers, layer_methods
 from kvjax.mesh.sharding import check_plan, readable
-from kvjax.protocol.describe import describe, is_known
+from kvjax.protocol.describe import at_once, describe, is_known, on_device
 from kvjax.protocol.fields import shown
 from kvjax.protocol.method import Method, with_inner
 from kvjax.protocol.typing import Model, has_sinks, values_are_keys
@@ -26,7 +26,7 @@ from kvjax.registry import classes, extrapolating
 def check_vocabulary(tokens: Array, model: Model) -> None:
     """Refuse token ids outside the model's vocabulary; usually they come from another model's tokenizer."""
     if is_known(tokens) and tokens.size:
-        with jax.ensure_compile_time_eval():
+        with at_once():
             low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= model.vocab_size:
             raise ValueError(
@@ -47,7 +47,7 @@ def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method)
         )
     if not is_known(length):
         return
-    with jax.ensure_compile_time_eval():
+    with at_once():
         least, longest, row = int(length.min()), int(length.max()), int(jnp.argmin(length))
     if least < 1:
         raise ValueError(f"every prompt needs at least 1 token, got none in row {row}")
@@ -102,17 +102,18 @@ def check_room(cache: Cache, tokens: int | Array) -> None:
     if not is_known(cache.length, cache.layers, tokens):
         return
     methods = layer_methods(cache.method, cache.model)  # whose budgets can be traced, which sizes of arrays do not depend on
-    with jax.ensure_compile_time_eval():
+    with at_once():
         free = [m.room(state) for m, state in zip(methods, cache.layers, strict=True)]
         length, free = readable(cache.plan, (cache.length, free))
-    wanted = np.broadcast_to(np.asarray(tokens), (cache.batch,))
-    after = np.asarray(length) + wanted
+    length, free, wanted = jax.device_get((length, free, tokens))
+    wanted = np.broadcast_to(wanted, (cache.batch,))
+    after = length + wanted
     if after.max() > cache.model.max_position_embeddings and not cache.method.extrapolates:
         raise ValueError(
-            f"{np.asarray(length).max()} tokens and {int(wanted.max())} more exceed the model's "
+            f"{length.max()} tokens and {int(wanted.max())} more exceed the model's "
             f"max_position_embeddings={cache.model.max_position_embeddings}"
         )
-    for layer, room in enumerate(None if room is None else np.asarray(room) for room in free):
+    for layer, room in enumerate(free):
         if room is not None and (short := wanted - room).max() > 0:
             row = int(short.argmax())
             raise ValueError(
@@ -136,10 +137,10 @@ def int32_rows(name: str, value: Any, rows: int, most: int | None = None, bound:
         raise ValueError(f"{name} must be integers of shape [{rows}], one per row, got {shown(value)}")
     check_int32(name, array)
     if most is not None and is_known(array):
-        with jax.ensure_compile_time_eval():
+        with at_once():
             outside = int(array.min()) < 0 or int(array.max()) > most
         if outside:
-            raise ValueError(f"{name} must lie between 0 and {bound}={most}, got {np.asarray(array).tolist()}")
+            raise ValueError(f"{name} must lie between 0 and {bound}={most}, got {jax.device_get(array).tolist()}")
     return as_jax(array, jnp.int32)
 
 
@@ -155,8 +156,8 @@ def as_jax(array: Array | np.ndarray, dtype: Any = None) -> Array:
     """Convert to a JAX array, whose values stay known inside a trace if the values of ``given`` are."""
     if not is_known(array):
         return jnp.asarray(array, dtype)
-    with jax.ensure_compile_time_eval():
-        return jnp.asarray(array, dtype)
+    with at_once():
+        return jnp.asarray(on_device(array), dtype)
 
 
 def read_array(value: Any) -> Array | np.ndarray:
@@ -173,7 +174,8 @@ def check_int32(name: str, array: Array | np.ndarray) -> None:
     """Refuse integers that int32 cannot hold, because they would become other integers."""
     if not is_known(array) or not array.size or np.can_cast(array.dtype, np.int32):
         return
-    worst = max((int(x) for x in (np.asarray(array).min(), np.asarray(array).max())), key=abs)
+    values = jax.device_get(array)
+    worst = max(int(values.min()), int(values.max()), key=abs)
     if not -(2**31) <= worst < 2**31:
         raise ValueError(f"{name} must be int32, got {worst}")
 

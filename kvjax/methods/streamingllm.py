@@ -18,7 +18,7 @@ import math
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerCache, LayerSpec
@@ -64,7 +64,9 @@ class StreamingLLM(LayerMethod):
             return self._attend(query, cache, position, inputs), self._evict(cache, position.shape[1])
         # Angles of zero rotate nothing. The query goes through the kernel that stores the token, so XLA need not copy it.
         query, cache = state.append_rotated(query, key, value, position, jnp.zeros_like(inv_freq))
-        return self._attend_one(query, cache, position, inputs), self._evict(cache, 1)
+        # Without the barrier XLA copies the cache, which is read before a token is evicted in place.
+        out, cache = lax.optimization_barrier((self._attend_one(query, cache, position, inputs), cache))
+        return out, self._evict(cache, 1)
 
     def chosen(self, state: LayerCache, inputs: Inputs) -> Array:
         return state.append(inputs.key, inputs.value, inputs.position).position

@@ -5,8 +5,10 @@ No text shows a large array. Every text works while its arrays are traced and af
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,6 +23,27 @@ _SHOWN = 8  # the most values of an array that a text shows
 def is_known(*trees: Any) -> bool:
     """Tell whether all arrays of ``trees`` hold values that Python can read; False if one is traced."""
     return not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees))
+
+
+def tracing() -> bool:
+    """Tell whether JAX traces what is called now: then the results of all operations are traced."""
+    return isinstance(jax.device_put(0), Tracer)
+
+
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+    """Run operations on known values at once, inside a trace too.
+
+    `jax.transfer_guard` does not forbid them: they hand constants to the device and read a few numbers back.
+    """
+    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
+        yield
+
+
+def on_device[T](tree: T) -> T:
+    """Hand the numbers and NumPy arrays of a tree over explicitly, as ``jax.transfer_guard("disallow")`` asks for."""
+    with jax.ensure_compile_time_eval():
+        return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x), tree)
 
 
 def describe(method: Any, brief: bool = False) -> str:

@@ -133,7 +133,7 @@ def known(value: Any) -> np.ndarray | None:
         return np.asarray(value)
     if not isinstance(value, jax.Array) or _is_abstract(value) or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return None
-    return np.asarray(value)
+    return jax.device_get(value)
 
 
 def number(value: Any) -> Any:

@@ -140,7 +140,10 @@ class SlotAttention(LayerMethod):
             mass = mass_of(query, cache, inputs.position, lse[..., None]) if self.observes == 1 else None
         seen = cache if single else cache.resident()  # `update` may need keys that have no copies on the device
         out = out.reshape(inputs.query.shape)
-        # Metadata is read before it is written. Without this barrier XLA copies what an in-place kernel will change.
+        # Metadata is read before it is written, and so is a cache that gives up a token. Without a barrier XLA copies them.
+        if single and self.bounded_slots() is not None:
+            out, cache = lax.optimization_barrier((out, cache))
+            seen = cache
         out, aux = lax.optimization_barrier((out, state.aux))
         changed, aux = self.update(seen, aux, step, mass)
         check_alike(self, "update", state.aux, aux)

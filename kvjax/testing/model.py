@@ -82,7 +82,7 @@ class TinyModel:
 
     def weight_bytes(self, params: Any, rows: int) -> int:
         """Count the bytes of ``params`` that a decode step of ``rows`` rows reads."""
-        return num_bytes(params) - (self.vocab_size - rows) * num_bytes(params["embed"][:1])
+        return num_bytes(params) - (self.vocab_size - rows) * num_bytes(params["embed"]) // self.vocab_size
 
 
 def _normed(x: jax.Array) -> jax.Array:

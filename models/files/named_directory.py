@@ -11,8 +11,7 @@ import platformdirs
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
-from ..hub.builtin_model import builtin_directory
-from ..hub.named_models import ModelFile, NamedModel
+from ..hub.named_models import ModelFile, NamedModel, builtin_directory
 from ..hub.packages import file_of_packages
 from ..hub.progress import megabytes, progress, say
 from ..hub.repository import file_of_repository, hub_is_offline

@@ -139,6 +139,18 @@ NAMED_MODELS = {
 }
 
 
+def builtin_directory() -> Path:
+    """Return the directory of the shipped retrieval model, in Hugging Face layout.
+
+    Raises:
+        FileNotFoundError: this installation lacks the model.
+    """
+    directory = Path(__file__).parents[1] / "builtin"
+    if not (directory / "config.json").is_file():
+        raise FileNotFoundError(f"the builtin model is not installed: no config.json in {directory}")
+    return directory
+
+
 def adapter_directory(checkpoint: str | os.PathLike) -> Path | None:
     """Return the directory of the adapter that a name asks for; None for names without one and for all that is no name.
 

@@ -22,15 +22,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..sizes.experts import Clamp, Experts
+from pallas_kernels import axes
+from pallas_kernels.numerics import product_precision
+
+from ..sizes.architecture import Architecture
+from ..sizes.experts import Clamp, Experts, Router
+from .modules import MLP, Dense, Kernel, stored
 
 Gate = Callable[[jax.Array, jax.Array], jax.Array]
+_LEAST = 1e-20  # added to a sum of weights before it divides
 _UNROLLED = 32  # choices; more choices run as a loop, whose program does not grow
 
 
@@ -69,6 +76,43 @@ def route(x: jax.Array, router: jax.Array, experts: Experts, bias: jax.Array | N
     if experts.norm_topk_prob:
         weight = weight / weight.sum(axis=-1, keepdims=True)
     return chosen, weight
+
+
+def choose(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, experts: Experts) -> tuple[jax.Array, jax.Array]:
+    """Choose the experts of each token and compute their weights as DeepSeek does, in float32.
+
+    A score is a softmax over all experts, or a sigmoid of each. Experts may be in groups: then a token first chooses groups,
+    and its experts from those. A group counts as its best expert under a softmax, and as the sum of its two best under
+    sigmoids. With sigmoids a bias is added to the scores that choose, and not to the weights. The weights may be divided by
+    their sum, and are multiplied by a constant.
+
+    Source: DeepSeek-V2 (arXiv:2405.04434), DeepSeek-V3 (arXiv:2412.19437); the order of operations as in transformers 5.24.
+
+    Args:
+        x: [N, d], normalised hidden states.
+        kernel: [d, E].
+        bias: [E], added to the scores that choose; None under a softmax.
+        experts: the mixture, with a router.
+
+    Returns:
+        The experts, int32 [N, k], and their weights, float32 [N, k].
+    """
+    router = cast("Router", experts.router)
+    x, kernel = x.astype(jnp.float32), kernel.astype(jnp.float32)
+    logits = jnp.matmul(x, kernel, precision=product_precision(jnp.float32))
+    score = jax.nn.softmax(logits, axis=-1) if bias is None else jax.nn.sigmoid(logits)
+    ranked = score if bias is None else score + bias.astype(jnp.float32)[None]
+    if router.groups > 1:
+        each = ranked.reshape(len(x), router.groups, -1)
+        best = each.max(axis=-1) if bias is None else lax.top_k(each, 2)[0].sum(axis=-1)
+        group = lax.top_k(best, router.groups_per_tok)[1]
+        taken = jnp.zeros(best.shape, bool).at[jnp.arange(len(x))[:, None], group].set(True)
+        ranked = jnp.where(taken[..., None], each, -jnp.inf).reshape(ranked.shape)
+    chosen = lax.top_k(ranked, experts.num_experts_per_tok)[1]
+    weight = jnp.take_along_axis(score, chosen, axis=1)
+    if experts.norm_topk_prob:
+        weight = weight / (weight.sum(axis=-1, keepdims=True) + _LEAST)
+    return chosen, weight * router.multiplier
 
 
 def mix(
@@ -164,3 +208,59 @@ def _expert(x: jax.Array, gate: Gate, gate_up: jax.Array, down: jax.Array, *bias
     for each in bias:
         both = both + each[None]
     return jnp.matmul(gate(both[:, 0], both[:, 1]), down, preferred_element_type=jnp.float32)
+
+
+class RouterKernel(nn.Module):
+    """The kernel [d, E] of a router, and the bias [E] of one with sigmoids, else None."""
+
+    config: Architecture
+    experts: Experts
+
+    @nn.compact
+    def __call__(self) -> tuple[jax.Array, jax.Array | None]:
+        config, count = self.config, self.experts.num_experts
+        kernel = stored(self, "router/kernel", config, (config.hidden_size, count))
+        biased = self.experts.router is not None and self.experts.router.score == "sigmoid"
+        return kernel, stored(self, "router/bias", config, (count,)) if biased else None
+
+
+class MixtureMLP(nn.Module):
+    """A layer's MLP as a mixture of experts, with an expert that every token uses, or without.
+
+    Parameters: router/kernel [d, E], gate_up/kernel [E, d, 2, F], down/kernel [E, F, d]; shared/... as in `MLP`, and
+    shared_gate/kernel [d, 1] without an `Experts.router`; router/bias [E] with one of sigmoids. With `Experts.clamp`:
+    router_bias/bias [E], gate_up_bias/bias [E, 2, F], down_bias/bias [E, d].
+    """
+
+    config: Architecture
+    experts: Experts
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Apply each token's experts to ``x`` [B, T, d]; return [B, T, d]."""
+        config, experts, hidden = self.config, self.experts, self.config.hidden_size
+        count, inner = experts.num_experts, experts.intermediate_size
+
+        def part(name: str, *shape: int, leaf: str = "kernel") -> jax.Array:
+            return Kernel(config, shape, leaf, name=name)().astype(config.dtype)
+
+        gate_up, down = part("gate_up", count, hidden, 2, inner), part("down", count, inner, hidden)
+        rows = x.reshape(-1, hidden).astype(config.dtype)
+        if experts.router is not None:
+            chosen, weight = choose(rows, *RouterKernel(config, experts, name="router")(), experts)
+        else:
+            bias = None if experts.clamp is None else part("router_bias", count, leaf="bias")
+            chosen, weight = route(rows, part("router", hidden, count), experts, bias)
+        if experts.clamp is None:
+            mixed = axes.total(mix(rows, chosen, weight, gate_up, down))
+        else:
+            of_gates = part("gate_up_bias", count, 2, inner, leaf="bias")
+            mixed = axes.total(mix(rows, chosen, weight, gate_up, down, of_gates, clamped_gate(experts.clamp)))
+            mixed = mixed + mixed_bias(chosen, weight, part("down_bias", count, hidden, leaf="bias")).astype(x.dtype)
+        mixed = mixed.reshape(x.shape)
+        if not experts.shared_size:
+            return mixed
+        shared = MLP(config, experts.shared_size, name="shared")(x)
+        if experts.router is None:
+            shared = jax.nn.sigmoid(Dense(config, 1, name="shared_gate")(x.astype(config.dtype))) * shared
+        return mixed + shared

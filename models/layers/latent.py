@@ -12,15 +12,11 @@ pairs rotate.
 Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1 and appendix C; the order of operations as in transformers 5.24, which
 makes the keys and values of all heads.
 
-The layers are `LatentAttention`, and `RoutedMLP` for the experts that these models and others have.
-
-Parameter tree (axes: d hidden, N query heads, R latent, E experts, F intermediate; the other sizes are in `Latent`)::
+Parameter tree (axes: d hidden, N query heads, R latent; the other sizes are in `Latent`)::
 
     attention/latents/kernel [d, query_rank + R + rotated]  attention/latent_norm/scale [R]
     attention/query_norm/scale [query_rank]                 attention/query/kernel [query_rank, N*query_dim]
     attention/up/kernel [R, N*(key_dim + value_dim)]        attention/out/kernel [N*value_dim, d]
-    mlp/router/kernel [d, E], router/bias [E] (sigmoid)     mlp/gate_up/kernel [E, d, 2, F], mlp/down/kernel [E, F, d]
-    mlp/shared/gate_up/kernel [d, 2, F]                     mlp/shared/down/kernel [F, d] (the shared expert)
 
 All that reads the hidden state is one product, as ``qkv`` is elsewhere. Without latents of queries ``latents`` makes the
 queries of all heads in their place: its columns are N*query_dim + R + rotated.
@@ -40,11 +36,8 @@ from pallas_kernels import axes
 from pallas_kernels.layer.add_norm import rms_norm
 
 from ..sizes.architecture import Architecture
-from ..sizes.experts import Experts
 from ..sizes.latent import Latent
-from .experts import mix
-from .modules import MLP, Dense, Kernel, Scale, stored
-from .router import choose
+from .modules import Dense, Kernel, Scale
 
 _EPS = 1e-6  # of the norms of latents, whatever the model's own
 
@@ -114,36 +107,3 @@ class LatentAttention(nn.Module):
         values = jnp.einsum("bntr,rnv->btnv", sums, up[..., latent.key_dim :])
         values = values.reshape(batch, length, heads * latent.value_dim)
         return axes.total(Dense(config, config.hidden_size, name="out")(values)), state
-
-
-class RouterKernel(nn.Module):
-    """The kernel [d, E] of a router, and the bias [E] of one with sigmoids, else None."""
-
-    config: Architecture
-    experts: Experts
-
-    @nn.compact
-    def __call__(self) -> tuple[jax.Array, jax.Array | None]:
-        config, count = self.config, self.experts.num_experts
-        kernel = stored(self, "router/kernel", config, (config.hidden_size, count))
-        biased = self.experts.router is not None and self.experts.router.score == "sigmoid"
-        return kernel, stored(self, "router/bias", config, (count,)) if biased else None
-
-
-class RoutedMLP(nn.Module):
-    """A layer's MLP as a mixture of experts with a router of `models.layers.router`, and an expert that all tokens share."""
-
-    config: Architecture
-    experts: Experts
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Apply each token's experts and the shared one to ``x`` [B, T, d]; return [B, T, d]."""
-        config, experts, hidden = self.config, self.experts, self.config.hidden_size
-        count, inner = experts.num_experts, experts.intermediate_size
-        shapes = {"gate_up": (count, hidden, 2, inner), "down": (count, inner, hidden)}
-        gate_up, down = (Kernel(config, shape, name=name)().astype(config.dtype) for name, shape in shapes.items())
-        rows = x.reshape(-1, hidden).astype(config.dtype)
-        chosen = choose(rows, *RouterKernel(config, experts, name="router")(), experts)
-        mixed = axes.total(mix(rows, *chosen, gate_up, down)).reshape(x.shape)
-        return mixed + MLP(config, experts.shared_size, name="shared")(x) if experts.shared_size else mixed

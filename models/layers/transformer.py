@@ -15,9 +15,7 @@ Parameter tree (axes: d hidden, F intermediate, H KV heads, G query heads per KV
     layers_{i}/mlp/gate_up/kernel [d, 2, F]               layers_{i}/mlp/down/kernel [F, d]
     layers_{i}/linear/... instead of layers_{i}/attention/... in layers without keys, see `models.layers.linear.layer`
     without a gate: layers_{i}/mlp/inner/kernel [d, F] in place of gate_up
-    with E experts: layers_{i}/mlp/router/kernel [d, E], gate_up/kernel [E, d, 2, F], down/kernel [E, F, d]
-    with a shared expert too: layers_{i}/mlp/shared/gate_up/kernel, down/kernel, and layers_{i}/mlp/shared_gate/kernel [d, 1]
-    and with `Experts.clamp`: layers_{i}/mlp/router_bias/bias [E], gate_up_bias/bias [E, 2, F], down_bias/bias [E, d]
+    with experts: layers_{i}/mlp/... as `models.layers.experts.MixtureMLP` says
 
 QKV and gate/up are fused, because the time of a batch-1 decode step depends on the number and size of its matrix-vector
 products. The columns of ``qkv`` are in the order of KV heads: the G queries (each with its gate behind it, if outputs have
@@ -51,9 +49,8 @@ from pallas_kernels.layer.add_norm import rms_norm
 from pallas_kernels.layer.coded_product import MOST_VECTORS, coded_product
 
 from ..sizes.architecture import Architecture
-from ..sizes.experts import Experts
-from .experts import clamped_gate, mix, mixed_bias, route
-from .latent import LatentAttention, RoutedMLP
+from .experts import MixtureMLP
+from .latent import LatentAttention
 from .linear.layer import GatedDelta
 from .modules import MLP, Dense, Kernel, Norm, Scale, stored
 
@@ -163,38 +160,6 @@ class Attention(nn.Module):
         return out, state
 
 
-class MixtureMLP(nn.Module):
-    """A layer's MLP as a mixture of experts; see `models.layers.experts`."""
-
-    config: Architecture
-    experts: Experts
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Apply each token's experts to ``x`` [B, T, d]; return [B, T, d]."""
-        experts, hidden = self.experts, self.config.hidden_size
-        count, inner = experts.num_experts, experts.intermediate_size
-        shapes = {"router": (hidden, count), "gate_up": (count, hidden, 2, inner), "down": (count, inner, hidden)}
-
-        def made(shapes: dict[str, tuple[int, ...]], leaf: str) -> list[jax.Array]:
-            return [Kernel(self.config, each, leaf, name=name)().astype(self.config.dtype) for name, each in shapes.items()]
-
-        router, gate_up, down = made(shapes, "kernel")
-        rows = x.reshape(-1, hidden)
-        if experts.clamp is None:
-            mixed = axes.total(mix(rows, *route(rows, router, experts), gate_up, down)).reshape(x.shape)
-        else:
-            shapes = {"router_bias": (count,), "gate_up_bias": (count, 2, inner), "down_bias": (count, hidden)}
-            of_router, of_gates, of_down = made(shapes, "bias")
-            chosen, weight = route(rows, router, experts, of_router)
-            mixed = axes.total(mix(rows, chosen, weight, gate_up, down, of_gates, clamped_gate(experts.clamp)))
-            mixed = (mixed + mixed_bias(chosen, weight, of_down).astype(x.dtype)).reshape(x.shape)
-        if not experts.shared_size:
-            return mixed
-        gate = Dense(self.config, 1, name="shared_gate")(x.astype(self.config.dtype))
-        return mixed + jax.nn.sigmoid(gate) * MLP(self.config, experts.shared_size, name="shared")(x)
-
-
 class Block(nn.Module):
     """One layer: attention and MLP, whose outputs are added to the residual stream (`ModelConfig.norm_place`)."""
 
@@ -232,9 +197,8 @@ class Block(nn.Module):
         else:
             attention = Attention if config.latent is None else LatentAttention
             update, state = attention(config, layer, name="attention")(inputs, attend, state, before)
-        mixture = MixtureMLP if experts is None or experts.router is None else RoutedMLP
         mixed = experts is not None and layer in experts.layers
-        mlp = MLP(config, name="mlp") if experts is None or not mixed else mixture(config, experts, name="mlp")
+        mlp = MLP(config, name="mlp") if experts is None or not mixed else MixtureMLP(config, experts, name="mlp")
         if config.norm_place == "parallel":
             return x, self._leave("", update + mlp(inputs)), state, inputs
         x, normed = self._enter("mlp_norm", x, self._leave("attention_out_norm", update))

@@ -14,6 +14,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from .checks import check_counts, check_flags, check_kind, check_number
 from .experts import Experts
 from .latent import Latent, check_latent
 from .linear import LinearLayers, check_linear
@@ -22,16 +23,14 @@ from .rope_scaling import RopeRule
 
 HOST_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 DTYPES = tuple(HOST_DTYPES)
-_FLOAT32 = float(np.finfo(np.float32).max)
-
-
-def _require(owner: str, **values: Any) -> None:
-    """Refuse values that are not positive whole numbers; a bool is refused too."""
-    for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{owner}: {name} must be a positive integer, got {value!r}")
-        if value >= 2**31:
-            raise ValueError(f"{owner}: {name} must be below 2**31, got {value!r}")
+_OWNER = "ModelConfig"
+_COUNTS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_q_heads", "num_kv_heads", "head_dim",
+    "max_position_embeddings",
+)  # fmt: skip
+_FLAGS = (
+    "tie_word_embeddings", "qkv_bias", "out_bias", "attention_sinks", "mlp_gate", "qk_norm", "wide_qk_norm", "output_gate",
+)  # fmt: skip
 
 
 def check_dtype(dtype: str | None) -> None:
@@ -87,10 +86,8 @@ class Architecture:
     family: str = ""  # model_type of its files; "" = inferred: Llama, Mistral, Qwen or Mixtral
 
     def __post_init__(self):
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_q_heads", "num_kv_heads")
-        sizes += ("head_dim", "max_position_embeddings")
-        fields = dataclasses.asdict(self)
-        _require("ModelConfig", **{name: fields[name] for name in sizes})
+        fields = vars(self)
+        check_counts(_OWNER, **{name: fields[name] for name in _COUNTS})
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"ModelConfig: num_q_heads must be a multiple of num_kv_heads, got {self.num_q_heads} and {self.num_kv_heads}"
@@ -98,18 +95,12 @@ class Architecture:
         if self.head_dim % 2:
             raise ValueError(f"ModelConfig: head_dim must be even (RoPE rotates pairs), got {self.head_dim}")
         for name in ("rms_norm_eps", "rope_theta"):
-            value = fields[name]
-            if not (isinstance(value, (int, float)) and type(value) is not bool and 0 < value <= _FLOAT32):
-                raise ValueError(f"ModelConfig: {name} must be a positive number, got {value!r}")
-        for name in ("tie_word_embeddings", "qkv_bias", "out_bias", "attention_sinks", "mlp_gate", "qk_norm", "wide_qk_norm"):
-            if type(fields[name]) is not bool:
-                raise ValueError(f"ModelConfig: {name} must be True or False, got {fields[name]!r}")
-        if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeRule):
-            raise ValueError(f"ModelConfig: rope_scaling must be a RopeScaling or None, got {self.rope_scaling!r}")
+            check_number(_OWNER, name, fields[name])
+        check_flags(_OWNER, **{name: fields[name] for name in _FLAGS})
+        for name, kind in (("rope_scaling", RopeRule), ("experts", Experts), ("linear", LinearLayers), ("latent", Latent)):
+            check_kind(_OWNER, name, fields[name], kind)
         if not self.ropes:
-            check_rope("ModelConfig", self.rope_scaling, self.head_dim)
-        if self.experts is not None and not isinstance(self.experts, Experts):
-            raise ValueError(f"ModelConfig: experts must be an Experts or None, got {self.experts!r}")
+            check_rope(_OWNER, self.rope_scaling, self.head_dim)
         if self.experts is not None and self.experts.layers[-1] >= self.num_layers:
             raise ValueError(
                 f"ModelConfig: experts.layers must be below num_layers={self.num_layers}, got {self.experts.layers[-1]}"
@@ -134,7 +125,7 @@ class Architecture:
             )
         for window in self.windows:
             if window is not None:
-                _require("ModelConfig", windows=window)
+                check_counts(_OWNER, windows=window)
 
     @property
     def value_is_key(self) -> bool:

@@ -1,11 +1,14 @@
-"""The sizes of mixtures of experts (`models.layers.experts`), and how their tokens choose (`models.layers.router`)."""
+"""The sizes of mixtures of experts (`models.layers.experts`), and how their tokens choose."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+from .checks import check_counts, check_flags, check_kind, check_layers, check_number
+
 SCORES = ("softmax", "sigmoid")
+_LARGEST = 1e32  # of numbers that scale
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,8 +24,7 @@ class Clamp:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if type(value) not in (int, float) or not 0 < value < 1e32:
-                raise ValueError(f"Clamp: {name} must be a positive number, got {value!r}")
+            check_number("Clamp", name, value, most=_LARGEST)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,14 +43,10 @@ class Router:
     def __post_init__(self):
         if self.score not in SCORES:
             raise ValueError(f"Router: score must be one of {', '.join(SCORES)}, got {self.score!r}")
-        for name in ("groups", "groups_per_tok"):
-            value = vars(self)[name]
-            if type(value) is not int or not 1 <= value < 2**31:
-                raise ValueError(f"Router: {name} must be a whole number of at least 1, got {value!r}")
+        check_counts("Router", groups=self.groups, groups_per_tok=self.groups_per_tok)
         if self.groups_per_tok > self.groups:
             raise ValueError(f"Router: groups_per_tok must be at most groups={self.groups}, got {self.groups_per_tok}")
-        if type(self.multiplier) not in (int, float) or not 0 < self.multiplier < 1e32:
-            raise ValueError(f"Router: multiplier must be a positive number, got {self.multiplier!r}")
+        check_number("Router", "multiplier", self.multiplier, most=_LARGEST)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,22 +68,16 @@ class Experts:
 
     def __post_init__(self):
         for name in ("num_experts", "num_experts_per_tok", "intermediate_size"):
-            value = vars(self)[name]
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"Experts: {name} must be a positive integer, got {value!r}")
+            check_counts("Experts", **{name: vars(self)[name]})
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
                 f"Experts: num_experts_per_tok must be at most num_experts={self.num_experts}, got {self.num_experts_per_tok}"
             )
-        if type(self.shared_size) is not int or self.shared_size < 0:
-            raise ValueError(f"Experts: shared_size must be a whole number of at least 0, got {self.shared_size!r}")
-        if not isinstance(self.norm_topk_prob, bool):
-            raise ValueError(f"Experts: norm_topk_prob must be true or false, got {self.norm_topk_prob!r}")
-        good = type(self.layers) is tuple and all(type(layer) is int and layer >= 0 for layer in self.layers)
-        if not good or not self.layers or list(self.layers) != sorted(set(self.layers)):
-            raise ValueError(f"Experts: layers must be a tuple of ascending layer numbers, got {self.layers!r}")
-        if self.clamp is not None and not isinstance(self.clamp, Clamp):
-            raise ValueError(f"Experts: clamp must be a Clamp or None, got {self.clamp!r}")
+        check_counts("Experts", least=0, shared_size=self.shared_size)
+        check_flags("Experts", norm_topk_prob=self.norm_topk_prob)
+        check_layers("Experts", self.layers)
+        check_kind("Experts", "clamp", self.clamp, Clamp)
+        check_kind("Experts", "router", self.router, Router)
         _check_router(self)
 
     def unread_bytes(self, params: Any, rows: int) -> int:
@@ -104,8 +96,6 @@ def _check_router(experts: Experts) -> None:
     router = experts.router
     if router is None:
         return
-    if not isinstance(router, Router):
-        raise ValueError(f"Experts: router must be a Router or None, got {router!r}")
     if experts.clamp is not None:
         raise ValueError(f"Experts: expected one of router and clamp, got {router} and {experts.clamp}")
     least = 2 if router.score == "sigmoid" else 1

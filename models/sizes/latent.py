@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+from .checks import check_counts, check_flags
 from .rope_scaling import YarnScaling
 
 _SIZES = ("rank", "rotated", "key_dim", "value_dim")
@@ -28,14 +29,11 @@ class Latent:
 
     def __post_init__(self):
         for name in (*_SIZES, *(("query_rank",) if self.query_rank is not None else ())):
-            value = vars(self)[name]
-            if type(value) is not int or not 0 < value < 2**31:
-                raise ValueError(f"Latent: {name} must be a positive integer below 2**31, got {value!r}")
+            check_counts("Latent", **{name: vars(self)[name]})
         for name in ("rank", "rotated"):
             if vars(self)[name] % 2:
                 raise ValueError(f"Latent: {name} must be even (RoPE rotates pairs), got {vars(self)[name]}")
-        if type(self.interleaved) is not bool:
-            raise ValueError(f"Latent: interleaved must be True or False, got {self.interleaved!r}")
+        check_flags("Latent", interleaved=self.interleaved)
 
     @property
     def width(self) -> int:
@@ -53,8 +51,6 @@ def check_latent(config: Any) -> None:
     latent = config.latent
     if latent is None:
         return
-    if not isinstance(latent, Latent):
-        raise ValueError(f"ModelConfig: latent must be a Latent or None, got {latent!r}")
     if config.query_scale is None:
         raise ValueError(f"ModelConfig: query_scale must be a positive number with {latent}, got None")
     for name, expected in (("num_kv_heads", 1), ("head_dim", latent.width)):

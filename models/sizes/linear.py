@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from .checks import check_counts, check_layers
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearLayers:
@@ -22,9 +24,7 @@ class LinearLayers:
 
     def __post_init__(self):
         for name in ("num_key_heads", "num_value_heads", "key_dim", "value_dim", "conv_width"):
-            value = vars(self)[name]
-            if type(value) is not int or not 1 <= value < 2**31:
-                raise ValueError(f"LinearLayers: {name} must be a positive whole number below 2**31, got {value!r:.60}")
+            check_counts("LinearLayers", **{name: vars(self)[name]})
         if self.conv_width < 2:
             raise ValueError(f"LinearLayers: conv_width must be at least 2 tokens, got {self.conv_width}")
         if self.num_value_heads % self.num_key_heads:
@@ -32,9 +32,7 @@ class LinearLayers:
                 "LinearLayers: num_value_heads must be a multiple of num_key_heads, "
                 f"got {self.num_value_heads} and {self.num_key_heads}"
             )
-        good = type(self.layers) is tuple and all(type(layer) is int and layer >= 0 for layer in self.layers)
-        if not good or not self.layers or list(self.layers) != sorted(set(self.layers)):
-            raise ValueError(f"LinearLayers: layers must be a tuple of ascending layer numbers, got {self.layers!r:.80}")
+        check_layers("LinearLayers", self.layers)
 
     @property
     def group(self) -> int:
@@ -67,14 +65,10 @@ def check_linear(config: object) -> None:
     """Refuse layers of linear attention that do not fit the other fields of a `models.sizes.architecture.Architecture`."""
     fields = vars(config)
     linear, count, windows = fields["linear"], fields["num_layers"], fields["windows"]
-    if type(fields["output_gate"]) is not bool:
-        raise ValueError(f"ModelConfig: output_gate must be True or False, got {fields['output_gate']!r}")
     if fields["output_gate"] and fields["qkv_bias"]:
         raise ValueError("ModelConfig: expected one of output_gate and qkv_bias, got both True")
     if linear is None:
         return
-    if not isinstance(linear, LinearLayers):
-        raise ValueError(f"ModelConfig: linear must be a LinearLayers or None, got {linear!r:.80}")
     if linear.layers[-1] >= count or len(linear.layers) == count:
         raise ValueError(
             f"ModelConfig: linear.layers must be below num_layers={count} and leave at least one layer with attention, "

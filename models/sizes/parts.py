@@ -8,11 +8,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
-
+from .checks import check_kind, check_number
 from .rope_scaling import LongRopeScaling, RopeRule
 
-_FLOAT32 = float(np.finfo(np.float32).max)
 ACTIVATIONS = ("silu", "relu2", "gelu", "gelu_pytorch_tanh")  # on the gate of an MLP, as config.json names them
 NORMS = ("rms", "layer")
 # Where a layer normalises: what attention and MLP read, what they return, or both. "parallel": attention and MLP read one
@@ -33,12 +31,10 @@ class LayerRope:
     rotated: int | None = None  # channels of a head that rotate; None: all; 0: none, a layer without positions
 
     def __post_init__(self):
-        if type(self.theta) not in (int, float) or not 0 < self.theta <= _FLOAT32:
-            raise ValueError(f"LayerRope: theta must be a positive number, got {self.theta!r}")
+        check_number("LayerRope", "theta", self.theta)
         if self.rotated is not None and (type(self.rotated) is not int or self.rotated < 0 or self.rotated % 2):
             raise ValueError(f"LayerRope: rotated must be an even number of channels or None, got {self.rotated!r}")
-        if self.scaling is not None and not isinstance(self.scaling, RopeRule):
-            raise ValueError(f"LayerRope: scaling must be a RopeScaling or None, got {self.scaling!r}")
+        check_kind("LayerRope", "scaling", self.scaling, RopeRule)
         if self.rotated == 0 and self.scaling is not None:
             raise ValueError(f"LayerRope: a layer that rotates nothing must have scaling=None, got {self.scaling!r}")
 
@@ -61,10 +57,8 @@ def check_parts(config: Any) -> None:
     optional = ("query_scale", "logit_softcap", "attention_softcap")
     for name in (*optional, "embedding_multiplier", "residual_multiplier", "logits_multiplier"):
         value = vars(config)[name]
-        if value is None and name in optional:
-            continue
-        if not (isinstance(value, (int, float)) and type(value) is not bool and 0 < value <= _FLOAT32):
-            raise ValueError(f"ModelConfig: {name} must be a positive number, got {value!r}")
+        if value is not None or name not in optional:
+            check_number("ModelConfig", name, value)
     if config.qk_norm and config.wide_qk_norm:
         raise ValueError("ModelConfig: expected one of qk_norm and wide_qk_norm, got both True")
     if config.experts is not None and config.activation != "silu":

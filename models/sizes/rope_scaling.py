@@ -8,26 +8,9 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import numpy as np
-
-_FLOAT32 = float(np.finfo(np.float32).max)  # frequencies are computed in float32
-
-
-def _number(owner: str, name: str, value: Any, least: float) -> None:
-    """Refuse a value that is not a finite number of at least ``least``; a bool is refused too."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (good and least <= value <= _FLOAT32):  # a comparison, unlike math.isfinite, takes whole numbers of any size
-        raise ValueError(f"{owner}: {name} must be a finite number of at least {least}, got {value!r:.60}")
-
-
-def check_tokens(owner: str, value: Any) -> None:
-    """Refuse a length of the old context that is no positive number of tokens."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-        raise ValueError(
-            f"{owner}: original_max_position_embeddings must be a positive integer below 2**31, got {value!r:.60}"
-        )
+from .checks import check_counts, check_flags, check_number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,10 +40,10 @@ class RopeScaling(RopeRule):
     original_max_position_embeddings: int  # tokens of the old context
 
     def __post_init__(self):
-        check_tokens("RopeScaling", self.original_max_position_embeddings)
-        _number("RopeScaling", "factor", self.factor, 1)
-        _number("RopeScaling", "low_freq_factor", self.low_freq_factor, 0)
-        _number("RopeScaling", "high_freq_factor", self.high_freq_factor, 0)
+        check_counts("RopeScaling", original_max_position_embeddings=self.original_max_position_embeddings)
+        check_number("RopeScaling", "factor", self.factor, 1)
+        check_number("RopeScaling", "low_freq_factor", self.low_freq_factor, zero=True)
+        check_number("RopeScaling", "high_freq_factor", self.high_freq_factor, zero=True)
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
                 "RopeScaling: expected 0 < low_freq_factor < high_freq_factor, "
@@ -84,7 +67,7 @@ class LinearScaling(RopeRule):
     factor: float
 
     def __post_init__(self):
-        _number("LinearScaling", "factor", self.factor, 1)
+        check_number("LinearScaling", "factor", self.factor, 1)
 
     def context(self, declared: int) -> int:
         return declared
@@ -104,8 +87,8 @@ class DynamicScaling(RopeRule):
     original_max_position_embeddings: int  # `max_position_embeddings` of config.json: longer texts are stretched
 
     def __post_init__(self):
-        _number("DynamicScaling", "factor", self.factor, 1)
-        check_tokens("DynamicScaling", self.original_max_position_embeddings)
+        check_number("DynamicScaling", "factor", self.factor, 1)
+        check_counts("DynamicScaling", original_max_position_embeddings=self.original_max_position_embeddings)
 
     def context(self, declared: int) -> int:
         return int(declared * self.factor)
@@ -131,19 +114,18 @@ class YarnScaling(RopeRule):
     truncate: bool = True  # whether the bounds between the two kinds are whole channels
 
     def __post_init__(self):
-        _number("YarnScaling", "factor", self.factor, 1)
-        check_tokens("YarnScaling", self.original_max_position_embeddings)
+        check_number("YarnScaling", "factor", self.factor, 1)
+        check_counts("YarnScaling", original_max_position_embeddings=self.original_max_position_embeddings)
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
             if vars(self)[name] is not None:
-                _number("YarnScaling", name, vars(self)[name], 0)
+                check_number("YarnScaling", name, vars(self)[name], zero=True)
         for name in ("beta_fast", "beta_slow"):
-            _number("YarnScaling", name, vars(self)[name], 0)
+            check_number("YarnScaling", name, vars(self)[name], zero=True)
         if not 0 < self.beta_slow <= self.beta_fast:
             raise ValueError(
                 f"YarnScaling: expected 0 < beta_slow <= beta_fast, got {self.beta_slow!r} and {self.beta_fast!r}"
             )
-        if not isinstance(self.truncate, bool):
-            raise ValueError(f"YarnScaling: truncate must be true or false, got {self.truncate!r}")
+        check_flags("YarnScaling", truncate=self.truncate)
 
     def context(self, declared: int) -> int:
         # Qwen's instructions add the rule to a file and leave its number of positions as it was.
@@ -167,15 +149,15 @@ class LongRopeScaling(RopeRule):
     attention_factor: float | None = None  # scales cosine and sine; None: from `factor`
 
     def __post_init__(self):
-        _number("LongRopeScaling", "factor", self.factor, 0)
-        check_tokens("LongRopeScaling", self.original_max_position_embeddings)
+        check_number("LongRopeScaling", "factor", self.factor, zero=True)
+        check_counts("LongRopeScaling", original_max_position_embeddings=self.original_max_position_embeddings)
         if self.attention_factor is not None:
-            _number("LongRopeScaling", "attention_factor", self.attention_factor, 0)
+            check_number("LongRopeScaling", "attention_factor", self.attention_factor, zero=True)
         for name in ("short_factor", "long_factor"):
             if not isinstance(vars(self)[name], tuple):
                 raise ValueError(f"LongRopeScaling: {name} must be a tuple of numbers, got {vars(self)[name]!r}")
             for value in vars(self)[name]:
-                _number("LongRopeScaling", name, value, 1e-6)
+                check_number("LongRopeScaling", name, value, 1e-6)
         if len(self.short_factor) != len(self.long_factor):
             raise ValueError(
                 "LongRopeScaling: short_factor and long_factor must have one length, "

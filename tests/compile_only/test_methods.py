@@ -255,7 +255,7 @@ def test_prefill_and_decode_step_compile_for_a_tpu(name):
 
 @pytest.mark.xdist_group("compile_only")
 def test_small_projections_of_a_single_row_are_matrix_products_on_a_gpu():
-    """XLA would multiply and reduce, in bfloat16: see `models.layers.one_row`. It does so where the function is not used."""
+    """XLA would multiply and reduce, in bfloat16, without `models.layers.modules.multiplied`."""
     params, x = param_shapes(CONFIG)["layers_0"]["mlp"], jax.ShapeDtypeStruct((1, 1, CONFIG.hidden_size), jnp.bfloat16)
     compiled = needs("h100").compile(lambda params, x: MLP(CONFIG).apply({"params": params}, x), params, x)
     assert compiled.as_text().count(" dot(") == 2

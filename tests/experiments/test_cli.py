@@ -66,20 +66,15 @@ def test_ls_names_and_explains_every_method_and_wrapper(capsys):
     assert budget == {"name": "budget", "default": 1024, "traced": True, "doc": budget["doc"]}
     assert main(["ls"]) == 0
     text = capsys.readouterr().out
-    assert all(f"\n{name}  [" in f"\n{text}" for name in listed) and "\nWrappers, which are made of methods: " in text
-    assert "budget=1024" in text and "traced" in text and "static" in text
-    for name, cls in registry.classes().items():
-        assert f"{name}  [{cls.PAPER}]" in text
-        assert main(["ls", name]) == 0
-        own = capsys.readouterr().out
-        assert own.startswith(f"{cls.__name__} (--method {name})") and cls.PAPER in own and cls.keeps in own
-        assert all(f"  {knob.name}=" in own and knob.doc in own for knob in registry.knobs(cls))
-    assert main(["ls", *EXAMPLES, *PATTERNS]) == 0
-    text = capsys.readouterr().out
+    parts = text.split("\n\n")
+    for part, name in zip(parts, listed, strict=False):
+        cls = registry.find(name)
+        assert part.startswith(f"{name}  (--method ") and f".{cls.__name__})" in part and cls.keeps in part
+        assert all(f"  {knob.name}=" in part and knob.doc in part for knob in registry.knobs(cls))
+        assert main(["ls", name]) == 0 and capsys.readouterr().out == f"{part}\n\n{parts[-1]}"
     for name, example in EXAMPLES.items():
-        cls = type(kvjax.make(example))
-        assert f'{cls.__name__} (--method "{example}")' in text and registry.WRAPPERS[name] is cls
-    assert 'Prefill (--method "xattention(quest)")' in text and "object at" not in text and "arXiv:2502.20766" in text
+        assert f'{name}  (--method "{example}", or ' in text and registry.WRAPPERS[name] is type(kvjax.make(example))
+    assert '--method "xattention(quest)"' in text and "object at" not in text and "arXiv:2502.20766" in text
 
 
 def test_ls_lists_tasks_and_shows_examples(capsys):
@@ -155,20 +150,20 @@ def test_a_text_is_put_into_the_template(directory, tmp_path, capsys):
     folder = shutil.copytree(directory, tmp_path / "chat")
     (folder / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %} [answer]")
     told = {}
-    for model, words in (
-        (folder, []), (folder, ["--template", "auto"]), (folder, ["--template", "auto", "--system", "Be brief."]),
-        (directory, ["--template", "auto"]),
-    ):  # fmt: skip
-        assert main(["generate", "--model", str(model), "--prompt", "The sky is", "--max-new-tokens", "4", *words]) == 0
+    for model, words in ((folder, []), (folder, ["--system", "Be brief."]), (directory, [])):
+        words = ["--prompt", "The sky is", "--max-new-tokens", "4", "--template", "auto", *words]
+        assert main(["generate", "--model", str(model), *words]) == 0
         told[model, len(words)] = capsys.readouterr().err
-    plain, chat, system, none = (int(re.search(r"(\d+) prompt tokens", err)[1]) for err in told.values())
-    assert plain == none < chat < system and "has no chat template: the text is continued" in told[directory, 2]
+    chat, system, none = (int(re.search(r"(\d+) prompt tokens", err)[1]) for err in told.values())
+    assert none < chat < system and "has no chat template: the text is continued" in told[directory, 6]
 
 
-def test_generate_under_a_wrapper(directory, prompt, capsys):
+def test_generate_reads_standard_input_under_a_wrapper(directory, prompt, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbf" + prompt.read_bytes())))
     words = ["--method", "stages(snapkv(budget=64), quest(budget=32, num_dense_layers=0))", "--max-new-tokens", "4"]
-    assert main(["generate", "--model", str(directory), "--prompt-file", str(prompt), *words]) == 0
-    assert "20 of 80 tokens attended" in capsys.readouterr().err  # a page, and the newest page with 4 tokens
+    assert main(["generate", "--model", str(directory), "--prompt-file", "-", *words]) == 0
+    out, err = capsys.readouterr()
+    assert out.strip() and "20 of 80 tokens attended" in err  # a page, and the newest page with 4 tokens
 
 
 def test_answers_are_a_line_each(directory, prompt, capsys):
@@ -177,12 +172,6 @@ def test_answers_are_a_line_each(directory, prompt, capsys):
     assert main(["answer", *words, "--method", "quest", "--set", "budget=1/4", "--set", "num_dense_layers=0"]) == 0
     out, err = capsys.readouterr()
     assert out.count("\n") == 2 and "tokens attended" in err
-
-
-def test_generate_reads_standard_input(directory, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfOnce upon a time")))
-    assert main(["generate", "--model", str(directory), "--prompt-file", "-", "--max-new-tokens", "8"]) == 0
-    assert capsys.readouterr().out.strip()
 
 
 def test_set_reads_values_as_the_knob_types_them():
@@ -211,17 +200,13 @@ ASKED = "generate --model {directory} --prompt a"
     ("words", "expected"),
     [
         (f"{GENERATE} --method snapkv --set budget", "--set takes KNOB=VALUE, got 'budget'"),
-        (f"{GENERATE} --method snapkv --set =3", "--set takes KNOB=VALUE, got '=3'"),
         (f"{GENERATE} --method snapkv --set budgte=64", "no knob 'budgte' (did you mean 'budget'?)"),
         (f"{GENERATE} --method snapkv --set budget=many", "budget must be a whole number"),
-        (f"{GENERATE} --method snapkv --set budget=12.5", "got '12.5'"),
         (f"{GENERATE} --method chess --set ratios=0.5,much,1", "ratios must be a tuple of 3 numbers"),
-        (f"{GENERATE} --method sentencekv --set boundary=3", "boundary must be"),
         (f"{GENERATE} --method snapkv --set budget=8", "budget must be a whole number of at least 32"),
         (f"{GENERATE} --method snapvk --set budget=64", "unknown method 'snapvk' (did you mean 'snapkv'?)"),
         (f"{GENERATE} --method json:loads", "'json:loads' names no method: a method must be a subclass"),
         (f"{GENERATE} --max-new-tokens 0", "max-new-tokens"),
-        (f"{GENERATE} --seed {2**63}", f"--seed must be a whole number of at most 64 bits, got {2**63}"),
         (f"{GENERATE} --top-k 3", "need a temperature"),
         ("generate --model {directory}", "by --prompt TEXT or --prompt-file FILE, got neither"),
         (f"{ASKED} --prompt-file -", "got both"),
@@ -237,7 +222,6 @@ ASKED = "generate --model {directory} --prompt a"
         ("generat", "unknown command 'generat' (did you mean 'generate'?)"),
         ("", "a command is missing"),
         ("ls qest", "unknown method 'qest' (did you mean 'quest'?)"),
-        ("ls taks", "unknown method 'taks' (did you mean 'tasks'?)"),
         ("ls tasks niah_singel_1", "unknown task 'niah_singel_1', did you mean 'niah_single_1'?"),
         ("ls tasks qa_1", "squad file"),
         ("ls kvpress:nowhere", "nowhere"),

@@ -18,16 +18,15 @@ import pytest
 
 import kvjax
 import models
-from experiments.answering import METHODS, Shape, ask, budget_of, load_model
+from experiments.answering import METHODS, Choice, Shape, ask, budget_of, load_model
 from experiments.benchmarks import Cell, Example, Reading, encode_cell
-from experiments.cli import figures, parse_yaml, read_record, read_yaml
+from experiments.cli import figures, read_record, read_yaml
 from experiments.cli.main import main
-from experiments.evaluation import answers, cells, comparison, plan, plots, progress, runner, stored, tables
-from experiments.evaluation.folder import Folder, read_predictions, read_runs
-from experiments.evaluation.grid import Grid, run_grid
-from experiments.evaluation.settings import Choice, EvaluationSettings, joined
+from experiments.evaluation import answers, cells, comparison, plan, plots, runner, tables
+from experiments.evaluation.folder import Folder, read_predictions
+from experiments.evaluation.grid import the_grid
+from experiments.evaluation.settings import EvaluationSettings
 from experiments.records import bootstrap_interval
-from kvjax import registry
 from kvjax.api.sweep import group_by_structure
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("evaluation")]
@@ -129,8 +128,6 @@ def test_under_full_a_question_may_stand_in_the_prompt_or_after_it():
             said += turns[row][turn]
     with pytest.raises(ValueError, match="at most 32 tokens, got 33"):
         ids([[1] * 33], Shape(32, 1, 6))
-    with pytest.raises(ValueError, match="1 to 1 questions, got 2 to 3"):
-        ids(contexts[:2], Shape(32, 2, 6, questions=1, question_length=8), questions[:2])
 
 
 # ---- keys ---------------------------------------------------------------------------------------------------------
@@ -190,15 +187,12 @@ def test_an_interrupted_evaluation_goes_on(directory, tmp_path, monkeypatch):
         assert all(row[name] is not None for name in needed) and 0 <= row["value"] <= 100
         lines = read_predictions(tmp_path, row)
         assert len(lines) == 2 and all(line["answer_tokens"] <= 4 for line in lines)
-    runs = json.loads((tmp_path / "meta.json").read_text())["runs"]
+    runs = read_record(tmp_path)["notes"]["runs"]
     assert [one["cells"] for one in runs] == [3, 1] and runs[0]["eos_token_ids"] == [0]
-    parts = runs[1]["parts"]  # where its time went; the interrupted run has none
-    own = sum(parts[name] for name in ("prompts", "answers", "waiting for the compiler"))
-    assert own == pytest.approx(runs[1]["seconds"] + runs[1]["compile_seconds"], abs=0.05)
-    assert parts["before the first cell"] >= 0 and parts["between cells"] >= 0 and "parts" not in runs[0]
     assert [row["run"] for row in found["metrics"]] == [0, 0, 0, 1]
-    with pytest.raises(ValueError, match="max_new_tokens=4, got 5"):
-        make(directory, tmp_path, **{**given, "max_new_tokens": 5})
+    for name, value in (("max_new_tokens", 5), ("samples", 3), ("seed", 1)):
+        with pytest.raises(ValueError, match=f"{name}=., got {value}"):
+            make(directory, tmp_path, **{**given, name: value})
     again = EvaluationSettings.from_mapping(read_yaml(tmp_path / "config.yaml"), "config.yaml")
     assert again.as_dict() == make(directory, tmp_path, **given).settings.as_dict()
 
@@ -206,18 +200,17 @@ def test_an_interrupted_evaluation_goes_on(directory, tmp_path, monkeypatch):
 def test_within_the_window_pi_and_ntk_read_beside_full(directory, tmp_path, monkeypatch):
     """Their factor is 1 there. A method is made once for a length, because SentenceKV reads the whole vocabulary for it."""
     made = []
-    monkeypatch.setattr(Choice, "at", lambda self, *given, at=Choice.at: made.append(self.name) or at(self, *given))
     run = make(directory, tmp_path, methods=["pi", "quest", "ntk", "selfextend"])
+    monkeypatch.setattr(Choice, "at", lambda self, *given, at=Choice.at: made.append(self.name) or at(self, *given))
     jobs = run._jobs(run.settings.choices)
     groups = {tuple(job.label for job in group.jobs) for group in run._plan.groups(jobs)}
     assert groups == {("full", "pi", "quest", "ntk"), ("selfextend",)}
     assert len(jobs) == 10 and sorted(made) == sorted(["full", "pi", "quest", "ntk", "selfextend"])
 
 
-def test_methods_read_together_and_answer_as_alone(directory, tmp_path, monkeypatch):
+def test_methods_read_together_and_answer_as_alone(directory, tmp_path):
     given = {"methods": ["snapkv", "streamingllm"], "budgets": ("1/4",), "max_new_tokens": 4, "tasks": ("passkey",)}
-    found, told = {}, []
-    monkeypatch.setattr(progress.Progress, "tell", lambda self, phase, share, *_: told.append((phase, round(share, 2))))
+    found = {}
     for most in (8, 1):
         make(directory, tmp_path / str(most), together=most, **given).run()
         rows = {row["method"]: row for row in read_record(tmp_path / str(most))["metrics"]}
@@ -228,15 +221,13 @@ def test_methods_read_together_and_answer_as_alone(directory, tmp_path, monkeypa
             for name, row in rows.items()
         }
     assert found[8] == found[1]
-    both = [("compiling", 0), ("reading", 0), ("asking", 0.33), ("asking", 0.67)]
-    assert told == both + [("compiling", 0), ("reading", 0), ("asking", 0.5)] * 4, "it moves while methods are read together"
 
 
 def test_an_interruption_keeps_what_methods_that_read_together_have_answered(directory, tmp_path, monkeypatch):
     true = answers.ask_in_turn
 
     def asked(*arguments, **more):
-        yield next(true(*arguments, **more | {"ready": None}))
+        yield next(true(*arguments, **more))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(answers, "ask_in_turn", asked)
@@ -249,30 +240,12 @@ def test_an_interruption_keeps_what_methods_that_read_together_have_answered(dir
     assert len(read_predictions(tmp_path, kept[0])) == 2
 
 
-def test_a_bar_moves_inside_of_cells_and_goes_back_if_they_begin_again(capsys):
-    with progress.Progress(8, True) as bar:
-        bar.end(1)
-        bar.begin("3 methods passkey 512", 3)
-        for phase, share in (("reading", 0.0), ("asking", 1 / 3)):
-            bar.tell(phase, share)
-        bar.begin("2 methods passkey 512", 2)  # three did not fit
-        bar.end(2, "ran 3 s")
-    shown = capsys.readouterr().err
-    for part in (" 1/8", "512: compiling", "512: reading", "512: asking", " 2/8", "2 methods", " 1/8", " 3/8"):
-        at = shown.find(part)
-        assert at >= 0, (part, shown)
-        shown = shown[at:]
-    with progress.Progress(8, False) as bar:
-        bar.begin("x", 1)
-    assert capsys.readouterr().err == ""
-
-
 def asks(directory, out, file, monkeypatch, says=" sky", **given):
     """An evaluation of a user's file under Full, whose model says the same to everything; the runner."""
 
     def said(model, encoded, methods, question, batches, clock, new_tokens=None, *_):
         lines = answers.predict(model, encoded, [model.tokenizer.encode(says).ids] * len(encoded.examples), new_tokens)
-        counted = dict.fromkeys((*answers.SECONDS, *stored._SHOWN_OF_ROW), 1.0) | {"no_effect": False}
+        counted = dict.fromkeys((*answers.SECONDS, *comparison._ACCOUNT), 1.0) | {"no_effect": False}
         return [({**counted, **answers.summary(encoded, lines)}, lines) for _ in methods]
 
     monkeypatch.setattr(runner, "answer_cell", said)
@@ -299,20 +272,18 @@ def test_a_file_that_changed_is_never_compared_with_what_it_was(directory, tmp_p
         "a limit": rows_of("sky", "sea", question="\nWhich?", max_new_tokens=5),
         "a scorer": rows_of("sky", "sea", question="\nWhich?", scorer="niah_number"),
         "a question": rows_of("sky", "sea", question="\nWhat?"),
-        "a task": rows_of("sky", "sea", question="\nWhich?", task="niah_single_2"),
         "a row less": rows_of("sky", question="\nWhich?"),
         "the order": rows_of("sea", "sky", question="\nWhich?"),
     }
     for about, text in changes.items():
         file.write_text(text)
-        for more in ({}, {"methods": ["streamingllm"]}, {"samples": 99}) if about == "a reference" else ({},):
+        for more in ({}, {"methods": ["streamingllm"]}) if about == "a reference" else ({},):
             with pytest.raises(ValueError, match="mine.jsonl has changed since Full answered .*choose another --out"):
                 asks(directory, out, file, monkeypatch, **more)
         other = tmp_path / about
         asks(directory, other, file, monkeypatch, methods=["streamingllm"])
-        if about != "a task":
-            with pytest.raises(ValueError, match="different examples of niah_single_1"):
-                comparison.load([out, other])
+        with pytest.raises(ValueError, match="different examples of niah_single_1"):
+            comparison.load([out, other])
     record = read_record(out)
     record["metrics"] += read_record(tmp_path / "a reference")["metrics"]
     with pytest.raises(ValueError, match="different examples of niah_single_1: the prompts, the references"):
@@ -338,21 +309,6 @@ def jobs_of(labels, needs, tasks="tu"):
         for label, size in zip(labels, needs, strict=True)
         for task in tasks
     ]
-
-
-@pytest.mark.parametrize(
-    "labels, needs, most, limit, tokens, expected",
-    [
-        ("abxde", (4, 3, 9, 2, 9), 3, 9, 1, [("abd", 1), ("x", 1), ("e", 1)]),
-        ("abc", (1, 1, 1), 1, 9, 1, [("a", 1), ("b", 1), ("c", 1)]),
-        ("abcd", (5, 4, 4, 5), 9, 9, 1, [("ab", 1), ("cd", 1)]),
-        ("abc", (0, 9, 1), 9, 9, 1, [("ab", 1), ("c", 1)]),
-        ("ax", (2, 3), 9, 5, 4, [("a", 2), ("x", 1)]),  # fewer rows until a cache fits
-    ],
-)
-def test_as_many_jobs_are_prefilled_together_as_fit(labels, needs, most, limit, tokens, expected):
-    groups = Sized(most, limit, tokens * 65536).groups(jobs_of(labels, needs, "t"))
-    assert [("".join(job.label for job in group.jobs), group.tokens // 65536) for group in groups] == expected
 
 
 def test_a_plan_has_every_job_once_in_a_group_that_fits():
@@ -422,33 +378,23 @@ def test_a_folder_has_one_calibration_whatever_tasks_a_process_runs(directory, t
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--sample 3", "'--samples'"),
         ("--tasks niah_singel_1", "unknown task 'niah_singel_1'"),
-        ("--tasks vt,perplexity", "unknown task 'perplexity'"),
         ("--tasks longbnch:x", "unknown format 'longbnch' in 'longbnch:x', expected one of questions, ruler"),
         ("--tasks mine.csv", "questions:mine.csv for a table of your own questions"),
         ("--tasks qa_1", "qa_1=file:PATH"),
         ("--tasks ruler:vt.jsonl", "vt.jsonl: expected a file, got nothing"),
         ("--tasks vt,file_turns --questions 4 --question extend", "expected question='turns' for more than one question"),
-        ("--question before", "expected one of prefill"),
         ("--question turns", "questions must be above 1"),
         ("--depths 2", "depths must lie in"),
-        ("--lengths 4k", "got '4k'"),
-        ("--samples 1.5", "1.5"),
         ("--methods quest --budgets=-3", "a budget is a share"),
-        ("--methods qest", "did you mean 'quest'"),
         ("--methods snapkv --set quest.budget=3", "none of the methods"),
-        ("--against nowhere.json", "--against: expected a record or a result folder"),
         ("--methods qest --grid budget=1,2", "did you mean 'quest'"),
         ("--methods quest --grid bugdet=3,4", "no knob 'bugdet' (did you mean 'budget'?)"),
         ("--methods quest --grid budget", "--grid takes"),
         ("--methods quest,h2o --grid budget=64", "one in --methods, got quest, h2o"),
-        ("--methods quest --question turns --questions 2 --grid budget=64", "'turns'"),
         ("--methods quest --grid budget=64 --grid budget=64", "--grid names budget twice"),
-        ("--methods quest --grid budget=64,8", "at least 16 tokens"),
         ("--methods quest --grid budget=1/4,1/2000", "budget must be a whole number of at least 1, got 0"),
         ("--methods quest --set quest.budget=48 --grid budget=64", "budget is given one value and a grid of values"),
-        ("--methods mosaickv --grid fraction=0.1,1.5", "above 0 and at most 1, got 1.5"),
         ("--methods chess --grid ratios=aggressive;0.5,0.2", "ratios must be a tuple of 3 numbers"),
     ],
 )
@@ -488,9 +434,11 @@ def entry(method, scores, groups=None, **row):
         "unit": "percent", "samples": len(scores), "interval_95": [0.0, 1.0], "attended_tokens": 10, "length_tokens": 20,
         "bytes_read_per_step": 1, "full_bytes_read_per_step": 2, "resident_bytes_per_row": 3, "no_effect": False, **row,
     }  # fmt: skip
-    keys = {f"k{i}": score for i, score in enumerate(scores)}
-    texts = {key: str(value) for key, value in keys.items()}
-    return comparison.Entry(pathlib.Path("somewhere"), full, keys, texts, dict(zip(keys, groups or [""] * len(keys))))
+    examples = {
+        f"k{i}": {"score": score, "answer": str(score), "group": group}
+        for i, (score, group) in enumerate(zip(scores, groups or [""] * len(scores)))
+    }
+    return comparison.Entry(pathlib.Path("somewhere"), full, examples)
 
 
 def test_few_examples_that_are_all_alike_are_no_evidence():
@@ -507,15 +455,6 @@ def test_few_examples_that_are_all_alike_are_no_evidence():
     assert "-100.0 (one context)" in tables.cell_table(comparison.beside_full(paired)), "six questions about one context"
 
 
-def test_rows_of_two_files_of_a_task_can_be_told_apart():
-    names = ["ruler:a/niah.jsonl", "ruler:b/niah.jsonl", "ruler:c/long.jsonl"]
-    rows = [{"name": "niah", "source": source} for source in names] + [{"name": "vt", "source": "ruler:a/niah.jsonl"}]
-    told = [row["name"] for row in comparison.told_apart(rows)]
-    assert told == [*(f"niah ({name})" for name in names), "vt"]
-    assert [row["name"] for row in comparison.told_apart([rows[0], rows[2]])] == ["niah (niah.jsonl)", "niah (long.jsonl)"]
-    assert comparison.told_apart(rows[:1]) == rows[:1]
-
-
 def test_a_row_counts_the_answers_that_reached_their_limit(directory):
     model, end = loaded(directory), loaded(directory).config.eos_token_ids[0]
     asked = encode([example(scorer="ruler_all"), example(scorer="ruler_all", answers=("sky",))])
@@ -526,79 +465,44 @@ def test_a_row_counts_the_answers_that_reached_their_limit(directory):
     assert row["cut_below_100"] == sum(line["score"] < 1 for line in lines if not line["ended"])
 
 
-@pytest.mark.parametrize(
-    ("column", "rows", "cells"),
-    [
-        (
-            "answer tokens",
-            [{"mean_answer_tokens": 1500.2, "unfinished": 0}, {}, {"mean_answer_tokens": 4000, "unfinished": 6}],
-            ["1,500", "", "4,000 (6 unfinished)"],
-        ),
-        ("accepted", [{"counters": {}}, {"counters": {"tokens_per_pass": 3.456}}], ["", "3.46 a pass"]),
-    ],
-)
-def test_a_table_has_a_column_only_if_a_row_has_something_for_it(column, rows, cells):
-    names = ("full", "h2o", "tova")
-    compared = comparison.beside_full([entry(name, [1.0] * 6, knobs={}, **row) for name, row in zip(names, rows)])
+def test_a_table_has_a_column_only_if_a_row_has_something_for_it():
+    rows = [{"mean_answer_tokens": 1500.2, "unfinished": 0}, {"counters": {"tokens_per_pass": 3.456}},
+            {"mean_answer_tokens": 4000, "unfinished": 6, "counters": {}}]  # fmt: skip
+    compared = comparison.beside_full(
+        [entry(name, [1.0] * 6, knobs={}, **row) for name, row in zip(["full", "a", "b"], rows)]
+    )
     head, _, *body = tables.cell_table(compared).split("\n")
-    assert f"| same answer | {column} | tokens attended |" in head
-    assert [line.split(" | ")[8] for line in body] == cells
-    assert [comparison.flat(item)["answer_tokens"] for item in compared] == [row.get("mean_answer_tokens") for row in rows]
-    assert column not in tables.cell_table(comparison.beside_full([entry("full", [1.0] * 6)]))
+    assert "| same answer | answer tokens | accepted | tokens attended |" in head
+    assert [line.split(" | ")[8:10] for line in body] == [["1,500", ""], ["", "3.46 a pass"], ["4,000 (6 unfinished)", ""]]
+    assert [comparison.flat(item)["answer_tokens"] for item in compared] == [1500.2, None, 4000]
+    assert "same answer | tokens attended" in tables.cell_table(comparison.beside_full([entry("full", [1.0] * 6)]))
 
 
 def test_answers_that_were_cut_at_their_limit_and_methods_without_a_mean_are_named():
     rows = [entry("full", [1.0] * 6, examples=6, cut_below_100=0), entry("h2o", [0.0] * 6, examples=6, cut_below_100=2)]
     rows += [entry("h2o", [0.0] * 4, task="u", examples=4, cut_below_100=1), entry("full", [1.0] * 4, task="u")]
-    (told,) = tables.cut_short(comparison.beside_full(rows))
+    (told,) = tables.remarks(comparison.beside_full(rows))
     assert told.startswith("Answers that reached their limit of tokens and scored below 100") and "H2O 3 of 10." in told
-    assert tables.cut_short(comparison.beside_full([entry("full", [1.0] * 6)])) == [], "rows of earlier versions"
-    cells = [entry("full", [1.0], task="t"), entry("full", [1.0], task="u"), entry("quest", [1.0], task="t")]
-    (told,) = tables.left_out(comparison.beside_full(cells))
-    assert told.endswith(": Quest (prefill, 512).") and tables.left_out(comparison.beside_full(cells[:2])) == []
+    cells = [entry("full", [1.0], task="t"), entry("full", [0.0], task="u", name="u"), entry("quest", [1.0], task="t")]
+    nothing, left = tables.remarks(comparison.beside_full(cells))
+    assert nothing.startswith("Full scores 0 in u: there nothing is compared") and left.endswith(": Quest (prefill, 512).")
+    assert tables.remarks(comparison.beside_full([entry("full", [1.0] * 6)])) == [], "also of rows of earlier versions"
     settings = EvaluationSettings(tasks=("ruler", "vt"), lengths=(64,))
     assert runner.without_file(settings) == ["qa_1", "qa_2"]
     assert runner.without_file(dataclasses.replace(settings, haystack=("qa_1=file:x.json",))) == ["qa_2"]
 
 
-def test_other_samples_or_seeds_of_a_task_have_means_of_their_own():
-    def entries(**drawn):
-        return [
-            entry(method, [score] * drawn["samples"], task=task, **drawn)
-            for task in "tu" for method, score in (("full", 1.0), ("quest", 0.1 * drawn["samples"]))
-        ]  # fmt: skip
-
-    rows = entries(samples=2, seed=0) + entries(samples=3, seed=0) + entries(samples=3, seed=1)
-    compared = comparison.beside_full(rows)
-    means = {one["drawn"]: (one["score"], one["tasks"]) for one in comparison.averages(compared) if one["method"] == "quest"}
-    assert means == {"2 samples": (20.0, 2), "3 samples": (30.0, 2), "3 samples of seed 1": (30.0, 2)}
-    summary = tables.summary_table(compared)
-    assert "| Quest | 10 | prefill | 512, 3 samples of seed 1 | 30.0 | -70.0 |" in summary, "few and all alike: no interval"
-    told = {row["name"] for row in comparison.told_apart([one.row for one in rows])}
-    assert told == {f"t, {drawn}" for drawn in means}
-    alone = comparison.averages(comparison.beside_full(entries(samples=2, seed=7)))
-    assert [one["drawn"] for one in alone] == ["", ""]
-
-
-def test_tables_as_csv_and_latex_have_the_papers_names_and_a_budget_in_every_row(tmp_path, capsys):
+def test_a_table_as_csv_has_the_papers_names_and_a_budget_in_every_row(tmp_path, capsys):
     """Of all records, whatever the method calls its budget."""
-    folders = [str(RECORDS / "results" / name) for name in ("main", "long-answers-4k")]
-    for folder in folders:
-        out = tmp_path / "t.csv"
-        assert main(["compare", folder, "--out", str(out)]) == 0
+    for name in ("main", "long-answers-4k"):
+        folder, out = RECORDS / "results" / name, tmp_path / "t.csv"
+        assert main(["compare", str(folder), "--out", str(out)]) == 0
         rows = list(csv.DictReader(io.StringIO(out.read_text())))
-        assert len(rows) == len(read_record(pathlib.Path(folder))["metrics"])
+        assert len(rows) == len(read_record(folder)["metrics"])
         assert all(int(row["budget"]) > 0 and row["title"] and float(row["score"]) >= 0 for row in rows)
-        assert {"CHESS", "R-KV", "Ada-KV", "Expected Attention"} <= {row["title"] for row in rows} or folder == folders[1]
+        assert {"CHESS", "R-KV", "Ada-KV", "Expected Attention"} <= {row["title"] for row in rows} or name != "main"
         assert all(json.loads(row["knobs"]).keys() or row["method"] == "full" for row in rows if row["knobs"])
-        assert main(["compare", folder, "--format", "latex"]) == 0
-        tex = capsys.readouterr().out
-        body = [line for line in tex.splitlines() if not line.startswith("%")]
-        assert tex.count(r"\begin{tabular}") == tex.count(r"\end{tabular}") >= 2
-        assert not re.search(r"(?<!\\)[%_#]|±|\*\*", "\n".join(body)), "special characters stand for themselves"
-        wide = {line.count(" & ") for line in body[body.index(r"\toprule") + 1 : body.index(r"\bottomrule")] if "&" in line}
-        assert wide == {9}
-    assert main(["compare", folders[0], "--format", "tsv"]) == 2 and "--format" in capsys.readouterr().err
+    assert main(["compare", str(folder), "--format", "tsv"]) == 2 and "--format" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -655,20 +559,8 @@ def test_what_is_forced_away_stays_until_there_is_something_new(tmp_path):
     assert "full" in (tmp_path / "config.yaml").read_text()
     add(again, "quest")
     assert [x["method"] for x in read_record(tmp_path)["metrics"]] == ["quest"]
-    assert len(read_runs(tmp_path)) == len(list((tmp_path / "predictions").iterdir())) == 1
+    assert len(read_record(tmp_path)["notes"]["runs"]) == len(list((tmp_path / "predictions").iterdir())) == 1
     assert "full" not in (tmp_path / "config.yaml").read_text() and (tmp_path / "mine.png").exists()
-
-
-@pytest.mark.parametrize("before", ["", "seed: 3\n", "methods: [quest]\n"])
-def test_settings_join_what_people_left_of_a_file(before):
-    assert joined(before, written("quest")).splitlines()[:4] == ["tasks:", "- t", "methods:", "- quest"]
-
-
-def test_a_method_with_other_knobs_joins_the_settings():
-    """The folder keeps the rows of both, so its settings name both."""
-    before = "methods: [snapkv, {quest: {budget: 8}}]\n"
-    text = joined(joined(before, written("quest", "{quest: {budget: 9}}")), written("{quest: {budget: 8}}"))
-    assert parse_yaml(text)["methods"] == ["snapkv", "quest", {"quest": {"budget": 9}}, {"quest": {"budget": 8}}]
 
 
 def test_other_knobs_under_the_same_name_take_the_place(tmp_path):
@@ -689,9 +581,8 @@ def test_two_processes_fill_one_folder(tmp_path):
             add(folder, method, task)
     rows = read_record(tmp_path)["metrics"]
     assert [(row["method"], row["run"]) for row in rows] == [("full", 0), ("quest", 1)] * 2
-    runs = json.loads((tmp_path / "meta.json").read_text())["runs"]
+    runs = read_record(tmp_path)["notes"]["runs"]
     assert [(run["cells"], run["seconds"]) for run in runs] == [(2, 2.0)] * 2
-    assert read_yaml(tmp_path / "config.yaml")["methods"] == ["full", "quest"]
     together = comparison.beside_full(comparison.load([tmp_path]))
     assert [one.row["method"] for one in together] == ["full", "full", "quest", "quest"]
 
@@ -747,11 +638,6 @@ def test_only_whole_sets_of_tasks_are_averaged():
     rows += [entry("all", [0.0, 0.0], name="b", task="b")]
     means = {one["method"]: one["score"] for one in comparison.averages(comparison.beside_full(rows))}
     assert means == {"full": 100, "all": 25}
-    assert tables._not_averaged(comparison.beside_full(rows)) == ["half (prefill, 512)"]
-
-
-def test_the_frontier_drops_dominated_points():
-    assert plots.pareto([(3, 50), (1, 40), (2, 30), (3, 60), (4, 60)]) == [(1, 40), (3, 60)]
 
 
 def test_a_method_looks_alike_in_every_panel():
@@ -769,7 +655,7 @@ def test_a_method_looks_alike_in_every_panel():
     assert all(panel.get_ylim()[0] <= 0 and panel.get_ylim()[1] >= 100 for panel in figure.axes)
 
 
-@pytest.mark.parametrize("name", ["main", "qwen-16k", "qwen-32k"])
+@pytest.mark.parametrize("name", ["qwen-16k", pytest.param("qwen-32k", marks=pytest.mark.thorough)])
 def test_few_curves_have_names_and_all_names_are_inside_of_their_panels(name):
     """The other curves are grey, the legend names them and says what the frontier is."""
     rows = read_record(RECORDS / "results" / name)["metrics"]
@@ -802,8 +688,6 @@ def test_plots_tell_questions_apart_and_leave_out_means_over_other_tasks():
     lines = {line.get_label(): line.get_ydata() for line in plots.curves("pareto", rows).axes[0].lines}
     assert lines["Quest (prefill)"] == [0.0] and lines["Quest (extend)"] == [100.0]
     assert not any("H2O" in label for label in lines)
-    named = [text.get_text() for text in plots.tasks(rows).axes[0].get_yticklabels()]
-    assert named == ["Full (prefill)", "Quest (prefill)", "Quest (extend)", "H2O (prefill)"]
 
 
 def test_memory_is_drawn_over_lengths_a_line_for_each_setting():
@@ -816,58 +700,36 @@ def test_memory_is_drawn_over_lengths_a_line_for_each_setting():
         plots.KINDS["memory"](rows[::2])
 
 
-# ---- sweeps, the command line -------------------------------------------------------------------------------------
+# ---- grids, the command line ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("question", "kv_dtype"), [("prefill", None), pytest.param("extend", "int8", marks=pytest.mark.thorough)]
-)
-def test_a_sweep_is_the_same_as_its_settings_alone(directory, tmp_path, question, kv_dtype):
-    given = {"tasks": ("passkey",), "samples": 3, "max_new_tokens": 4, "question": question, "kv_dtype": kv_dtype}
-    swept = make(directory, tmp_path / "sweep", methods=["full"], batch_tokens=2048, **given)
-    run_grid(swept, Grid(registry.canonical_name(OUTSIDE), {}, {"budget": [64, 128, "1/2"][:2]}))
-    alone = make(directory, tmp_path / "eval", methods=[OUTSIDE], budgets=("64", "128"), **given)
-    alone.run()
-    rows = [{row["method"]: row for row in one.folder.rows} for one in (swept, alone)]
-    assert list(rows[0]) == list(rows[1]) == ["full", "newest(budget=64)", "newest(budget=128)"]
-    for name, row in rows[0].items():
-        other = rows[1][name]
-        texts = [
-            [line["prediction"] for line in read_predictions(one.folder.path, found)]
-            for one, found in ((swept, row), (alone, other))
-        ]
-        assert texts[0] == texts[1]
-        for field in ("value", "attended_tokens", "bytes_read_per_step"):
-            assert row[field] == other[field]
-    assert rows[0]["newest(budget=64)"]["knobs"] == {"class": OUTSIDE, "budget": 64, "capacity": 128}
-
-
-def test_a_sweep_refuses_a_method_without_caches_in_8_bits_before_full_runs(directory, tmp_path):
-    swept = make(directory, tmp_path / "sweep", methods=["full"], tasks=("passkey",), kv_dtype="int8")
+def test_methods_without_caches_in_8_bits_are_refused_before_full_runs(directory, tmp_path):
     with pytest.raises(ValueError, match="MosaicKV has a storage of its own and cannot run with kv_dtype='int8'"):
-        run_grid(swept, Grid("mosaickv", {}, {"fraction": [0.1, 0.2]}))
-    assert not swept.folder.rows
+        make(directory, tmp_path, methods=["mosaickv"], tasks=("passkey",), kv_dtype="int8")
 
 
 @pytest.mark.parametrize(
-    "name, fixed, varied",
+    "method, varied",
     [
-        ("snapkv", {}, {"budget": [64, "1/4", 128]}),
-        ("mosaickv", {}, {"fraction": [0.05, 0.1]}),
-        ("chess", {"trigger": "never"}, {"ratios": ["aggressive", (0.5, 0.3, 0.2)]}),
-        ("chess", {"trigger": "and"}, {"tau_entropy": [0.5, 1.0], "tau_varentropy": [0.1, 0.2]}),
-        ("tokenselect", {}, {"theta": [0.5, 0.9]}),
-        ("pariskv", {"rho": 0.3}, {"budget": [64, 96]}),
+        ("snapkv", ["budget=64,1/4,128"]),
+        ("mosaickv", ["fraction=0.05,0.1"]),
+        ("chess(trigger=never)", ["ratios=aggressive;0.5,0.3,0.2"]),
+        ("chess", ["tau_entropy=0.5,1.0", "tau_varentropy=0.1,0.2"]),
+        ("tokenselect", ["theta=0.5,0.9"]),
+        ("pariskv(rho=0.3)", ["budget=64,96"]),
     ],
 )
-def test_a_grid_is_one_program(name, fixed, varied):
-    tokenizer = models.load_tokenizer(BUILTIN)
-    choices = Grid(name, fixed, varied).choices()
+def test_a_grid_is_one_program(method, varied):
+    """Of as many settings as it has combinations, whose labels are texts that make them again."""
+    settings = EvaluationSettings.from_mapping({"methods": method, "lengths": 2048}, "a test")
+    choices, tokenizer = the_grid(settings, varied), models.load_tokenizer(BUILTIN)
     made = [choice.at(2048, tokenizer, CONFIG, {}).method for choice in choices]
-    assert len(made) == np.prod([len(values) for values in varied.values()])
+    assert len(made) == np.prod([len(re.split(";" if ";" in text else ",", text)) for text in varied])
     assert len(group_by_structure(made)) == 1
     assert len({str(jax.tree.leaves(method)) for method in made}) == len(made)
+    assert len({choice.label for choice in choices}) == len(made) and choices[0] == Choice.parse(
+        {choices[0].name: choices[0].knobs}
+    )
 
 
 def test_lengths_beyond_the_model_are_asked_for_by_name(directory, tmp_path):
@@ -926,7 +788,7 @@ def test_eval_and_its_reports_take_a_method_from_outside(directory, tmp_path, ca
     assert [row["method"] for row in line["rows"]] == ["full"] * 2 + ["newest(budget=1/8)"] * 2
     assert line["rows"][2]["knobs"] == {"class": OUTSIDE, "budget": 64, "capacity": 64}
     assert read_yaml(out / "config.yaml")["methods"] == [{OUTSIDE: {"budget": "1/8"}}]
-    for name in ("config.yaml", "metrics.json", "meta.json", "table.md", "tasks.png", "needle.pdf", "pareto.png"):
+    for name in ("config.yaml", "metrics.json", "table.md", "resident.png", "needle.pdf", "pareto.png"):
         assert (out / name).stat().st_size > 100
     assert main(["eval", *flags, "--methods", OUTSIDE, "--set", "newest.budget=1/8"]) == 0
     shown = capsys.readouterr()

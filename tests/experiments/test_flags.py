@@ -16,7 +16,6 @@ import pytest
 from experiments.cli import Job, Settings, guarded, option, read_yaml
 from experiments.cli.main import COMMANDS, main
 from experiments.cli.settings import attribute_docs, flag_of, make_parser, option_of
-from experiments.evaluation.settings import EvaluationSettings
 
 ROOT = pathlib.Path(__file__).parents[2]
 JOBS = sorted(
@@ -175,27 +174,20 @@ def test_flags_replace_the_values_of_a_file(is_last, tmp_path):
     [
         ((), ("required", "name")),
         (("--name", "n", "--size", "x"), ("size", "int", "x")),
-        (("--name", "n", "--limit", "x"), ("limit", "int", "x")),
         (("--name", "n", "--shares", "1,x"), ("--shares", "numbers", "'x'")),
         (("--name", "n", "--words", "a,,b"), ("--words", "a,,b")),
         (("--name", "n", "--colour", "green"), ("--colour", "red, blue", "green")),
         (("--name", "n", "--set-variable", "quiet"), ("--set-variable", "NAME=VALUE", "quiet")),
         (("--name", "n", "--siz", "3"), ("--siz", "'--size'")),
-        (("--name", "n", "--size", "0"), ("size", "0")),
         (("--name", "n", "--config", "nowhere.yaml"), ("nowhere.yaml",)),
         ("nam: n", ("'nam'", "'name'", "shares")),
-        ("name: 3", ("name", "str", "3")),
         ("name: n\nsize: yes", ("size", "int", "True")),
-        ("name: n\nlimit: x", ("limit", "int", "x")),
         ("name: n\nvariables: 3", ("variable", "3")),
         ("name: n\ncolour: green", ("colour", "red, blue", "green")),
-        ("name: n\nwords: {a: 3}", ("words", "a")),
         ("name: n\ndraw: 1", ("draw", "true or false", "1")),
         ("size: 3", ("required", "name")),
         ("- name", ("settings.yaml", "by name", "list")),
-        ("{", ("settings.yaml", "YAML")),
         ("name: n\nsize: 2\nname: m", ("settings.yaml", "'name'", "lines 1 and 3")),
-        ("name: [1", ("settings.yaml", "line 1")),
         ("[" * 500, ("settings.yaml", "recursion")),
         ("name: 2024-13-45", ("settings.yaml", "month")),
     ],
@@ -243,12 +235,6 @@ def test_a_job_ends_with_its_exit_code(capsys):
         with pytest.raises(type(bug)):  # an error of the program keeps its traceback
             ends(bug)
     assert guarded(lambda: 4) == 4
-
-
-def test_settings_of_an_evaluation_are_written_as_users_write_them():
-    values = {"methods": ["full", {"quest": {"budget": "1/8"}}], "template_variables": {"enable_thinking": False}}
-    written = EvaluationSettings.from_mapping(values, "here").as_dict()
-    assert written["methods"] == values["methods"] and written["template_variables"] == values["template_variables"]
 
 
 def test_commands_that_run_models_have_a_switch_to_plain_jax_for_their_own_time(capsys):

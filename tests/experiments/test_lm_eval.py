@@ -35,7 +35,7 @@ TEXT = "The grass is green. The sky is blue. The sun is yellow. Here we go. Ther
 @pytest.fixture(scope="module")
 def tiny():
     """A small random model with the built-in tokenizer."""
-    return LoadedModel("tiny", vivid_params(CONFIG), CONFIG, TOKENIZER, BUILTIN / "tokenizer.json")
+    return LoadedModel("tiny", vivid_params(CONFIG), CONFIG, TOKENIZER, BUILTIN)
 
 
 def make(model, *args, **kwargs):
@@ -236,19 +236,6 @@ def test_sampling_repeats_with_its_seed(tiny):
     assert first[0] != first[1]  # repeats of a task are draws of their own
 
 
-@pytest.mark.slow
-def test_a_question_may_follow_compression(tiny):
-    method = kvjax.make("snapkv", budget=16, capacity=16, obs_window=4)
-    prompt = ids(TEXT)[:40]
-    lm = make(tiny, method, question="extend", question_tokens=6)
-    got = texts_of(lm, TOKENIZER.decode(prompt), until=[], max_gen_toks=8)
-    cache = kvjax.prefill(tiny.params, [prompt[:-6]], config=tiny.config, method=method, max_new_tokens=14)
-    cache = kvjax.extend(tiny.params, cache, [prompt[-6:]])
-    out = kvjax.generate(tiny.params, cache, max_new_tokens=8)
-    assert got == out.texts(TOKENIZER)
-    assert lm.get_model_info()["question"] == "extend"
-
-
 def test_chat_templates_are_rendered(tiny, tmp_path):
     shutil.copy(BUILTIN / "tokenizer.json", tmp_path)
     template = (
@@ -267,34 +254,23 @@ def test_chat_templates_are_rendered(tiny, tmp_path):
         make(tiny).apply_chat_template([user])
 
 
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
+def test_wrong_settings_and_requests_are_refused(tiny):
+    for settings, problem in (
         ({"method": "qest"}, "did you mean 'quest'"),
         ({"method": "quest", "bugdet": 3}, "no knob 'bugdet'"),
         ({"method": kvjax.methods.Full(), "budget": 3}, "knobs belong to a method given by name"),
         ({"batch_size": "auto"}, "whole number of rows, at least 1, got 'auto'"),
         ({"max_length": 129}, "between 2 and the model's 128 positions, got 129"),
-        ({"question": "extend"}, "question_tokens of at least 1"),
-        ({"question": "decode", "question_tokens": 3}, "got 'decode' with question_tokens=3"),
-    ],
-)
-def test_wrong_settings_are_refused(tiny, settings, problem):
-    with pytest.raises(ValueError, match=problem):
-        make(tiny, **settings)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "problem"),
-    [
+    ):
+        with pytest.raises(ValueError, match=problem):
+            make(tiny, **settings)
+    for wanted, problem in (
         ({"num_beams": 4}, "got num_beams=4"),
         ({"repetition_penalty": 2.0}, "got repetition_penalty"),
         ({"max_gen_toks": 128}, "below max_length=128, got 128"),
-    ],
-)
-def test_wrong_requests_are_refused(tiny, wanted, problem):
-    with pytest.raises(ValueError, match=problem):
-        texts_of(make(tiny), "Hi", **wanted)
+    ):
+        with pytest.raises(ValueError, match=problem):
+            texts_of(make(tiny), "Hi", **wanted)
 
 
 def test_a_request_that_cannot_be_scored_is_named_and_the_others_are_scored(tiny, caplog):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import re
 
 import pytest
 
-from experiments.benchmarks import measures, read, score
-from experiments.benchmarks.helmet_scores import ndcg10, ranked_ids
+from experiments.benchmarks import harness, measures, read, score
+from experiments.benchmarks.text_metrics import ndcg10, ranked_ids
 
 
 def write(path, *records):
@@ -71,9 +72,21 @@ TASKS = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def few_tasks():
+    """Of the harness's tasks those that are read here: an index of all takes 15 seconds."""
+    tasks = pytest.importorskip("lm_eval.tasks")
+    folder = pathlib.Path(tasks.__file__).parent
+    named = [str(folder / name) for name in ("gsm8k", "aime", "minerva_math", "ifeval", "longproc", "arc")]
+    with pytest.MonkeyPatch.context() as patch:
+        manager = tasks.TaskManager(include_path=named, include_defaults=False)
+        patch.setattr(harness, "_manager", lambda: manager)
+        yield
+
+
+@pytest.mark.usefixtures("few_tasks")
 @pytest.mark.parametrize("name", TASKS)
 def test_recorded_answers_to_tasks_of_the_harness_get_what_they_deserve(name, tmp_path):
-    pytest.importorskip("lm_eval")
     record, prompt, answers = TASKS[name]
     (made,) = read(f"lm-eval:{name}={write(tmp_path / 'own.jsonl', record)}")
     assert made.task == name and made.prompt.endswith(prompt)
@@ -81,11 +94,13 @@ def test_recorded_answers_to_tasks_of_the_harness_get_what_they_deserve(name, tm
     assert all(0 <= value <= 1 for text in answers for value in measures(made, text).values())
 
 
+@pytest.mark.usefixtures("few_tasks")
 def test_a_task_has_further_measures(tmp_path):
     (made,) = read(f"lm-eval:gsm8k={write(tmp_path / 'own.jsonl', TASKS['gsm8k'][0])}")
     assert measures(made, "1018") == {"exact_match,strict-match": 0, "exact_match,flexible-extract": 1}
 
 
+@pytest.mark.usefixtures("few_tasks")
 @pytest.mark.parametrize(
     "task, record, told",
     [
@@ -97,7 +112,6 @@ def test_a_task_has_further_measures(tmp_path):
     ],
 )
 def test_what_no_task_of_the_harness_can_read_is_refused(task, record, told, tmp_path):
-    pytest.importorskip("lm_eval")
     with pytest.raises(ValueError, match=told):
         read(f"lm-eval:{task}={write(tmp_path / 'own.jsonl', record)}")
 
@@ -150,3 +164,28 @@ def test_rankings_are_scored_by_ndcg(tmp_path):
         assert score(made, text) == pytest.approx(expected, abs=1e-3)
     assert ranked_ids("First 1 > 2. Then ID: 3 > ID: 4 > ID: 3") == ["3", "4"]
     assert ndcg10("1", ("1", json.dumps({"1": 0}))) == 0.0
+
+
+KV = {"num_kvs": 2, "question": "k", "context": "{}", "answer": "v", "demos": [["a", "b"], ["c", "d"]]}
+RANK = {"qid": "1", "query": "q", "ctxs": [{"id": "5", "text": "x", "label": 1}, {"id": "6", "text": "y", "label": 0}]}
+
+
+def test_damaged_records_are_refused_with_their_place(tmp_path):
+    for record, message in (
+        (KV | {"demos": [["a"], ["c", "d"]]}, "a key and a value in the field 'demos', got list"),
+        (KV | {"demos": [3]}, "pairs of a key and a value in the field 'demos', got int 3"),
+        (RANK | {"ctxs": [{"id": "5", "text": "x"}]}, "a whole number as 'label', got dict"),
+        (RANK | {"ctxs": [{"text": "x", "label": 1}]}, "passages with an 'id' and a whole number"),
+        (RANK | {"ctxs": [{"id": 5, "text": None, "label": 1}]}, "passage with a 'text'"),
+    ):
+        path = write(tmp_path / "damaged.jsonl", record)
+        with pytest.raises(ValueError, match=re.escape(f"{path}, line 1: ") + ".*" + re.escape(message)):
+            read(f"helmet:{path}")
+
+
+def test_a_mark_and_other_ends_of_lines_do_not_matter(tmp_path):
+    for record in (KV, RANK):
+        path = write(tmp_path / "whole.jsonl", record)
+        (made,) = read(f"helmet:{path}")
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes() + b"\r\n\r\n")
+        assert read(f"helmet:{path}") == [made]

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import models
 from experiments import tasks
-from experiments.benchmarks import READERS, Cell, Example, Reading, encode_cell, examples, measures, score
+from experiments.benchmarks import Cell, Example, Reading, encode_cell, examples, measures, score
 from experiments.evaluation.cells import make_reading
 from experiments.evaluation.settings import EvaluationSettings
-from experiments.tasks import procedures, rules, word_problems
-from tests.experiments.test_tasks import LONG, TOKENIZER, count, document, sample
+from experiments.tasks import procedures, rules, scorers, word_problems
+from experiments.tasks.base import DESCRIPTIONS
+from tests.experiments.test_tasks import TOKENIZER, count, document, sample
 
 TOKENIZER_FILE = pathlib.Path(models.__file__).parent / "builtin" / "tokenizer.json"
 PROCEDURES = tasks.GROUPS["procedures"]
+EASY = tasks.GROUPS["easy_procedures"]
+LEDGERS = ("ledger_1", "ledger_2")
+SCORE = {name: tasks.get_task(name).score for name in EASY}
 
 
-@pytest.mark.parametrize("name", PROCEDURES)
-def test_an_answer_grows_with_the_length_of_a_procedure(name):
-    steps = [len(sample(name, length).answers) for length in (1024, 2048, 4096)]
-    assert steps[0] * 1.8 < steps[1] and steps[1] * 1.8 < steps[2]
-    example = sample(name, 4096)
-    assert count(example.target) > (600 if name == "table" else 1200)
+@pytest.mark.parametrize("name", [*PROCEDURES, *EASY])
+def test_an_answer_grows_with_the_length_and_the_prompt_of_an_easy_one_holds_its_lines(name):
+    example, longer = sample(name, 1024), sample(name)
+    assert len(example.answers) * 1.7 < len(longer.answers)
+    if name in PROCEDURES:
+        assert count(longer.target) > (300 if name == "table" else 400)
+        return
+    for step in example.answers:
+        told = {"table": step.replace("\t", "</td><td>"), "ledger": step.partition(" = ")[0], "walk": step.partition(". ")[2]}
+        assert told.get(name[:-2], step) in example.context
+        assert step not in example.question
 
 
 @pytest.mark.parametrize("name", PROCEDURES)
@@ -85,6 +97,143 @@ def test_balances_follow_the_bookings():
         assert 100 <= balances[name] <= 999
 
 
+# Easier levels
+
+
+@pytest.mark.parametrize("name", EASY)
+def test_a_wrong_line_costs_itself_alone(name):
+    example = sample(name, 1024)
+    steps, half = list(example.answers), len(example.answers) // 2
+    without = steps[:half] + steps[half + 1 :]
+    wrong = steps[:half] + [steps[half] + "x"] + steps[half + 1 :]
+    one_less = 1 - 1 / len(steps)
+    if name.startswith("walk"):  # nor does the next line follow
+        assert tasks.score(name, "\n".join(without), steps) == pytest.approx(1 - 2 / len(steps))
+    elif name not in LEDGERS:  # there the next sum needs the line
+        assert tasks.score(name, "\n".join(without), steps) == pytest.approx(one_less)
+        assert tasks.score(name, "\n".join(wrong), steps) == pytest.approx(one_less)
+    assert tasks.score(name, "\n".join(steps[:half]), steps) == pytest.approx(half / len(steps))
+    loop = "\n".join([steps[0]] * len(steps))
+    assert tasks.score(name, loop, steps) == pytest.approx(1 / len(steps))
+    prefix = tasks.get_task(name).measures["prefix"]
+    assert [prefix("\n".join(lines), steps) for lines in (steps, wrong)] == [1.0, half / len(steps)]
+
+
+def lists(example: tasks.Example) -> tuple[list[str], list[str], list[str]]:
+    """The two lists of a prompt, and the merged one, its given lines included."""
+    a, b = example.context.partition("Now the real lists\nFirst list\n")[2].split("\n\nSecond list\n")
+    given = example.answer_prefix.partition("```python\n")[2].rstrip("\n").split("\n")
+    assert len(given) == 4
+    return a.split("\n"), b.split("\n"), [*given, *example.answers]
+
+
+def test_lists_are_merged_in_turn_or_by_number_with_at_most_two_lines_of_a_list_behind_each_other():
+    a, b, merged = lists(sample("merge_1", 1024))
+    assert merged[::2] == a and merged[1::2] == b
+    assert [line.partition(" = ")[0] for line in merged[-2:]] == [f"{label}[{len(a)}]" for label in "ab"]
+    a, b, merged = lists(sample("merge_2", 1024))
+    runs = "".join("a" if line in a else "b" for line in merged)
+    assert "aaa" not in runs and "bbb" not in runs and "aa" in runs
+    numbers = [int(re.match(r"log\[(\d+)\]", line).group(1)) for line in merged]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    assert [line for line in merged if line in a] == a and [line for line in merged if line not in a] == b
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_walk_around_a_circle_follows_its_lines_once(level):
+    example = sample(f"walk_{level}", 1024)
+    lines = example.context.partition("Now the real lines\n")[2].split("\n")
+    after = dict(re.fullmatch(r'after\["(\w+)"\] = "(\w+)"', line).groups() for line in lines)
+    walked = [*example.answer_prefix.rstrip("\n").split("\n")[1:], *example.answers]
+    assert len(after) == len(lines) == level * len(walked)
+    start, count = re.search(r'circle from "(\w+)".* Write (\d+) lines', example.question).groups()
+    at = start
+    for number, step in enumerate(walked, 1):
+        assert step == f'{number}. after["{at}"] = "{after[at]}"'
+        at = after[at]
+    assert at == start and int(count) == len(walked)
+
+
+def test_a_wrong_step_of_a_walk_costs_itself_and_repeats_cost_their_places():
+    answers = [f'after["{one}"] = "{other}"' for one, other in ("ab", "bc", "cd", "de", "ef")]
+
+    def score(*steps: str) -> float:
+        return SCORE["walk_1"]("\n".join(f'after["{one}"] = "{other}"' for one, other in steps), answers)
+
+    assert score("ab", "bc", "cd", "de", "ef", "xy") == 1.0
+    assert score("ab", "bd", "de", "ef") == 0.6  # a jump ahead, from where the walk goes on
+    assert score("ab", "bd", "de", "ef", "fb", "bc", "cd") == 1.0  # the places jumped over, in the next round
+    assert score("ab", "ba", "ab", "ba") == 0.2
+    assert score("ab", "cd", "ef") == 0.2  # right lines that do not follow
+    assert SCORE["walk_1"]("\n".join(f"{at}. {answer}" for at, answer in enumerate(answers, 7)), answers) == 1.0
+    assert score("bc", "cd") == 0.2  # the first line does not follow, the second does
+
+
+@pytest.mark.parametrize("name", LEDGERS)
+def test_sums_are_right_and_a_wrong_sum_costs_one_booking(name):
+    example = sample(name, 1024)
+    steps = list(example.answers)
+    balances = dict(re.findall(r"(cash|bank) (\d+)", example.context.rpartition("Balance: ")[2]))
+    assert len(balances) == int(name[-1])
+    for step in steps:
+        account, change, after = re.fullmatch(r"\d+\. \w+: (\w+) ([+-]\d) = (\d+)", step).groups()
+        balances[account] = str(int(balances[account]) + int(change))
+        assert balances[account] == after and 100 <= int(after) <= 999
+    score, half = SCORE[name], len(steps) // 2
+
+    def more(step: str, by: int) -> str:
+        return re.sub(r"\d+$", lambda found: str(int(found.group()) + by), step)
+
+    account = steps[half].split()[2]
+    carried = [more(step, 7) if at >= half and step.split()[2] == account else step for at, step in enumerate(steps)]
+    assert score("\n".join(carried), steps) == pytest.approx(1 - 1 / len(steps))  # the wrong balance was carried on rightly
+    once = [more(step, 7) if at == half else step for at, step in enumerate(steps)]
+    later = any(step.split()[2] == account for step in steps[half + 1 :])
+    assert score("\n".join(once), steps) == pytest.approx(1 - (1 + later) / len(steps))  # nor does the next sum follow
+    assert score("\n".join(step.replace(": ", ": x", 1) for step in steps), steps) == 0.0
+    assert score(f"1. oak: loan +{'9' * 5000} = {'9' * 5000}", steps) == 0.0
+
+
+def test_words_are_looked_up_in_the_order_asked():
+    example = sample("lookup", 1024)
+    value = dict(re.findall(r'value\["(\w+)"\] = (\d+)', example.context))
+    asked = example.question.rpartition(": ")[2].rstrip(".").split(", ")
+    assert list(example.answers) == [f'value["{word}"] = {value[word]}' for word in asked]
+    assert len(value) == 2 * len(asked)
+
+
+def test_problems_of_one_operation_have_one():
+    example = sample("word_problems_1", 1024)
+    for line, answer in zip(example.target.split("\n"), example.answers, strict=True):
+        left, right = line.partition(": ")[2].partition(". Answer: ")[0].split(" = ")
+        assert eval(left) == int(right) == int(answer)
+
+
+def test_lines_in_order_are_the_longest_common_subsequence():
+    score = SCORE["lookup"]
+    assert [score("\n".join(text), "abcd") for text in ("abcd", "xaxbxcxdx", "acbd", "dcba", "bd", "aaaa", "")] == [
+        1.0, 1.0, 0.75, 0.25, 0.5, 0.25, 0.0,
+    ]  # fmt: skip
+    assert score("a\tb\n```\nc", ["a b", "c"]) == 1.0
+    assert procedures.score_steps("x\na\nb", ["a", "b"]) == 0.0 and score("x\na\nb", ["a", "b"]) == 1.0
+
+
+@given(st.lists(st.sampled_from("abcd"), max_size=12), st.lists(st.sampled_from("abcd"), min_size=1, max_size=9))
+def test_what_is_in_order_is_a_longest_common_subsequence(written, wanted):
+    @functools.cache
+    def longest(a: int, b: int) -> int:
+        if not a or not b:
+            return 0
+        return max(longest(a - 1, b), longest(a, b - 1), longest(a - 1, b - 1) + (written[a - 1] == wanted[b - 1]))
+
+    assert scorers.score_in_order(", ".join(written), wanted) == longest(len(written), len(wanted)) / len(wanted)
+    read = min(len(written), 4 * len(wanted))  # lines behind are not read
+    assert procedures.score_lines("\n".join(written), wanted) == longest(read, len(wanted)) / len(wanted)
+
+
+# Word problems, rules, turns
+
+
 def test_solutions_of_word_problems_are_right_and_every_template_is_drawn():
     example = sample("word_problems", 8192)
     assert len(example.answers) > 50
@@ -94,7 +243,7 @@ def test_solutions_of_word_problems_are_right_and_every_template_is_drawn():
         assert all(eval(left) == int(right) for left, right in values)
         assert steps[-1] == f"Answer: {answer}" and values[-1][1] == answer and int(answer) > 0
     texts = [re.sub(r"\d+|[A-Z]\w+|" + "|".join(word_problems._THINGS), "", text) for text in example.context.split("\n")]
-    assert len(set(texts[-50:])) >= len(word_problems._TEMPLATES)
+    assert len(set(texts[-50:])) >= len(DESCRIPTIONS["word_problems"]["templates"])
 
 
 def test_word_problems_are_scored_by_the_number_behind_the_answer():
@@ -108,43 +257,28 @@ def test_word_problems_are_scored_by_the_number_behind_the_answer():
     assert word_problems.score_answered("Problem 3: Answer: 8\nProblem 9: Answer: 1\nProblem 1: 15", answers) == 1 / 3
 
 
-@pytest.mark.parametrize("name", tasks.GROUPS["rules"])
+@pytest.mark.parametrize("name", [*tasks.GROUPS["rules"], *tasks.GROUPS["easy_rules"]])
 def test_each_rule_of_a_note_counts_once(name):
-    example = sample(name)
+    example, number = sample(name), int(name.rpartition("_")[2])
     told = re.findall(r"^\d+\. (.*)$", example.system, re.MULTILINE)
-    assert len(told) == int(name.removeprefix("rules_")) == len(example.answers) - 1
-    assert example.answers[-1].startswith("secret: ") and example.answers[-1][8:] in example.system
-    assert not any(answer.partition(": ")[2] in example.context + example.question for answer in example.answers[-1:])
+    kinds = [answer.partition(": ")[0] for answer in example.answers]
+    assert len(told) == number == len(example.answers) - 1 and kinds.count("lacks") == number // 5
+    rest, secret = example.context + example.question, example.answers[-1].removeprefix("secret: ")
+    assert kinds[-1] == "secret" and secret in example.system and secret not in rest
     lines = example.target.split("\n")
     for at in range(1, len(lines) - 1):  # without the first and the last line
         without = "\n".join(lines[:at] + lines[at + 1 :])
-        assert tasks.score(name, without, example.answers) == pytest.approx(1 - 1 / len(told))
-    assert tasks.score(name, "\n".join(lines[::-1]), example.answers) == pytest.approx(1 - 2 / len(told))
+        assert tasks.score(name, without, example.answers) == pytest.approx(1 - 1 / number)
+    if name.startswith("easy"):
+        assert lines == [rule.partition("line: ")[2] for rule in told if "line: " in rule] and "Code: secret" in lines
+        assert kinds[0] == "first" and kinds[-2] == "last" and not any(line in rest for line in lines)
+        # Without the rules a note keeps what it must lack, and nothing else.
+        assert tasks.score(name, "NOTE\nAll is well.\nThe end", example.answers) == pytest.approx(0.2)
+        return
+    assert tasks.score(name, "\n".join(lines[::-1]), example.answers) == pytest.approx(1 - 2 / number)
     spoilt = example.target + "".join(f" {text}" for text in rules._AVOIDED)
     lost = sum(answer.startswith(("lacks", "last")) for answer in example.answers)
-    assert tasks.score(name, spoilt, example.answers) == pytest.approx(1 - lost / len(told))
-
-
-@pytest.mark.parametrize(
-    "note, rule, kept",
-    [
-        ("NOTE 5\nText", "first: NOTE 5", True),
-        ("\n**NOTE 5**\nText", "first: NOTE 5", True),
-        ("The NOTE 5\nText", "first: NOTE 5", False),
-        ("Text\nEnd.\n\n", "last: End.", True),
-        ("- **Owner**: the heron.", "line: Owner: heron", True),
-        ("3. owner: heron", "line: Owner: heron", False),
-        ("Owner: herons", "line: Owner: heron", False),
-        ("Owner:\nheron", "line: Owner: heron", False),
-        ("the [oak] tree", "holds: [oak]", True),
-        ("the (oak) tree", "holds: [oak]", False),
-        ("every day", "lacks: very", True),
-        ("Very", "lacks: very", False),
-        ("what?", "lacks: ?", False),
-    ],
-)
-def test_a_rule_is_checked_by_its_kind(note, rule, kept):
-    assert rules.kept(note, rule) == kept
+    assert tasks.score(name, spoilt, example.answers) == pytest.approx(1 - lost / number)
 
 
 def test_a_secret_leaks_in_any_form():
@@ -200,31 +334,6 @@ def test_questions_of_the_easier_file_name_their_section_and_need_the_file_or_th
     assert forms == {"new", "earlier", "label"} and len(set(labels.values())) == len(labels) > 2
 
 
-@pytest.mark.parametrize("name", tasks.GROUPS["easy_rules"])
-def test_easy_rules_are_the_lines_of_a_note_in_their_order_and_the_rest_of_the_prompt_has_none(name):
-    example = sample(name)
-    told = re.findall(r"^\d+\. (.*)$", example.system, re.MULTILINE)
-    number = int(name.removeprefix("easy_rules_"))
-    kinds = [answer.partition(": ")[0] for answer in example.answers]
-    assert len(told) == number == len(example.answers) - 1 and kinds[0] == "first" and kinds[-2:] == ["last", "secret"]
-    assert kinds.count("lacks") == number // 5
-    lines = [rule.partition("line: ")[2] for rule in told if "line: " in rule]
-    assert "\n".join(lines) == example.target and "Code: secret" in lines
-    assert not any(line in example.context + example.question for line in lines)
-    assert example.answers[-1][8:] in example.system and example.answers[-1][8:] not in example.context + example.question
-    for at in range(1, len(lines) - 1):
-        without = "\n".join(lines[:at] + lines[at + 1 :])
-        assert tasks.score(name, without, example.answers) == pytest.approx(1 - 1 / number)
-    # Without the rules a note keeps what it must lack, and nothing else.
-    assert tasks.score(name, "NOTE\nAll is well.\nThe end", example.answers) == pytest.approx(0.2)
-
-
-def test_questions_that_refer_back_are_asked_in_turns_alone():
-    """Otherwise: test_evaluation.py refuses them."""
-    assert EvaluationSettings(tasks=("file_turns",), questions=4, question="turns").questions == 4
-    assert EvaluationSettings(tasks=("file_turns",), question="extend").questions == 1
-
-
 TEMPLATE = models.ChatTemplate(
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -258,7 +367,7 @@ def test_a_system_text_of_a_task_is_the_system_turn():
 
 
 def test_later_turns_of_a_conversation_open_a_turn_of_the_user():
-    settings = EvaluationSettings(tasks=("file_turns",), questions=2, question="turns")
+    settings = EvaluationSettings(tasks=("file_turns",), questions=2, question="turns")  # test_evaluation.py: turns alone
     end = TOKENIZER.token_to_id("<end>")
     reading = make_reading(settings, TOKENIZER_FILE, TEMPLATE, 4096, [] if end is None else [end])
     assert reading.again == "<end><user>"
@@ -269,16 +378,6 @@ def test_later_turns_of_a_conversation_open_a_turn_of_the_user():
     tails = [TOKENIZER.decode(tail) for tail in shown.tails]
     assert [tail.startswith("<end><user>Question 2") for tail in tails] == [False, True, False, True]
     assert make_reading(EvaluationSettings(), TOKENIZER_FILE, TEMPLATE, 4096).again == ""
-
-
-def test_the_page_has_every_task_measure_and_format():
-    page = (pathlib.Path(models.__file__).parents[1] / "docs" / "long_answers.md").read_text()
-    names = [*LONG, *READERS] + [name for task in LONG for name in tasks.get_task(task).measures]
-    told = (pathlib.Path(models.__file__).parents[1] / "docs" / "evaluation.md").read_text()
-    assert not [name for name in names if not re.search(rf"`{name}[`:]", page + told)]
-    assert "It is secret: never write it. Write the line 'Code: secret' instead." in page and rules.SYSTEM.endswith(
-        "It is secret: never write it. Write the line 'Code: secret' instead."
-    )
 
 
 def test_further_measures_of_a_long_answer_are_named():

@@ -49,7 +49,6 @@ def test_methods_part_before_batches_are_halved(directory, tmp_path, device, cap
     tried = device(lambda names, rows: "h2o" in names and rows > 2)
     run = make(directory, tmp_path, **GIVEN)
     run.progress = True
-    monkeypatch.setattr(runner, "is_drawn", lambda: True)
     run.run()
     assert tried == [
         ("full+snapkv+h2o", 4), ("full+snapkv", 4), ("h2o", 4), ("h2o", 2),  # passkey
@@ -58,16 +57,18 @@ def test_methods_part_before_batches_are_halved(directory, tmp_path, device, cap
     ]  # fmt: skip
     said = capsys.readouterr().err
     assert "out of memory: passkey 512: 3 methods no longer prefill together, but 2 and 1" in said
-    assert "out of memory: passkey 512 under h2o: 4 rows at a time become 2" in said and "8/8" in said
+    assert "out of memory: passkey 512 under h2o: 4 rows at a time become 2" in said
 
 
-@pytest.mark.parametrize("error", [LACKS, MemoryError("Full needs 34.13GiB")])
-def test_a_single_row_that_does_not_fit_ends_the_run(directory, tmp_path, device, error):
-    """Also if kvjax says so, before it reads anything."""
+@pytest.mark.parametrize(
+    ("error", "attempts"), [(LACKS, 5), (MemoryError("Full needs 34.13GiB"), 5), (jax.errors.JaxRuntimeError("INTERNAL"), 1)]
+)
+def test_a_single_row_that_does_not_fit_ends_the_run(directory, tmp_path, device, error, attempts):
+    """Also if kvjax says so, before it reads anything; other errors are not taken for a lack of memory."""
     tried = device(lambda names, rows: True, error)
-    with pytest.raises(type(error), match="34.13GiB"):
+    with pytest.raises(type(error), match=str(error)[:8]):
         make(directory, tmp_path, **GIVEN).run()
-    assert tried == [("full+snapkv+h2o", 4), ("full+snapkv", 4), ("full", 4), ("full", 2), ("full", 1)]
+    assert tried == [("full+snapkv+h2o", 4), ("full+snapkv", 4), ("full", 4), ("full", 2), ("full", 1)][:attempts]
 
 
 def test_what_did_not_fit_is_freed_before_less_is_read(directory, tmp_path, monkeypatch):
@@ -113,7 +114,7 @@ def test_what_the_evaluation_reads_together_kvjax_does_not_refuse(directory, tmp
         memory.check_memory(given, run.model.config, None, None, sizes, share=True)
 
 
-@pytest.mark.parametrize("length", [512, 16384])
+@pytest.mark.parametrize("length", [pytest.param(512, marks=pytest.mark.thorough), 16384])
 def test_bytes_of_a_group_add_up_to_what_kvjax_counts_for_it(directory, length):
     """For any rows, from one row of each method alone; a prompt has one chunk of tokens or two."""
     config = dataclasses.replace(CONFIG, max_position_embeddings=length, num_layers=3)
@@ -126,15 +127,6 @@ def test_bytes_of_a_group_add_up_to_what_kvjax_counts_for_it(directory, length):
             sizes = {"batch": rows, "prompt_slots": length, "max_new_tokens": 128}
             exact = kvjax.memory_needed(methods, model.config, **sizes, share_storage=True).device
             assert needed(methods, Shape(length, rows, 128), copy=False) == exact, (names, rows)
-
-
-def test_other_errors_are_not_taken_for_a_lack_of_memory(directory, tmp_path, monkeypatch):
-    def broken(self, *given):
-        raise jax.errors.JaxRuntimeError("INTERNAL: a kernel failed")
-
-    monkeypatch.setattr(runner.Runner, "_run", broken)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="a kernel failed"):
-        make(directory, tmp_path, **GIVEN).run()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 
 import jax.numpy as jnp
 import numpy as np
@@ -47,17 +46,6 @@ def test_a_head_gets_the_candidate_that_keeps_most():
     assert table == ((known[0], known[4]), (known[5], known[2])) and scores == [[0, 0.7], [0.5, 0.3]]
     with pytest.raises(ValueError, match="scale must be a finite number above 0, got 0"):
         patterns.PatternSettings(scale=0)
-    with pytest.raises(ValueError, match="at most one of with_model and out, got with_model=True and out=x"):
-        patterns.PatternSettings(with_model=True, out=pathlib.Path("x"))
-
-
-def test_the_file_goes_to_runs_or_beside_the_model(tmp_path, capsys):
-    assert patterns._file(patterns.PatternSettings()) == pathlib.Path("runs/patterns.json")
-    write_model(tmp_path / "model", CONFIG)
-    beside = patterns.PatternSettings(model=str(tmp_path / "model"), with_model=True)
-    assert patterns._file(beside) == tmp_path / "model" / "patterns.json"
-    assert patterns.main(["--with-model"]) == 2
-    assert "the built-in model's folder belongs to the package: give --out instead" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -71,5 +59,3 @@ def test_the_command_writes_patterns_that_load(tmp_path, capsys):
     table = wrappers.patterns(out, CONFIG)
     assert len(table) == 4 and {head.kind for row in table for head in row} <= set(KINDS)
     assert patterns.main(["--scale", "nan"]) == 2
-    assert patterns.main([*given, "--with-model"]) == 0
-    assert wrappers.patterns(tmp_path / "model", CONFIG) == table

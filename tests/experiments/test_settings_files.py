@@ -11,18 +11,18 @@ import pytest
 
 import kvjax
 import models
-from experiments.answering import PAPERS
+from experiments.answering import PAPERS, at_budgets, choices_of, written
 from experiments.cli import names, read_record, read_yaml
 from experiments.cli.main import main
 from experiments.evaluation.reversed import Reversed
-from experiments.evaluation.settings import EvaluationSettings, at_budgets, check_choices, choices_of, written
+from experiments.evaluation.settings import EvaluationSettings
 from experiments.records import knobs_of
 from experiments.tasks import expand
 from kvjax.accounting.memory import memory_needed
 from kvjax.methods import Full, Quest, SnapKV
 from kvjax.testing.layer import stored
 from kvjax.testing.model import TinyModel
-from kvjax.wrappers import DenseBelow, LayerBudgets, Pattern, Periodic, PerLayer, Prefill, Stages, Twilight
+from kvjax.wrappers import LayerBudgets, Pattern, PerLayer, Prefill, Stages, Twilight
 from tests import harness
 from tests.kvjax.cases import ONE
 from tests.tiny_models import SHIPPED, write_model
@@ -106,6 +106,7 @@ def test_evicting_methods_of_long_answers_need_no_more_memory_for_ten_thousand_t
     assert set(needed) - flat == {"full", "quest", "tokenselect", "pariskv", "verified"}
 
 
+@pytest.mark.thorough
 def test_reversed_drops_what_snapkv_keeps(quick_compile):
     """Together the two methods keep every token of every head, and both keep the window alone."""
     window, budget, length = 4, 12, 40
@@ -128,7 +129,6 @@ def test_a_wrapper_is_named_with_the_method_inside():
     """It is outside of the methods that have a name, and its budget may be a share, too."""
     (choice,) = choices_of([TWILIGHT])
     assert choice.label == "twilight(mass=0.5, method=quest(budget=1/16))" and written([choice]) == [TWILIGHT]
-    check_choices([choice], (), 1024)
     method = choice.at(1024, None, None, {}).method
     assert method == Twilight(method=kvjax.make("quest", budget=64), mass=0.5)
     row = knobs_of(method)
@@ -139,32 +139,20 @@ def test_a_wrapper_is_named_with_the_method_inside():
     ("text", "entry", "method"),
     [
         ("quest(budget=1/4)", {"quest": {"budget": "1/4"}}, Quest(budget=256)),
-        ("Twilight( quest )", {"twilight": {"method": "quest"}}, Twilight(method=Quest(budget=128))),
         (
             "twilight(quest(budget=1/16, page_size=8), mass=0.5)",
             {"twilight": {"method": {"quest": {"budget": "1/16", "page_size": 8}}, "mass": 0.5}},
             Twilight(method=Quest(budget=64, page_size=8), mass=0.5),
         ),
         (
-            "periodic(snapkv, interval=64)",
-            {"periodic": {"evict": "snapkv", "interval": 64}},
-            Periodic(evict=SnapKV(budget=128), interval=64),
-        ),
-        (
             "stages(snapkv, quest)",
             {"stages": {"evict": "snapkv", "retrieve": "quest"}},
             Stages(evict=SnapKV(budget=256), retrieve=Quest(budget=128)),
         ),
-        ("minference(full)", {"prefill": {"method": "full"}}, Prefill(method=Full())),
         (
             "xattention(full, block=64)",
             {"prefill": {"block": 64, "pattern": {"kind": "xattention"}, "method": "full"}},
             Prefill(method=Full(), block=64, pattern=Pattern("xattention")),
-        ),
-        (
-            "densebelow(method=quest, length=512)",
-            {"densebelow": {"method": "quest", "length": 512}},
-            DenseBelow(method=Quest(budget=128), length=512),
         ),
         (
             "layerbudgets(snapkv, shares=(1.5, 0.5))",
@@ -182,18 +170,17 @@ def test_a_wrapper_is_a_text_or_an_entry_of_yaml(text, entry, method):
     """Both make the same method; what is written is read again; and the label is a text that makes it, too."""
     for choice in (*choices_of(names(f"knorm,{text}")[1:]), *choices_of([entry])):
         assert choices_of(written([choice])) == (choice,)
-        check_choices([choice], (), 1024)
         assert choice.at(1024, None, None, {}).method == method
     assert len(choices_of(names(f"{text},full,{text}"))) == 3
 
 
 def test_budgets_are_those_of_the_method_inside():
-    made = at_budgets(choices_of(["twilight(quest)", "twilight(quest(budget=7))", "stages(snapkv, quest)"]), ("1/8", "64"))
+    made = at_budgets(choices_of(["twilight(quest)", "twilight(quest(budget=48))", "stages(snapkv, quest)"]), ("1/8", "64"))
     assert [choice.label for choice in made] == [
         "full",
         "twilight(method=quest(budget=1/8))",
         "twilight(method=quest(budget=64))",
-        "twilight(method=quest(budget=7))",
+        "twilight(method=quest(budget=48))",
         "stages(evict=snapkv, retrieve=quest)",
     ]
 
@@ -202,13 +189,8 @@ def test_budgets_are_those_of_the_method_inside():
     ("text", "told"),
     [
         ("twilight", "Twilight must be given method, for example twilight"),
-        ("densebelow(quest)", "DenseBelow must be given length"),
         ("twilight(", "expected a method as NAME"),
-        ("twilight()", "expected a method as NAME"),
-        ("twilight(quest)s", "expected a method as NAME"),
-        ("twilight(quest))", "expected a method as NAME"),
         ("twilight(quest, quest)", "Twilight takes no other method inside, got 'quest'"),
-        ("quest(knorm)", "Quest takes no method inside, got 'knorm'"),
         ("twilight(qest)", "unknown method 'qest'"),
         ("twilight(quest, mas=1)", "no knob 'mas' .did you mean 'mass'"),
         ("twilight(quest, mass=all)", "mass must be a finite number"),
@@ -219,7 +201,6 @@ def test_budgets_are_those_of_the_method_inside():
 def test_a_bad_text_of_a_method_is_refused(text, told):
     with pytest.raises(ValueError, match=told):
         (choice,) = choices_of([text])
-        check_choices([choice], (), 1024)
         choice.at(1024, None, None, {})
     with pytest.raises(ValueError, match=told):
         kvjax.make(text)
@@ -230,13 +211,12 @@ def test_a_pattern_of_prompts_is_named_with_its_numbers():
     (choice,) = choices_of([given])
     assert choice.label == "prefill(method=full, block=128, pattern=(kind=xattention, share=0.8))"
     assert choices_of(written([choice])) == (choice,)
-    check_choices([choice], (), 1024)
     method = choice.at(1024, None, None, {}).method
     assert method == Prefill(method=kvjax.make("full"), block=128, pattern=Pattern("xattention", share=0.8))
     assert "xattention" in knobs_of(method)["pattern"]
     for pattern, message in (({"kind": "diagonal"}, "kind"), ({"colums": 3}, "colums"), ({"share": 0.5}, "reads columns")):
         with pytest.raises(ValueError, match=message):
-            check_choices(choices_of([{"kvjax.wrappers:Prefill": {"method": "full", "pattern": pattern}}]), (), 1024)
+            choices_of([{"kvjax.wrappers:Prefill": {"method": "full", "pattern": pattern}}])
 
 
 @pytest.mark.parametrize(
@@ -252,4 +232,4 @@ def test_a_pattern_of_prompts_is_named_with_its_numbers():
 )
 def test_a_bad_method_inside_of_a_wrapper_is_refused(inner, message):
     with pytest.raises(ValueError, match=message):
-        check_choices(choices_of([{"kvjax.wrappers.twilight:Twilight": {"method": inner}}]), (), 1024)
+        choices_of([{"kvjax.wrappers.twilight:Twilight": {"method": inner}}])

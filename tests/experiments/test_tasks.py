@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 import models
 from experiments import tasks
-from experiments.tasks import haystack, ruler_words, splits, words
+from experiments.tasks import haystack, ruler, words
 
 TOKENIZER = Tokenizer.from_file(str(pathlib.Path(models.__file__).parent / "builtin" / "tokenizer.json"))
 GENERATED, CODE, LONG = (tasks.GROUPS[name] for name in ("generated", "code", "long"))
@@ -80,37 +80,30 @@ def test_groups_expand_to_tasks_without_repeats():
 # Every task
 
 
-@pytest.mark.parametrize(
-    ("name", "length"),
-    [
-        *((name, length) for name in GENERATED for length in (1024, 3000)),
-        *((name, 1024) for name in CODE),
-        *((name, 2048) for name in LONG),
-    ],
-)
-def test_a_sample_follows_from_its_seed_fills_its_length_and_is_scored_by_its_answer(name, length):
-    task, drawn = tasks.get_task(name), documents(name, length, 2, seed=3)
-    assert documents(name, length, 1, seed=3) == drawn[:1] and drawn[0] != drawn[1]
-    assert sample(name, length, seed=4).prompt not in {one.samples()[0].prompt for one in drawn}
-    for one in (document.samples()[0] for document in drawn):
-        assert length - 250 < count(one.prompt) + one.max_new_tokens <= length
-        most = one.max_new_tokens * (2 if name in CODE else 1)  # this tokenizer was trained on prose
-        assert count(one.target) <= most and one.max_new_tokens <= task.max_new_tokens
-        assert task.score(one.target, one.answers) == 1.0
-        assert all(measure(one.target, one.answers) == 1.0 for measure in task.measures.values())
-        for nothing in ("", "\n\n", "```\n```"):
-            assert task.score(nothing, one.answers) == 0.0
-        # A note without forbidden words keeps some rules, and any line is a little like a line of code.
-        most = 0.2 if "rules" in name else 0.6 if "completion" in name else 0.0
-        assert task.score("I do not know 123456.", one.answers) <= most
-        if name in GENERATED:
-            assert all(answer in one.context for answer in one.answers if not answer.endswith(".5"))  # a median may not be
+@pytest.mark.parametrize("name", EVERY)
+def test_a_sample_fills_its_length_and_is_scored_by_its_answer(name):
+    task, one = tasks.get_task(name), sample(name, 1500, seed=3)
+    assert 1250 < count(one.prompt) + one.max_new_tokens <= 1500
+    most = one.max_new_tokens * (2 if name in CODE else 1)  # this tokenizer was trained on prose
+    assert count(one.target) <= most and one.max_new_tokens <= task.max_new_tokens
+    assert task.score(one.target, one.answers) == 1.0
+    assert all(measure(one.target, one.answers) == 1.0 for measure in task.measures.values())
+    for nothing in ("", "\n\n", "```\n```"):
+        assert task.score(nothing, one.answers) == 0.0
+    # A note without forbidden words keeps some rules, and any line is a little like a line of code.
+    most = 0.2 if "rules" in name else 0.6 if "completion" in name else 0.0
+    assert task.score("I do not know 123456.", one.answers) <= most
+    if name in GENERATED:
+        assert all(answer in one.context for answer in one.answers if not answer.endswith(".5"))  # a median may not be
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_prompt_fits_with_a_coarse_tokenizer_too_and_no_task_fits_where_there_is_no_room(name):
-    one = sample(name, 4096, count_tokens=coarse)
-    assert coarse(one.prompt) + one.max_new_tokens <= 4096
+def test_a_sample_follows_from_its_seed_and_fits_with_a_coarse_tokenizer_too(name):
+    options = {"length": 4096, "count_tokens": coarse}
+    one, two = documents(name, number=2, seed=3, **options)
+    assert documents(name, seed=3, **options) == [one] and one != two
+    assert document(name, seed=4, **options) not in (one, two)
+    assert coarse(one.samples()[0].prompt) + one.max_new_tokens <= 4096
     if name not in CODE:  # they try many files first
         with pytest.raises(ValueError, match="too short"):
             sample(name, 50)
@@ -125,7 +118,6 @@ def test_many_questions_share_one_context(name):
         assert asked.context == one.context
         assert tasks.score(name, asked.target, asked.answers) == 1.0
         assert count(asked.prompt) + asked.max_new_tokens <= length
-    assert one == document(name, length, num_questions=5)
     trained = tasks.make_document(request(name, length, num_questions=5, training=True))
     texts = ((q.question + q.answer_prefix, q.target) for q in trained.questions)
     assert length - 250 < count(trained.context) + sum(count(asked) + count(target) + 1 for asked, target in texts) <= length
@@ -137,7 +129,7 @@ def test_prompts_are_drawn_as_they_were_when_scores_were_recorded(monkeypatch):
     monkeypatch.setattr(words, "_word_list", lambda kind: nouns if kind == "noun" else adjectives)
     monkeypatch.setattr(words, "held_out", lambda text: text[-1].lower() in "acegikmoqs02468")
     monkeypatch.setattr(words, "every_word", lambda: tuple(f"{a}{b}{c}" for a in "abcdefgh" for b in nouns for c in "kl"))
-    monkeypatch.setattr(ruler_words, "every_word", words.every_word)
+    monkeypatch.setattr(ruler, "every_word", words.every_word)
     digests = {}
     for name in (*GENERATED, *LONG):
         kind = "noise" if tasks.get_task(name).haystack == "prose" else None
@@ -152,22 +144,17 @@ def test_prompts_are_drawn_as_they_were_when_scores_were_recorded(monkeypatch):
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("name", ["niah_single_1", "niah_single_2", "niah_single_3", "passkey", "number_string"])
+@pytest.mark.parametrize("name", [*TRAINED[:3], *TRAINED[-3:], "prefix_suffix"])
 def test_the_needle_is_there_once_at_the_depth(name, depth):
     one = sample(name, 2048, depth=depth)
-    needle = re.search(r"(One of the special magic|The pass key is|The sequence of digits is)[^.]*\.", one.context)
-    assert one.context.count(needle.group()) == 1 and one.answers[0] in needle.group()
-    body = one.context.index("\n") + 1
-    assert abs((needle.start() - body) / (len(one.context) - body) - depth) < 0.1  # whole sentences
-
-
-@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("name", ["kv_retrieval", "prefix_suffix"])
-def test_the_answer_lies_at_the_depth_of_a_list(name, depth):
-    one = sample(name, 4096, depth=depth)
-    parts = one.context.split(", " if name == "kv_retrieval" else "\n")
-    place = next(i for i, part in enumerate(parts) if one.answers[0] in part)
-    assert abs(place / len(parts) - depth) < 0.1
+    if name in ("kv_retrieval", "prefix_suffix"):
+        place, size = one.context.index(one.answers[0]), len(one.context)
+    else:
+        needle = re.search(r"(One of the special magic|The pass key is|The sequence of digits is)[^.]*\.", one.context)
+        assert one.context.count(needle.group()) == 1 and one.answers[0] in needle.group()
+        body = one.context.index("\n") + 1
+        place, size = needle.start() - body, len(one.context) - body
+    assert abs(place / size - depth) < 0.1  # whole sentences
 
 
 def test_training_and_evaluation_share_no_key_value_or_prose():
@@ -176,8 +163,8 @@ def test_training_and_evaluation_share_no_key_value_or_prose():
     assert len(held.nouns) > 500 and len(held.adjectives) > 50
     rng = random.Random(0)
     for draw in ("number", "uuid", "variable", "repeated_digit_string"):
-        assert not any(splits.held_out(getattr(train, draw)(rng)) for _ in range(50))
-        assert all(splits.held_out(getattr(held, draw)(rng)) for _ in range(50))
+        assert not any(words.held_out(getattr(train, draw)(rng)) for _ in range(50))
+        assert all(words.held_out(getattr(held, draw)(rng)) for _ in range(50))
     sentences = haystack.split_sentences(haystack.prose_text())
     first, second = haystack.split_span(sentences, "train"), haystack.split_span(sentences, "eval")
     assert first + second == sentences
@@ -205,7 +192,7 @@ def test_a_haystack_can_be_a_file(name, tmp_path):
 # What is refused
 
 
-def test_wrong_tasks_lengths_and_haystacks_are_refused(tmp_path, monkeypatch):
+def test_wrong_tasks_lengths_and_haystacks_are_refused(tmp_path):
     with pytest.raises(ValueError, match="unknown task 'niah_singel_1', did you mean 'niah_single_1'"):
         tasks.get_task("niah_singel_1")
     with pytest.raises(ValueError, match="depth must lie in"):
@@ -216,16 +203,10 @@ def test_wrong_tasks_lengths_and_haystacks_are_refused(tmp_path, monkeypatch):
         sample("niah_single_1", haystack=f"file:{tmp_path / 'none.txt'}")
     with pytest.raises(ValueError, match="unknown split 'test'"):
         words.Words("test")
-    with pytest.raises(ValueError, match="unknown kind of needle 'verbs'"):
-        words.Words("train").distinct("verbs", 1, random.Random(0))
     with pytest.raises(ValueError, match="holds no sentence"):
         haystack.Haystack("noise", [], len)
     with pytest.raises(ValueError, match="num_questions must be at least 1"):
         tasks.make_document(request("passkey", num_questions=0))
-    words._word_list.cache_clear()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match="pip install wonderwords"):
-        words.Words("train")
 
 
 def test_tasks_without_a_place_take_no_depth_and_tasks_of_one_question_no_second():
@@ -239,76 +220,8 @@ def test_tasks_without_a_place_take_no_depth_and_tasks_of_one_question_no_second
                 tasks.make_document(tasks.Request(**vars(asked) | {"task": name, "num_questions": task.max_questions + 1}))
 
 
-# Prompts word for word
-
-
 def match(pattern: str, text: str) -> tuple[str, ...]:
     """The groups of a text that must have a form, in which only spaces and `%` are special: `%` is one word."""
     found = re.fullmatch(re.escape(pattern).replace("%", r"(\S+)"), text)
     assert found, (pattern, text)
     return found.groups()
-
-
-NEEDLES = "{} hidden within the following text. Make sure to memorize it. I will quiz you about the {} afterwards.\n"
-NUMBER = (
-    "There is an important info hidden inside a lot of irrelevant text. {} "
-    "I will quiz you about the important information there.\n\n"
-)
-PROMPTS = {
-    "niah_single_1": (
-        NEEDLES.format("A special magic number is", "number") + haystack.NOISE + "\n",
-        "\nWhat is the special magic number for % mentioned in the provided text?",
-        " The special magic number for % mentioned in the provided text is",
-    ),
-    "niah_multivalue": (
-        NEEDLES.format("Some special magic numbers are", "numbers"),
-        "\nWhat are all the special magic numbers for % mentioned in the provided text?",
-        " The special magic numbers for % mentioned in the provided text are",
-    ),
-    "vt": (
-        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n",
-        "\nQuestion: Find all variables that are assigned the value % in the text above.",
-        " Answer: According to the chain(s) of variable assignment in the text above, 5 variables are assigned the "
-        "value %, they are: ",
-    ),
-    "passkey": (NUMBER.format("Find it and memorize them."), "\n\n\nWhat is the pass key?", "\n\nThe pass key is"),
-    "number_string": (
-        NUMBER.format("Find it."), "\n\n\nWhat is the sequence of digits?", "\n\nThe sequence of digits is",
-    ),
-    "kv_retrieval": (
-        "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n",
-        '\n\nKey: "%"',
-        "\nThe value associated with the specified key is: ",
-    ),
-    "cwe": (
-        "Below is a numbered list of words. In these words, some appear more often than others. "
-        "Memorize the ones that appear most often.\n",
-        "\nQuestion: What are the 10 most common words in the above list?",
-        " Answer: The top 10 words that appear most often in the list are:",
-    ),
-    "fwe": (
-        "Read the following coded text and track the frequency of each coded word. "
-        "Find the three most frequently appeared coded words. ",
-        "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. "
-        "What are the three most frequently appeared words in the above coded text?",
-        " Answer: According to the coded text above, the three most frequently appeared words are:",
-    ),
-    "prefix_suffix": (
-        "Below is a list of strings, one in each line. Memorize all of them. "
-        "I will give you the prefix and the suffix of one of them and ask for the whole string.\n\n",
-        '\n\nWhich string of the list has the prefix "%" and the suffix "%"?',
-        "\nThe string is:",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PROMPTS)
-def test_a_prompt_has_the_words_of_its_suite(name):
-    one, (header, question, prefix) = sample(name, 400 if name == "niah_single_1" else 2048), PROMPTS[name]
-    assert one.context.startswith(header)
-    asked = match(question, one.question)
-    if "%" in prefix:
-        assert match(prefix, one.answer_prefix) == asked
-    else:
-        assert one.answer_prefix == prefix
-    assert one.prompt == one.context + one.question + one.answer_prefix

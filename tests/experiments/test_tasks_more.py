@@ -6,14 +6,13 @@ import collections
 import itertools
 import json
 import math
-import random
 import re
 import statistics
 
 import pytest
 
 from experiments import tasks
-from experiments.tasks import listing, math_find, qa_data, ruler, ruler_words, scorers, splits
+from experiments.tasks import PROMPTS, lists, qa, ruler, words
 from tests.experiments.test_tasks import count, document, documents, match, request, sample
 
 # RULER: needles and variables
@@ -37,7 +36,7 @@ def test_singular_form_rewrites_every_are():
 
 
 def test_the_chain_of_vt_is_in_order_behind_an_example():
-    one, header = sample("vt", 1024), ruler.VT_CONTEXT.format(context="")
+    one, header = sample("vt", 1024), PROMPTS["vt"].context.format(context="")
     assert one.context.count(header) == 2 and sample("vt", 512).context.count(header) == 1
     example = one.context[: one.context.rindex(header)]
     assert re.search(r"they are: (?:[A-Z]{3} ){4}[A-Z]{3}\n\n$", example)
@@ -53,7 +52,7 @@ def test_the_chain_of_vt_is_in_order_behind_an_example():
 @pytest.mark.parametrize(("length", "often", "seldom"), [(2048, 6, 1), (8192, 30, 3)])
 def test_the_ten_commonest_words_of_cwe_are_the_answers(length, often, seldom):
     one = sample("cwe", length)
-    _, example, body = one.context.split(ruler_words.CWE_CONTEXT.format(context=""))
+    _, example, body = one.context.split(PROMPTS["cwe"].context.format(context=""))
     numbered = re.findall(r"(\d+)\. (\S+)", body)
     assert [int(number) for number, _ in numbered] == list(range(1, len(numbered) + 1))
     assert body == " ".join(f"{number}. {word}" for number, word in numbered)
@@ -70,7 +69,7 @@ def test_the_ten_commonest_words_of_cwe_are_the_answers(length, often, seldom):
 
 
 def test_cwe_refuses_a_length_that_its_words_cannot_fill(monkeypatch):
-    monkeypatch.setattr(ruler_words, "every_word", lambda: tuple(f"word{letter}" for letter in "abcdefghijklmnopqrst"))
+    monkeypatch.setattr(ruler, "every_word", lambda: tuple(f"word{letter}" for letter in "abcdefghijklmnopqrst"))
     with pytest.raises(ValueError, match="length 2048 is more than the 20 words"):
         sample("cwe", 2048)
 
@@ -78,7 +77,7 @@ def test_cwe_refuses_a_length_that_its_words_cannot_fill(monkeypatch):
 @pytest.mark.parametrize("length", [1024, 8192])
 def test_the_words_of_fwe_follow_the_zeta_law(length):
     one = sample("fwe", length)
-    body = one.context.removeprefix(ruler_words.FWE_CONTEXT.format(context=""))
+    body = one.context.removeprefix(PROMPTS["fwe"].context.format(context=""))
     ranked = collections.Counter(body.split(" ")).most_common()
     assert ranked[0][0] == "..."
     assert {word for word, _ in ranked[1:4]} == set(one.answers)
@@ -87,7 +86,7 @@ def test_the_words_of_fwe_follow_the_zeta_law(length):
     for rank, (_, number) in enumerate(ranked[:6], start=1):
         assert number == pytest.approx(ranked[0][1] / rank**2, abs=1)
     # 1000 / 1.6449 = 607.9, then a quarter, a ninth and a sixteenth of it, rounded down
-    assert ruler_words.zeta_counts(1000, 4) == [607, 151, 67, 37]
+    assert ruler.zeta_counts(1000, 4) == [607, 151, 67, 37]
     with pytest.raises(ValueError, match="too short: the words of rank 4 and 5"):
         sample("fwe", 180)
 
@@ -197,7 +196,7 @@ def test_qa_says_what_file_it_wants(tmp_path, squad, hotpot):
     for answer in ("", " ", None, math.nan, "nan", [], True):
         file.write_text(json.dumps([{"question": "Who?", "answer": answer, "context": [["T", ["a."]]]}]))
         refuses(ValueError, "absent.json is not .*question 'Who.': expected a", "qa_2", f"file:{file}")
-    assert set(qa_data.FORMATS) == {tasks.TASKS[name].haystack for name in ("qa_1", "qa_2")}
+    assert set(qa.FORMATS) == {tasks.TASKS[name].haystack for name in ("qa_1", "qa_2")}
 
 
 # InfiniteBench
@@ -228,7 +227,7 @@ def test_math_find_asks_for_every_rank_of_one_list_or_in_the_suites_form_for_one
         assert min(numbers) >= 0 and max(numbers) <= 99 and len(numbers) > 100
         assert float(one.answers[0]) == asked_number(kind, numbers)
         kinds.add(kind)
-    assert kinds == set(math_find.MATH_KINDS)
+    assert kinds == set(lists.MATH_KINDS)
     shared = document("math_find", 1024, num_questions=7)
     for asked in shared.questions:
         kind = re.search(r"The (.+) of the list is: $", asked.answer_prefix).group(1)
@@ -236,7 +235,7 @@ def test_math_find_asks_for_every_rank_of_one_list_or_in_the_suites_form_for_one
         assert float(asked.answers[0]) == asked_number(kind, json.loads(shared.context))
     assert len({asked.answer_prefix for asked in shared.questions}) == 7
     with pytest.raises(ValueError, match="has 2 different numbers, the third largest number needs 3"):
-        math_find.special_number("third largest number", [1, 2, 2])
+        lists.special_number("third largest number", [1, 2, 2])
 
 
 # Shared contexts
@@ -261,7 +260,7 @@ def test_labels_of_many_shot_follow_from_the_nearest_examples():
     assert len(list(itertools.groupby(shots[number] for number in sorted(shots)))) == 3  # two thresholds
     for asked in one.questions:
         number = int(re.fullmatch(r"\n\nNumber: (\d{5})", asked.question).group(1))
-        assert number not in shots and splits.held_out(str(number))
+        assert number not in shots and words.held_out(str(number))
         below, above = max(x for x in shots if x < number), min(x for x in shots if x > number)
         assert asked.answers == (shots[below],) == (shots[above],)
 
@@ -286,54 +285,3 @@ def test_listing_fills_its_share_up_to_its_most():
     for length in (2048, 8192):
         one = document("listing", length)
         assert 0.2 * length < count(one.questions[0].target) < one.max_new_tokens <= 0.25 * length
-    one = listing.listing(listing.ListingSpec(values="numbers", most=300), request("listing", 4096, "noise", split="eval"))
-    assert 250 < one.max_new_tokens <= 301 and all(re.fullmatch(r"\d{7}", a) for a in one.questions[0].answers)
-
-
-# Scorers
-
-
-@pytest.mark.parametrize(
-    ("score", "prediction", "answers", "expected"),
-    [
-        (scorers.score_all, " 1, 2, and 4.", "1234", 0.75),
-        (scorers.score_all, "ABC\x00def", ("abc", "DEF"), 1),
-        (scorers.score_any, "It is the Nile.", ("Amazon", "nile"), 1),
-        (scorers.score_any, "It is the Rhine.", ("Amazon", "nile"), 0),
-        (scorers.score_first_integer, " is 123, not 45", ("123",), 1),
-        (scorers.score_first_integer, " is 1234", ("123",), 0),
-        (scorers.score_first_integer, "nothing", ("123",), 0),
-        (scorers.score_value_among_words, '"ab-1".', ("ab-1",), 1),
-        (scorers.score_value_among_words, "ab-12", ("ab-1",), 0),
-        (scorers.score_first_number, " 45.5 is it", ("45.5",), 1),
-        (scorers.score_first_number, "45.0", ("45",), 1),
-        (scorers.score_first_number, "The answer: 45, not 46", ("45",), 1),
-        (scorers.score_first_number, "45", ("45.5",), 0),
-        (scorers.score_first_number, "4 5", ("45",), 0),
-        (scorers.score_first_number, "none", ("45",), 0),
-        (scorers.score_first_word, " Walnut, surely", ("walnut",), 1),
-        (scorers.score_first_word, "not walnut", ("walnut",), 0),
-        (scorers.score_first_word, "walnuts", ("walnut",), 0),
-        (scorers.score_first_word, "", ("walnut",), 0),
-        (listing.score_in_order, "1. a-1\n2. b-2\n3. c-3, d-4.", ("a-1", "b-2", "c-3", "d-4"), 1),
-        (listing.score_in_order, "A-1, c-3, x-9, d-4", ("a-1", "b-2", "c-3", "d-4"), 0.75),  # one left out
-        (listing.score_in_order, "d-4, a-1, b-2, c-3", ("a-1", "b-2", "c-3", "d-4"), 0.75),  # one out of place
-        (listing.score_in_order, "d-4, c-3, b-2, a-1", ("a-1", "b-2", "c-3", "d-4"), 0.25),  # backwards
-        (listing.score_in_order, "a-1 a-1 a-1", ("a-1", "b-2"), 0.5),
-        (listing.score_in_order, "a-12, ba-1", ("a-1", "b-2"), 0),
-        (listing.score_in_order, "7, 7, 8", "787", 2 / 3),  # equal values
-    ],
-)
-def test_scores_of_an_answer(score, prediction, answers, expected):
-    assert score(prediction, answers) == pytest.approx(expected)
-
-
-def test_order_of_a_list_is_its_longest_common_subsequence():
-    """Against the table that defines it."""
-    rng = random.Random(0)
-    for _ in range(50):
-        x, y = ([rng.choice("pqrs") for _ in range(rng.randint(1, 9))] for _ in range(2))
-        table = [[0] * (len(y) + 1) for _ in range(len(x) + 1)]
-        for i, j in itertools.product(range(len(x)), range(len(y))):
-            table[i + 1][j + 1] = table[i][j] + 1 if x[i] == y[j] else max(table[i][j + 1], table[i + 1][j])
-        assert listing.score_in_order(", ".join(x), y) == table[-1][-1] / len(y)

@@ -11,8 +11,7 @@ from tokenizers.processors import TemplateProcessing
 import models.loaded
 import models.text.tokenizer
 from experiments.benchmarks import Cell, Reading, encode_cell
-from experiments.benchmarks.base import Example
-from experiments.tasks import encode_prompt, held_out_text, opening_ids, read_text, source_text
+from experiments.tasks import Example, encode_prompt, held_out_text, opening_ids, read_text, source_text
 from models import builtin_directory
 
 TEXT = "Größe — naïve 日本\nnext line"

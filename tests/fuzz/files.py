@@ -1,13 +1,15 @@
-"""Damaged checkpoints, caches, settings and records, each with one fault, are refused or read as if they were whole."""
+"""Damaged checkpoints, caches and settings are refused or read as if they were whole, and so are texts in any encoding."""
 
 from __future__ import annotations
 
+import codecs
 import functools
 import json
+import operator
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -16,7 +18,8 @@ from hypothesis import strategies as st
 import kvjax
 from experiments.cli import read_record
 from experiments.evaluation import EvaluationSettings
-from models import from_pretrained, save_pretrained
+from experiments.tasks import read_text, source_text
+from models import ChatTemplate, from_pretrained, save_pretrained
 from tests.fuzz.arguments import world
 from tests.fuzz.values import nested
 from tests.fuzz.verdicts import judge
@@ -24,23 +27,7 @@ from tests.fuzz.verdicts import judge
 _CONFIG, _WEIGHTS, _GENERATION, _INDEX = (
     "config.json", "model.safetensors", "generation_config.json", "model.safetensors.index.json",
 )  # fmt: skip
-_NO_SIZE = (None, 0, -1, 1.5, "4", True, [4], {}, float("nan"), 10**400)
-_NO_FLAG = ("false", 1.5, [], {}, "x")
-# The values that a key of config.json must not have.
-_KEYS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), _NO_SIZE),
-    **dict.fromkeys(("num_key_value_heads", "head_dim"), _NO_SIZE[1:]),
-    "max_position_embeddings": _NO_SIZE,
-    "rms_norm_eps": ("1e-6", 0, -1, [], {}, float("nan"), float("inf")),
-    "rope_theta": ("1e4", 0, -1, [1], {}, float("nan")),
-    "tie_word_embeddings": _NO_FLAG,
-    "model_type": (None, "bert", 3, [], {}),
-    "eos_token_id": ([[1]], 1.5, "a", -1, 10**9, {}, ["x"]),
-    "rope_scaling": ("x", 3, [1], {"rope_type": "unknown"}, {"rope_type": 3}, {"rope_type": "llama3"}),
-    "torch_dtype": (3, "int8", []),
-    "hidden_act": ("gelu", 3),
-    "quantization_config": ({"bits": 4},),
-}  # fmt: skip
+_NO_TOKENS: tuple[Any, ...] = ([[1]], 1.5, "a", -1, 10**9, {}, ["x"])
 _SETTINGS: dict[str, tuple[Any, ...]] = {
     "lengths": ("x", [1.5], [[1]], {}, -1, [True]), "samples": ("x", 1.5, [1, 2], -1, None, True),
     "seed": ("x", 1.5, [], None),
@@ -49,47 +36,38 @@ _SETTINGS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 _NO_SETTINGS = ("[1, 2]", "3", "a: [", "\tx: 1", "a: &b [*b]", "seed: 1\nseed: 2", "? [a]\n: b", "[" * 300, "\0")
 _NO_FILES = (
-    "../a.safetensors",
-    "/a.safetensors",
-    "b.safetensors",
-    3,
-    None,
-    ["a.safetensors"],
-    "",
-    ".",
-    "a\0b",
-    "a/../../b",
-    "..\\model",
-    "C:\\model",
-)
-_RECORD = {"experiment": "speed", "settings": {"model": "tiny"}, "metrics": [{"name": "time", "value": 1.0}]}
+    "../a.safetensors", "/a.safetensors", "b.safetensors", 3, None, ["a.safetensors"], "", ".", "a\0b", "a/../../b",
+    "..\\model", "C:\\model",
+)  # fmt: skip
+_ENCODINGS = (
+    "utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be", "latin-1", "cp1252", "shift_jis",
+    "gb18030", "cp437", "mac-roman", "utf-7", "koi8-r",
+)  # fmt: skip
+_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
+}  # fmt: skip
+_ASCII = "abc XYZ 019.,"
+_LETTERS = st.sampled_from(_ASCII) | st.sampled_from(_ASCII + "éüßøÅñçæ日本語中文привет😀👩\u200d👧\u2028\u00a0\ufeff“”—…’")
+_ENDS = ("\n", "\r\n", "\r", "\n\n")
 _TELLS = ("got", "expected", "unknown", "has no")
 _Draw = Callable[[st.SearchStrategy], Any]
-_Damaged = tuple[str, Callable[[], Any]]  # the damage in words; reads the file: True if it is read as the whole file is
+# The damage in words; what reads the file: True if it is read as the whole file is; and whether it must be read.
+_Damaged = tuple[str, Callable[[], Any], bool]
 
 
 def check(data: st.DataObject, folder: pathlib.Path) -> Iterator[None]:
-    """Damage one file and read it."""
-    about, read = data.draw(st.sampled_from(_KINDS))(data.draw, folder)
-    judge(about, read, named=(*_TELLS, str(folder)), right=lambda same: None if same is True else "was accepted")
+    """Damage one file, or write a text in some encoding, and read it."""
+    about, read, whole = data.draw(st.sampled_from(_KINDS))(data.draw, folder)
+    named = () if whole else (*_TELLS, str(folder))
+    judge(about, read, named=named, right=lambda same: None if same is True else f"was accepted: {same!r:.200}")
     yield
 
 
-def _config(draw: _Draw, folder: pathlib.Path) -> _Damaged:
-    damaged = _copied(_model(folder))
-    key = draw(st.sampled_from(list(_KEYS)))
-    value = draw(st.sampled_from(_KEYS[key]))
-    config = json.loads((damaged / _CONFIG).read_text()) | {"model_type": "llama", "attention_bias": False}
-    for other in ("rope_parameters", *["dtype"] * (key == "torch_dtype")):
-        config.pop(other, None)
-    (damaged / _CONFIG).write_text(json.dumps(config | {key: value}))
-    return f"config.json with {key}={value!r:.40}", lambda: from_pretrained(damaged)
-
-
 def _generation(draw: _Draw, folder: pathlib.Path) -> _Damaged:
-    damaged, value = _copied(_model(folder)), draw(st.sampled_from(_KEYS["eos_token_id"]))
+    damaged, value = _copied(_model(folder)), draw(st.sampled_from(_NO_TOKENS))
     (damaged / _GENERATION).write_text(json.dumps({"eos_token_id": value}))
-    return f"generation_config.json with eos_token_id={value!r:.40}", lambda: from_pretrained(damaged)
+    return f"generation_config.json with eos_token_id={value!r:.40}", lambda: from_pretrained(damaged), False
 
 
 def _no_json(draw: _Draw, folder: pathlib.Path) -> _Damaged:
@@ -97,7 +75,7 @@ def _no_json(draw: _Draw, folder: pathlib.Path) -> _Damaged:
     whole = (damaged / _CONFIG).read_bytes() if name == _CONFIG else b'{"eos_token_id": 60}'
     about, content = broken_json(draw, whole)
     (damaged / name).write_bytes(content)
-    return f"{name}: {about}", lambda: from_pretrained(damaged)
+    return f"{name}: {about}", lambda: from_pretrained(damaged), False
 
 
 def _weights(draw: _Draw, folder: pathlib.Path) -> _Damaged:
@@ -119,7 +97,7 @@ def _weights(draw: _Draw, folder: pathlib.Path) -> _Damaged:
         params, config = from_pretrained(damaged)
         return config == from_pretrained(_model(folder))[1] and equal(params, world().params)
 
-    return f"model.safetensors: {kind}, {len(content)} of {len(whole)} bytes", same
+    return f"model.safetensors: {kind}, {len(content)} of {len(whole)} bytes", same, False
 
 
 def _index(draw: _Draw, folder: pathlib.Path) -> _Damaged:
@@ -129,7 +107,7 @@ def _index(draw: _Draw, folder: pathlib.Path) -> _Damaged:
     others = ({"weight_map": 3}, {}, {"weight_map": []}, {"weight_map": {}}, [1])
     content = draw(st.just(whole) | st.sampled_from(others))
     (damaged / _INDEX).write_text(json.dumps(content))
-    return f"{_INDEX} {content!r:.90}", lambda: from_pretrained(damaged)
+    return f"{_INDEX} {content!r:.90}", lambda: from_pretrained(damaged), False
 
 
 def _cache(draw: _Draw, folder: pathlib.Path) -> _Damaged:
@@ -148,29 +126,77 @@ def _cache(draw: _Draw, folder: pathlib.Path) -> _Damaged:
         file.write_bytes(_flipped(draw, whole, len(whole)))
     config = world().config
     load = functools.partial(kvjax.load_cache, damaged, config=config, method="full")
-    return f"a saved cache: {file.relative_to(damaged)}: {about}", lambda: equal(load(), world().cache)
+    return f"a saved cache: {file.relative_to(damaged)}: {about}", lambda: equal(load(), world().cache), False
 
 
 def _settings(draw: _Draw, folder: pathlib.Path) -> _Damaged:
     file, key = folder / "settings.yaml", draw(st.sampled_from(list(_SETTINGS)))
     text = json.dumps({key: draw(st.sampled_from(_SETTINGS[key]))})
     file.write_text(draw(st.just(text) | st.sampled_from(_NO_SETTINGS)))
-    return f"settings {file.read_text()!r:.90}", lambda: EvaluationSettings.from_yaml(file)
+    return f"settings {file.read_text()!r:.90}", lambda: EvaluationSettings.from_yaml(file), False
 
 
-def _record(draw: _Draw, folder: pathlib.Path) -> _Damaged:
-    file = folder / "record.json"
-    if draw(st.booleans()):
-        about, content = broken_json(draw, json.dumps(_RECORD).encode())
-    else:
-        key = draw(st.sampled_from(list(_RECORD)))
-        value = 3 if key == "experiment" else draw(st.sampled_from((None, 3, "x", 1.5, True)))
-        about, content = f"{key}={value!r}", json.dumps(_RECORD | {key: value}).encode()
-    file.write_bytes(content)
-    return f"a record: {about}", lambda: read_record(file)
+def _text(draw: _Draw, folder: pathlib.Path) -> _Damaged:
+    """A text in any encoding is read as what it is, or refused; never as other letters."""
+    name, wide, keys, read = draw(st.sampled_from(_READERS))
+    text = draw(st.text(_LETTERS, min_size=1, max_size=60))
+    if name.endswith(".yaml"):
+        text = text.replace("\u2028", "")  # a line's end in YAML
+    record = {"experiment": "speed", "metrics": [{"name": "time", "value": 1.0}]} if len(keys) > 1 else {}
+    inner = functools.reduce(lambda value, key: {key: value}, reversed(keys), cast("Any", text))
+    content = json.dumps({**record, **inner}, ensure_ascii=False) if keys else f"{text}{draw(st.sampled_from(_ENDS))}end"
+    encoding, damage = draw(st.sampled_from(_ENCODINGS)), ""
+    written = content.encode(encoding, "replace")
+    if draw(st.integers(0, 2)) == 2:
+        at, odd = draw(st.integers(0, len(written))), bytes([draw(st.integers(128, 255))])
+        head, tail = written[:at], written[at:]
+        written = draw(st.sampled_from((head, head + b"\0" + tail, head + odd + tail, tail)))
+        damage = f", damaged at byte {at}"
+    file = _emptied(folder / "texts") / name
+    file.write_bytes(written)
+    want = _decoded(written, wide)
+    try:
+        if want is not None and keys:
+            want = functools.reduce(operator.getitem, keys, json.loads(want))
+    except (ValueError, TypeError, KeyError):
+        want = None  # the damage is in the JSON
+    if want is not None and not keys:
+        want = want.replace("\r\n", "\n").replace("\r", "\n")
+    about = f"{name} in {encoding}{damage}: {written[:60]!r}"
+
+    def same() -> Any:
+        got = read(file)
+        return (want is not None and got == want) or f"read as {got!r}"
+
+    # A text of damaged letters may be refused for what it says.
+    return about, same, want is not None and not damage
 
 
-_KINDS = (_config, _generation, _no_json, _weights, _index, _cache, _settings, _record)
+def _decoded(written: bytes, wide: bool) -> Any:
+    """Decode as UTF-8, or as what a byte-order mark says; None for bytes that are no such text."""
+    encoding = next((name for mark, name in _MARKS.items() if written.startswith(mark)), "utf-8-sig") if wide else "utf-8-sig"
+    try:
+        text = written.decode(encoding)
+    except UnicodeDecodeError:
+        return None
+    return None if wide and "\0" in text else text
+
+
+def _template(file: pathlib.Path) -> str | None:
+    template = ChatTemplate.from_directory(file.parent)
+    return template and template.template
+
+
+# A file's name, whether its reader takes UTF-16 and UTF-32 with a mark, the keys of the text in JSON, and the reader.
+_READERS: tuple[tuple[str, bool, tuple[str, ...], Callable[[pathlib.Path], Any]], ...] = (
+    ("prompt.txt", True, (), read_text),
+    ("haystack.txt", True, (), lambda file: source_text(f"file:{file}")),
+    ("chat_template.jinja", False, (), _template),
+    ("tokenizer_config.json", False, ("chat_template",), _template),
+    ("record.json", False, ("settings", "model"), lambda file: read_record(file)["settings"]["model"]),
+    ("settings.yaml", False, ("model",), lambda file: EvaluationSettings.from_yaml(file).model),
+)
+_KINDS = (_generation, _no_json, _weights, _index, _cache, _settings, *[_text] * 6)
 
 
 def broken_json(draw: _Draw, whole: bytes) -> tuple[str, bytes]:
@@ -204,9 +230,13 @@ def _cache_of(folder: pathlib.Path) -> pathlib.Path:
 
 def _copied(whole: pathlib.Path) -> pathlib.Path:
     """A copy of a folder, which replaces the last."""
-    target = whole.parent / "damaged"
-    shutil.rmtree(target, ignore_errors=True)
-    return pathlib.Path(shutil.copytree(whole, target))
+    return pathlib.Path(shutil.copytree(whole, _emptied(whole.parent / "damaged"), dirs_exist_ok=True))
+
+
+def _emptied(folder: pathlib.Path) -> pathlib.Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
 
 
 def equal(a: Any, b: Any) -> bool:

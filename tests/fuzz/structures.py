@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -109,6 +108,11 @@ def covering(method: Method) -> Method | None:
         return dataclasses.replace(method, budget=EVERYTHING)
     except ValueError:  # the drawn factor of SentenceKV wants more room with this budget
         return None
+
+
+def resident(method: Method) -> Method:
+    """The method without `offload`, in inner methods too."""
+    return method.offloaded(False) or method
 
 
 def random_model(rng: np.random.Generator) -> Any:
@@ -220,8 +224,6 @@ def _number(name: str, value: Any, method: Any, rng: np.random.Generator) -> Any
         **dict.fromkeys(("interval", "num_recent"), lambda: int(rng.integers(1, 6))),
         **dict.fromkeys(("theta", "rho", "beta"), lambda: float(rng.uniform(0.05, 0.95))),
         "alpha": lambda: float(rng.uniform(0, 3)),
-        "seed": lambda: int(rng.integers(0, 1000)),
-        "lifetime": lambda: float(rng.choice((2.0, 8.0, 8192.0))),
         "keep_factor": lambda: float(rng.uniform(1, 3)),
     }
     if name in draws:
@@ -230,23 +232,24 @@ def _number(name: str, value: Any, method: Any, rng: np.random.Generator) -> Any
 
 
 def _wrapper(name: str, rng: np.random.Generator) -> Method:
+    """A wrapper around methods of any name; a wrapper that does not take them raises ValueError."""
+
     def inner(*kinds: str) -> Any:
-        return random_method(str(rng.choice(kinds)), rng)
+        return random_method(str(rng.choice(kinds or tuple(registry.classes()))), rng)
 
     if name == "stages":
-        return Stages(evict=inner("snapkv"), retrieve=inner(*_taken("retrieve")))
+        return Stages(evict=inner("snapkv"), retrieve=inner())
     if name == "densebelow":
-        return DenseBelow(length=int(rng.choice(_SIZES["length"])), method=inner(*_taken("retrieve")))
-    method = inner(*_taken(name))
+        return DenseBelow(length=int(rng.choice(_SIZES["length"])), method=inner())
     if name == "periodic":
-        return Periodic(evict=method, interval=int(rng.integers(1, 7)))
+        return Periodic(evict=inner(), interval=int(rng.integers(1, 7)))
     if name == "layerbudgets":
-        return LayerBudgets(method=method, shares=tuple(rng.uniform(0.5, 1.5, 2).tolist()))
+        return LayerBudgets(method=inner(), shares=tuple(rng.uniform(0.5, 1.5, 2).tolist()))
     if name == "twilight":
-        return Twilight(method=method, mass=float(rng.uniform(0.05, 1)))
+        return Twilight(method=inner(), mass=float(rng.uniform(0.05, 1)))
     if name == "prefill":
-        return _prefill(method, rng)
-    return PerLayer(layers={0: method, -1: inner(*_taken(name))}, default=inner(*_taken(name)))
+        return _prefill(inner(), rng)
+    return PerLayer(layers={0: inner(), -1: inner()}, default=inner())
 
 
 def _prefill(method: Any, rng: np.random.Generator) -> Method:
@@ -263,20 +266,3 @@ def _prefill(method: Any, rng: np.random.Generator) -> Method:
         stride=int(rng.choice([x for x in (1, 2, 3, 8) if block % x == 0])),
         chunk=block * int(rng.choice((1, 4, EVERYTHING))),
     )  # fmt: skip
-
-
-# Which methods a wrapper takes.
-_TAKEN: dict[str, Callable[[Any], bool]] = {
-    "periodic": lambda x: x.composable and x.slots_again(),
-    "layerbudgets": lambda x: "budget" in x.__dataclass_fields__ and not x.spans_layers,
-    "twilight": lambda x: x.composable and x.selects,
-    "prefill": lambda x: x.slotted and not x.reads.mass,
-    "retrieve": lambda x: x.composable and not x.evicts and type(x).__name__ != "SnapKV",
-    "perlayer": lambda x: not x.spans_layers,
-}
-
-
-@functools.cache
-def _taken(wrapper: str) -> tuple[str, ...]:
-    """The names of the methods that a wrapper takes."""
-    return tuple(name for name in registry.classes() if _TAKEN[wrapper](random_method(name, np.random.default_rng(0))))

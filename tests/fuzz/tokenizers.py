@@ -1,24 +1,23 @@
-"""Random tokenizers of the kinds that models have: pieces of texts, one begin-of-text token, truncation, saving."""
+"""Random tokenizers of the kinds that models have: pieces of texts, ends of rows, tokens beyond the embedding.
+
+tests/experiments/test_texts.py has begin-of-text tokens and truncation.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import pathlib
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from experiments.benchmarks import TRUNCATIONS, Cell, Example, Reading, encode_cell
-from experiments.tasks import encode_prompt
 from kvjax.api.text import GrowingText, rows_of, texts_of
-from models import load_tokenizer, param_shapes, save_pretrained
+from models import load_tokenizer
 from tests.fuzz.arguments import World
 from tests.fuzz.values import texts
 from tests.fuzz.verdicts import judge
@@ -37,35 +36,25 @@ class Subject:
     Attributes:
         kind: byte-level, fallback or metaspace.
         tokenizer: the tokenizer.
-        opening: the tokens that it puts before a text.
-        closed: whether it puts a token behind a text.
         lossless: whether it decodes the ids of a text to the text.
         folder: for files.
     """
 
     kind: str
     tokenizer: Tokenizer
-    opening: tuple[str, ...]
-    closed: bool
     lossless: bool
     folder: pathlib.Path
 
-    def ids(self, text: str, special: bool = False) -> list[int]:
-        """Encode a text, with what the tokenizer puts around it or without."""
-        return self.tokenizer.encode(text, add_special_tokens=special).ids
-
-    def emptied(self) -> pathlib.Path:
-        """The folder, without the files of the law before."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir()
-        return self.folder
+    def ids(self, text: str) -> list[int]:
+        """Encode a text without special tokens."""
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def check(data: st.DataObject, folder: pathlib.Path) -> Iterator[None]:
     """Check one law of one tokenizer."""
-    subject = _subject(data.draw, folder / "tokenizer")
+    subject = _subject(data.draw, folder)
     law = data.draw(st.sampled_from(_LAWS))
-    about = f"{law.__name__} of a {subject.kind} tokenizer with {subject.opening or 'nothing'} before a text"
+    about = f"{law.__name__} of a {subject.kind} tokenizer"
     judge(about, lambda: law(subject, data.draw), right=lambda fault: fault)
     yield
 
@@ -76,7 +65,7 @@ def check(data: st.DataObject, folder: pathlib.Path) -> Iterator[None]:
 def _pieces_are_the_text(subject: Subject, draw: _Draw) -> str | None:
     """The pieces of a row, in blocks of any size, are together what its ids decode to."""
     text = draw(texts(60))
-    ids = subject.ids(text, draw(st.booleans()))
+    ids = subject.ids(text)
     pieces, want = [*_streamed(subject.tokenizer, ids, draw)], subject.tokenizer.decode(ids)
     if "".join(pieces) != want:
         return f"{text!r}: pieces {pieces!r}, expected {want!r}"
@@ -123,59 +112,10 @@ def _rows_end_where_they_end(subject: Subject, draw: _Draw) -> str | None:
     return None if decoded == want else f"texts {decoded}, expected {want}"
 
 
-def _one_opening(subject: Subject, draw: _Draw) -> str | None:
-    """A prompt has the opening once, whether a template has written it or not."""
-    text = "a" + draw(texts(10))
-    written = "".join(subject.opening) + text
-    for prompt, want in ((text, subject.ids(text, True)[: -1 if subject.closed else None]), (written, subject.ids(written))):
-        if (ids := encode_prompt(subject.tokenizer, prompt)) != want:
-            return f"{prompt!r}: {ids}, expected {want}"
-    return None
-
-
-def _truncated(subject: Subject, draw: _Draw) -> str | None:
-    """A prompt that is cut keeps its opening, its template and its question, and has as many tokens as fit."""
-    folder = subject.emptied()
-    subject.tokenizer.save(str(folder / "tokenizer.json"))
-    around = ("".join(subject.opening) + "User: ", "\nAnswer:") if draw(st.booleans()) else None
-    question, room = "?" + draw(texts(5)), draw(st.integers(1, 8))
-    example = Example("t", draw(texts(200)), question, "", ("a",), room, "ruler_all")
-    mode, limit = draw(st.sampled_from(TRUNCATIONS[:-1])), draw(st.integers(4, 199))
-    reading = Reading(folder / "tokenizer.json", around, limit, mode)
-    try:
-        encoded = encode_cell(reading, Cell("t", None, 1, given=(example,)))
-    except ValueError as error:
-        return None if f"must fit {limit} tokens, got" in str(error) else f"refused in other words: {error}"
-    head, tail, whole = encoded.heads[0], encoded.tails[0], encoded.wholes[0]
-    before, after = around or ("".join(subject.opening), "")
-    opening = tuple(subject.ids(before))
-    if tail != tuple(subject.ids(question + after)):
-        return "the question is not whole"
-    if max(len(head) + len(tail), len(whole)) + room > limit:
-        return f"{len(head)} + {len(tail)} tokens and {room} new ones for {limit}"
-    # The template's last token may merge with the first of the context.
-    sure = len(opening) - 1 if around else len(opening)
-    if head[:sure] != opening[:sure]:
-        return f"{mode} cut the opening: {head[:9]} for {opening}"
-    count = len(subject.opening)
-    return f"the opening comes twice: {head[:9]}" if count and head[count : 2 * count] == head[:count] else None
-
-
-def _saved(subject: Subject, draw: _Draw) -> str | None:
-    """A tokenizer object that is saved with a model is the tokenizer that is loaded."""
-    config = dataclasses.replace(World.config, vocab_size=subject.tokenizer.get_vocab_size() + 3, eos_token_ids=(2,))
-    folder = subject.emptied()
-    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), param_shapes(config))
-    save_pretrained(folder, params, config, tokenizer=subject.tokenizer)
-    back, text = load_tokenizer(folder, config), draw(texts())
-    ids = subject.ids(text, True)
-    return None if back.encode(text).ids == ids and back.decode(ids) == subject.tokenizer.decode(ids) else "other ids"
-
-
 def _beyond_the_embedding(subject: Subject, draw: _Draw) -> str | None:
     """A token beyond the embedding is refused, unless it is for padding."""
     tokenizer = Tokenizer.from_str(subject.tokenizer.to_str())
-    size, folder, settings = tokenizer.get_vocab_size(), subject.emptied(), {}
+    size, folder, settings = tokenizer.get_vocab_size(), subject.folder, {}
     for text in draw(st.lists(st.sampled_from((*_PADS, *_TEXTS)), max_size=3)):
         if tokenizer.token_to_id(text) is None:
             special = draw(st.booleans())
@@ -195,10 +135,7 @@ def _beyond_the_embedding(subject: Subject, draw: _Draw) -> str | None:
     return None if fits else "a token without a row in the embedding was accepted"
 
 
-_LAWS = (
-    _pieces_are_the_text, _garbage_is_shown_once, _rows_end_where_they_end, _one_opening, _truncated, _saved,
-    _beyond_the_embedding,
-)  # fmt: skip
+_LAWS = (_pieces_are_the_text, _garbage_is_shown_once, _rows_end_where_they_end, _beyond_the_embedding)
 
 
 # ---- tokenizers ---------------------------------------------------------------------------------------------------
@@ -211,17 +148,10 @@ def _subject(draw: _Draw, folder: pathlib.Path) -> Subject:
     lossless = kind == "byte-level" and draw(st.integers(0, 2)) < 2
     if kind == "byte-level" and not lossless:
         tokenizer.normalizer = normalizers.NFC()
-    opening = draw(st.sampled_from(((), ("<s>",), ("<s>",), ("[gMASK]", "<s>"))))
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in ("<s>", "</s>", *opening)])
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in ("<s>", "</s>")])
     for text in draw(st.lists(st.sampled_from(("<tool>", "[INST]")), unique=True)):
         tokenizer.add_tokens([AddedToken(text, normalized=False)])
-    end = ["</s>"] if opening and draw(st.integers(0, 4)) == 4 else []  # some tokenizers end texts, too
-    if opening:
-        ids = [(text, tokenizer.token_to_id(text)) for text in dict.fromkeys((*opening, "</s>"))]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=[*opening, "$A", *end], pair=[*opening, "$A", "$B"], special_tokens=ids
-        )
-    return Subject(kind, tokenizer, opening, bool(end), lossless, folder)
+    return Subject(kind, tokenizer, lossless, folder)
 
 
 def _byte_level(words: Sequence[str]) -> Tokenizer:

@@ -1,44 +1,20 @@
-"""Random values and texts of all kinds, and rules that say which values an argument may take."""
+"""Values and texts at which readers and checks go wrong."""
 
 from __future__ import annotations
 
 import decimal
-import math
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-import kvjax
-
-INT32, FLOAT32 = 2**31 - 1, float(np.finfo(np.float32).max)
-_NUMBERS = (
-    0, 1, 2, 7, 99, -1, -3, 1.5, -0.5, 2.0, 1e-30, True, False, math.nan, math.inf, -math.inf, 2**31, 2**40, -(2**40),
-    10**400, 1e39,
-)  # fmt: skip
-_WRAPS: tuple[tuple[Callable[[Any], Any], float], ...] = (  # and the whole numbers below which they can be used
-    *((wrap, math.inf) for wrap in (lambda x: x, lambda x: x, lambda x: [x], lambda x: (x, x), lambda x: [x, x], str)),
-    *((wrap, 2**63) for wrap in (np.asarray, lambda x: np.asarray(x)[()], lambda x: np.asarray([x, x]), np.float32)),
-    *((wrap, 2**31) for wrap in (jnp.asarray, lambda x: jnp.asarray([x, x]))),
-)
-_OTHERS: tuple[Callable[[], Any], ...] = (
-    lambda: None, lambda: "12", lambda: "", lambda: "nan", lambda: "full", lambda: b"x", lambda: [], lambda: (), dict,
-    lambda: {"a": 1}, object, lambda: int, lambda: len, lambda: 1j, lambda: [[1, 2], [3]], lambda: np.array(["a"]),
-    lambda: np.zeros((0,)), lambda: jnp.zeros((0,)), lambda: iter([1]), lambda: ..., lambda: range(3),
-    lambda: kvjax.methods.Quest, lambda: kvjax.methods.Full(),
-    lambda: decimal.Decimal(3), lambda: np.datetime64("2020-01-01"),
-    lambda: nested(50), lambda: np.array([None, 1]), lambda: jax.random.key(0), lambda: np.zeros((2, 2, 2)),
-)  # fmt: skip
 # Separators that only some readers take for line ends, marks of csv, JSON and templates, letters of one to four bytes.
 _LETTERS = (
     "abcdefgh XYZ 0123456789", "\n\t ,;|\"'`\\/", "{}[]()<>%$#*?!~:=&+-_.@^", "éüßøÅñ", "日本語中文，。「」", "עבריתعربي",
     "😀👩\u200d👩\u200d👧🇩🇪", "e\u0301a\u0308", "\u2028\u2029\x85\x0b\x0c\x1c\x1e", "\u00a0\u200b\u202e\ufeff", "ﬁⅫ①ıİſ",
 )  # fmt: skip
 _PIECES = ("{context}", "$$MASK$$", "<s>", "</s>", "\\n", "nan", "''", '""', "[1]", "a,b", "%s", "${HOME}", "\r\n")
-Rule = Callable[[Any], bool]
 
 
 def nested(depth: int) -> list:
@@ -47,17 +23,6 @@ def nested(depth: int) -> list:
     for _ in range(depth):
         lists = [lists]
     return lists
-
-
-def anything() -> st.SearchStrategy[Any]:
-    """Draw a number in one of many wrappings, or something else."""
-    numbers = st.sampled_from(_NUMBERS) | st.integers(-100, 200)
-    return st.builds(_wrapped, numbers, st.sampled_from(_WRAPS)) | st.sampled_from(_OTHERS).map(lambda make: make())
-
-
-def _wrapped(value: Any, wrap: tuple[Callable[[Any], Any], float]) -> Any:
-    with np.errstate(over="ignore"):
-        return value if type(value) is int and abs(value) >= wrap[1] else wrap[0](value)
 
 
 def texts(most: int = 40) -> st.SearchStrategy[str]:
@@ -71,72 +36,50 @@ def visible_texts() -> st.SearchStrategy[str]:
     return st.integers(0, 10**6).map(lambda x: f"w{x}") | texts(12).map(lambda text: f"a{text}z")
 
 
-def shown(value: Any) -> str:
-    """A value in a few characters."""
-    try:
-        return f"{type(value).__name__} {value!r:.60}"
-    except (ValueError, RecursionError):  # whole numbers of thousands of digits; deep lists
-        return type(value).__name__
+# ---- what arguments must refuse -----------------------------------------------------------------------------------
+
+INT32 = 2**31 - 1
+OBJECTS: st.SearchStrategy[Any] = st.sampled_from((
+    lambda: "12", lambda: "", lambda: b"x", dict, lambda: {"a": 1}, object, lambda: int, lambda: len, lambda: 1j, lambda: ...,
+    lambda: decimal.Decimal(3),
+)).map(lambda make: make())  # fmt: skip
+NO_NUMBERS: st.SearchStrategy[Any] = OBJECTS | st.sampled_from((
+    lambda: np.array(["a"]), lambda: np.datetime64("2020-01-01"), lambda: nested(50), lambda: np.array([None, 1]),
+    lambda: np.zeros((2, 2, 2)), lambda: [[1, 2], [3]],
+)).map(lambda make: make())  # fmt: skip
+EMPTY: st.SearchStrategy[Any] = st.sampled_from(([], (), np.zeros((0,)), range(0)))
 
 
-# ---- rules --------------------------------------------------------------------------------------------------------
+def scalars(numbers: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Draw numbers as Python's scalars, or, where they fit into 32 bits, as NumPy's or JAX's."""
+    wraps = st.sampled_from((lambda x: x, np.asarray, lambda x: np.asarray(x)[()], jnp.asarray))
+    return st.builds(lambda x, wrap: x if isinstance(x, int) and abs(x) > INT32 else wrap(x), numbers, wraps)
 
 
-def plain(value: Any) -> Any:
-    """A scalar of Python, NumPy or JAX as Python's; anything else as it is."""
-    scalar = isinstance(value, (np.generic, np.ndarray, jax.Array)) and not value.ndim
-    return value.item() if scalar and not is_key(value) else value
+FRACTIONS = scalars(st.sampled_from((1.5, -0.5, 2.0, float("nan"), float("inf"), -float("inf"), True, False)))
 
 
-def is_key(value: Any) -> bool:
-    """Tell whether a value is an array of random keys."""
-    return isinstance(value, jax.Array) and bool(jnp.issubdtype(value.dtype, jax.dtypes.extended))
+def no_count(least: int = 1, most: int = INT32) -> st.SearchStrategy[Any]:
+    """Draw what is no whole number from ``least`` to ``most``; None is not drawn."""
+    return scalars(_outside(least, most) | st.just(10**400)) | FRACTIONS | NO_NUMBERS
 
 
-def whole(least: float = -INT32 - 1, most: float = INT32) -> Rule:
-    """Whole numbers in a range; truth values are none."""
-    return lambda x: type(plain(x)) is int and least <= plain(x) <= most
+def no_share(most: float) -> st.SearchStrategy[Any]:
+    """Draw what is no finite number above 0, or at least 0 where ``most`` is infinite; None is not drawn."""
+    outside = st.floats(-1e30, -1e-3) | st.sampled_from((float("nan"), float("inf"), True, False))
+    if most < float("inf"):
+        outside |= st.floats(most + 1e-3, 1e30) | st.just(0.0)
+    return scalars(outside) | OBJECTS
 
 
-def finite(least: float = -FLOAT32, most: float = FLOAT32, above: float = -math.inf) -> Rule:
-    """Finite numbers in a range."""
-    return lambda x: type(plain(x)) in (int, float) and above < plain(x) and least <= plain(x) <= most
+def no_row(rows: int, least: int, most: int) -> st.SearchStrategy[Any]:
+    """Draw what is no list of ``rows`` whole numbers from ``least`` to ``most``; None is not drawn."""
+    inside = st.integers(least, most)
+    others = _outside(least, most) | st.sampled_from((1.0, None, "a", [1]))
+    wrong = st.builds(lambda right, other: [*right, other], st.lists(inside, min_size=rows - 1, max_size=rows - 1), others)
+    lengths = st.lists(inside, max_size=rows + 2).filter(lambda row: len(row) != rows)
+    return wrong | lengths | NO_NUMBERS | scalars(inside)
 
 
-def among(*values: Any) -> Rule:
-    """Some values, of their own types."""
-    return lambda x: any(type(plain(x)) is type(value) and plain(x) == value for value in values)
-
-
-def either(*rules: Rule) -> Rule:
-    """What one of the rules allows."""
-    return lambda x: any(rule(x) for rule in rules)
-
-
-def tuples(rule: Rule, length: int | None = None) -> Rule:
-    """Tuples of such values."""
-    return lambda x: type(x) is tuple and length in (None, len(x)) and all(map(rule, x))
-
-
-def arrays(rule: Rule) -> Rule:
-    """Arrays all of whose numbers a rule allows."""
-    is_array = lambda x: isinstance(x, (np.ndarray, jax.Array)) and not is_key(x)  # noqa: E731
-    return lambda x: is_array(x) and all(map(rule, np.asarray(x).ravel().tolist()))
-
-
-def rows(count: int, rule: Rule, kind: str = "iu") -> Rule:
-    """Lists or arrays of so many numbers."""
-
-    def check(x: Any) -> bool:
-        if not isinstance(x, (list, tuple, range, np.ndarray, jax.Array)) or is_key(x):
-            return False
-        try:
-            read = np.asarray(x)
-        except ValueError:
-            return False
-        return read.shape == (count,) and read.dtype.kind in kind and all(map(rule, read.tolist()))
-
-    return check
-
-
-none, boolean, nothing = among(None), among(True, False), lambda x: False
+def _outside(least: int, most: int) -> st.SearchStrategy[int]:
+    return st.integers(-(2**40), least - 1) | st.integers(most + 1, 2**40)

@@ -18,17 +18,11 @@ _OURS = tuple(str(pathlib.Path(package.__file__ or "").parent) for package in (k
 
 
 class Broken(AssertionError):
-    """A law that a case breaks.
+    """A law that a case breaks, as a text that begins with the verdict.
 
-    Args:
-        verdict: "wrong", a law does not hold, or a right input was refused or misread; "silent", a bad input was accepted;
-            "raw", an error that this project did not raise, or whose message does not say what was wrong.
-        text: the case, and what it did.
+    "wrong": a law does not hold, or a right input was refused or misread; "silent": a bad input was accepted; "raw": an error
+    that this project did not raise, or whose message does not say what was wrong.
     """
-
-    def __init__(self, verdict: str, text: str) -> None:
-        super().__init__(f"{verdict}: {text}")
-        self.verdict = verdict
 
 
 def judge(
@@ -56,17 +50,17 @@ def judge(
     except Exception as error:
         message, origin = str(error), traceback.extract_tb(error.__traceback__)[-1]
         if not named:
-            raise Broken("wrong", f"{about}: refused, though it is right: {type(error).__name__}: {message}") from error
+            raise Broken(f"wrong: {about}: refused, though it is right: {type(error).__name__}: {message}") from error
         if not isinstance(error, errors) or not _is_ours(error, origin):
             where = f"{pathlib.Path(origin.filename).name}:{origin.lineno}"
-            raise Broken("raw", f"{about}: {type(error).__name__} of {where}: {message}") from error
+            raise Broken(f"raw: {about}: {type(error).__name__} of {where}: {message}") from error
         if not any(text.lower() in message.lower() for text in named):
-            raise Broken("raw", f"{about}: the message does not say what was wrong: {message}") from error
+            raise Broken(f"raw: {about}: the message does not say what was wrong: {message}") from error
         return
     if right is None:
-        raise Broken("silent", f"{about} was accepted and gave {value!r:.200}")
+        raise Broken(f"silent: {about} was accepted and gave {value!r:.200}")
     if (fault := right(value)) is not None:
-        raise Broken("wrong", f"{about}: {fault}")
+        raise Broken(f"wrong: {about}: {fault}")
 
 
 def _is_ours(error: BaseException, origin: traceback.FrameSummary) -> bool:

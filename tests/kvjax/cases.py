@@ -12,13 +12,15 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 import kvjax
 from kvjax import registry
 from kvjax.decoding.decode import padding_token
-from kvjax.protocol.method import Inputs
+from kvjax.protocol.method import Inputs, LayerSpec
+from kvjax.protocol.typing import EMPTY
 from kvjax.testing.subject import LENGTHS, Subject, tokens_of_layer
 from kvjax.testing.subject import QUESTIONS as QUESTIONS
 from kvjax.testing.subject import STEPS as N
@@ -30,6 +32,7 @@ from tests.harness import (
     any_example,
     drive,
     example,
+    frequencies,
     generous,
     oracle,
     prompts,
@@ -135,9 +138,9 @@ def drive_alike(method: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: Any
 
 def compare(
     name: str, knobs: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: Any, got: Drive, tolerance: float = 1e-4
-) -> int:
-    """Assert that each row of a `harness.Drive` is what the oracle says; returns the number of steps compared."""
-    module, compared = oracle(name), 0
+) -> list[Any]:
+    """Assert that each row of a `harness.Drive` is what the oracle says; returns the oracle's traces."""
+    module, traces = oracle(name), []
     steps, heads = len(got.outputs), k.shape[1]
     for row, length in enumerate(lengths):
         end = length + steps
@@ -152,8 +155,26 @@ def compare(
                 assert attended == want.attended[step][h], f"{label}, head {h}: attended"
                 assert kept == want.kept[step][h], f"{label}, head {h}: kept"
             np.testing.assert_allclose(got.outputs[step, row], want.outputs[step], atol=tolerance, rtol=0, err_msg=label)
-            compared += 1
-    return compared
+        traces.append(want)
+    return traces
+
+
+def against_oracle(
+    name: str, data: Any, lengths: Any, inv_freq: Any = None, fields: Any = None, **knobs: Any
+) -> tuple[Drive, list[Any]]:
+    """Drive the example with some knobs changed through q, k and v, and `compare` it: the drive and the oracle's traces.
+
+    ``fields`` are knobs that the oracle does not have. Rows of the sizes of `drive_alike` share its program.
+    """
+    (q, k, v), knobs = data, {**oracle(name).KNOBS, **knobs}
+    inv_freq, most = frequencies(q.shape[-1]) if inv_freq is None else inv_freq, int(max(lengths))
+    method = example(name, **knobs, **(fields or {}))
+    sizes = *q.shape[1:3], q.shape[4], q.shape[3] - most
+    if len(lengths) <= len(LENGTHS) and most <= LENGTHS.max() and sizes == (2, 2, 16, STEPS):
+        got = drive_alike(method, q, k, v, lengths, inv_freq)
+    else:
+        got = drive(method, q, k, v, lengths, prompt=most, inv_freq=inv_freq)
+    return got, compare(name, knobs, q, k, v, lengths, inv_freq, got)
 
 
 def run(name: str, knobs: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: Any, **options: Any) -> int:
@@ -163,7 +184,7 @@ def run(name: str, knobs: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: A
     """
     method = example(name, **options.pop("fields", {}), **knobs)
     got = drive(method, q, k, v, lengths, prompt=int(max(lengths)), inv_freq=inv_freq, **options)
-    return compare(name, knobs, q, k, v, lengths, inv_freq, got)
+    return sum(len(trace.outputs) for trace in compare(name, knobs, q, k, v, lengths, inv_freq, got))
 
 
 def run_in_fours(name: str, knobs: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: Any, fields: Any = None) -> int:
@@ -171,5 +192,33 @@ def run_in_fours(name: str, knobs: Any, q: Any, k: Any, v: Any, lengths: Any, in
     method, compared = example(name, **(fields or {}), **knobs), 0
     for first in range(0, len(lengths), len(LENGTHS)):
         four = [x[first : first + len(LENGTHS)] for x in (q, k, v, lengths)]
-        compared += compare(name, knobs, *four, inv_freq, drive_alike(method, *four, inv_freq))
+        traces = compare(name, knobs, *four, inv_freq, drive_alike(method, *four, inv_freq))
+        compared += sum(len(trace.outputs) for trace in traces)
     return compared
+
+
+@functools.partial(jax.jit, static_argnames=("prompt", "room"))
+def prefill_layer(method: Any, data: Any, lengths: Any, ids: Any = None, *, prompt: int, room: int) -> Any:
+    """The state of one layer after the first ``lengths`` [B] of the tokens q [B, H, G, T, D], k and v [B, H, T, D].
+
+    ``ids`` are the ids of positions; None: positions are ids. ``prompt`` is the padded length of the prompts.
+    """
+    batch, heads, groups, _, dim = data[0].shape
+    sizes = {"batch": batch, "num_kv_heads": heads, "group_size": groups, "head_dim": dim, "dtype": "float32"}
+    spec = LayerSpec(**sizes, prompt_slots=prompt, max_new_tokens=room)
+    at = jnp.broadcast_to(jnp.arange(prompt, dtype=jnp.int32)[None], (batch, prompt))
+    position = jnp.where(at < jnp.asarray(lengths)[:, None], at, EMPTY)
+    _, state = method.attend(method.init(spec), _inputs(data, position, ids, 0))
+    return method.finish(state, spec)
+
+
+@jax.jit
+def feed_layer(method: Any, state: Any, data: Any, position: Any, ids: Any = None) -> tuple[Any, Any]:
+    """Output and state after one call with the tokens at ``position`` [B, T], of which empty ones are padding."""
+    return method.attend(state, _inputs(data, jnp.asarray(position, jnp.int32), ids))
+
+
+def _inputs(data: Any, position: Any, ids: Any, start: int | None = None) -> Inputs:
+    at, rows = jnp.maximum(position, 0), (*map(jnp.asarray, data), jnp.asarray(frequencies(data[0].shape[-1])))
+    given = layer_inputs(rows, at, position, start)
+    return given if ids is None else dataclasses.replace(given, tokens=jnp.asarray(ids)[at])

@@ -83,13 +83,14 @@ def test_budget_is_traced_below_its_capacity(name):
     run_in_fours(name, less, *edges(name, seed=4), frequencies(16), fields)
 
 
-@pytest.mark.parametrize("name", repeated([x for x in ONE_LAYER if "budget" in oracle(x.values[0]).KNOBS], but=["quest"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [x for x in ONE_LAYER if "budget" in oracle(x.values[0]).KNOBS])
 def test_budget_is_traced_below_a_capacity_of_the_whole_row(name):
-    """So that a sweep may have budgets for every row under one capacity."""
+    """So that a sweep may have budgets for every row under one capacity; api/test_sweep.py shows it by default."""
     run_in_fours(name, oracle(name).KNOBS, *edges(name, seed=4), frequencies(16), {"capacity": 96})
 
 
-# Settings beside the example's, and fields that the oracle does not have; the first of each method always runs.
+# Settings beside the example's, and fields that the oracle does not have.
 VARIANTS = {
     "snapkv": [({"kernel": 1}, {}), ({"kernel": 7}, {})],
     "h2o": [({"num_recent": 1}, {}), ({"num_recent": 11}, {})],

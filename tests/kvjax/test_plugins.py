@@ -17,12 +17,12 @@ from jax import Array
 import kvjax
 import kvjax.__main__ as command
 import models
-from experiments.answering import METHODS, knobs_by_method, paper_method
+from experiments.answering import METHODS, choices_of, knobs_by_method, paper_method, set_knobs
 from experiments.answering.__main__ import GenerateSettings
 from experiments.cli.main import main
-from experiments.demo.settings import DemoSettings
+from experiments.demo.__main__ import DemoSettings
 from experiments.evaluation.grid import the_grid
-from experiments.evaluation.settings import EvaluationSettings, choices_of, set_knobs
+from experiments.evaluation.settings import EvaluationSettings
 from experiments.records import knobs_of
 from kvjax import plugins, registry, testing
 from kvjax.cache import LayerCache
@@ -196,13 +196,12 @@ class Spread(Eviction):
 def sweep(path):
     methods = set_knobs(choices_of([path]), ["spread.tilt=2", "spread.budget=512"])
     grid = the_grid(EvaluationSettings(methods=methods), ["width=0,1,2", "gaps=1,2;3,4"])
-    assert grid.varied == {"width": [0, 1, 2], "gaps": [(1, 2), (3, 4)]} and grid.fixed == {"tilt": 2.0, "budget": 512}
-    assert len(grid.choices()) == 6
+    assert [choice.knobs["gaps"] for choice in grid] == [(1, 2), (3, 4)] * 3 and {c.knobs["tilt"] for c in grid} == {2.0}
 
 
 def generate(path):
-    made = GenerateSettings(prompt_file="-", method=path, set=("width=2", "gaps=3,4"))
-    assert made.knobs == {"width": 2, "gaps": (3, 4)}
+    made = GenerateSettings(prompt_file="-", method=path, set=("width=2", "gaps=3,4")).make(9)
+    assert (made.width, made.gaps) == (2, (3, 4))
 
 
 def evaluate(path):
@@ -216,7 +215,8 @@ def knobs(path):
 
 
 def demo(path):
-    assert [choice.name for choice in DemoSettings(methods=(path,)).evaluation().choices][1:] == ["spread"] * 2
+    made = DemoSettings.from_mapping({"methods": path}, "here").with_budgets()
+    assert [choice.name for choice in made.choices][1:] == ["spread"] * 2
 
 
 @pytest.mark.parametrize("first", [sweep, generate, evaluate, knobs, demo], ids=lambda first: first.__name__)
@@ -243,8 +243,8 @@ def run_python(program: str, directory: pathlib.Path) -> str:
 def test_ls_lists_a_method_from_outside(capsys):
     assert main(["ls", PATH]) == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"Newest (--method {PATH})") and "no paper" in text and "arxiv.org" not in text
-    assert "Keep the newest tokens of a prompt." in text and "budget=1024" in text and "or Newest(KNOB=VALUE)" in text
+    assert text.startswith(f'newest  (--method "{PATH}", or Newest)') and "no paper" in text and "arxiv.org" not in text
+    assert "Keep the newest tokens of a prompt." in text and "budget=1024" in text
     assert main(["ls", "--json"]) == 0
     listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
     assert listed["newest"]["path"] == PATH and listed["newest"]["outside"] and not listed["quest"]["outside"]

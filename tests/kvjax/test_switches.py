@@ -1,4 +1,4 @@
-"""JAX's own switches: every method runs under `jax_enable_x64`, with the same tokens, and under `jax_debug_nans`.
+"""JAX's own switches: every method gives the same tokens under `jax_enable_x64`, `jax_debug_nans` and `jax.transfer_guard`.
 
 And every method runs where JAX has no back end for kernels. test_contract.py looks for NaN in the states of every method.
 """
@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from tests.harness import ALL, any_example, example, group, read, repeated, tiny_params
+from kvjax.api.measure import measure
+from tests.harness import ALL, any_example, example, group, law, read, repeated, tiny_params
 from tests.kvjax.cases import base, go_on, model
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -69,6 +70,30 @@ def test_tokens_are_the_same_under_x64():
         assert kvjax.memory_needed("snapkv", **where, **sizes).device > 0
         with pytest.raises(ValueError, match="token ids must be int32, got 8589934592"):
             kvjax.prefill(tiny_params(), jnp.asarray([[2**33]]), **where)
+
+
+@pytest.mark.parametrize("name", law(ALL))
+def test_every_method_runs_where_implicit_transfers_are_disallowed(name):
+    """`jax.transfer_guard`: small arrays and knobs go over explicitly; reads for checks are no leaks of a user's loop."""
+    want = base(name)[1].tokens
+    with jax.transfer_guard("disallow"):
+        got = go_on(read(any_example(name), config=model(name)))
+    np.testing.assert_array_equal(got.tokens, want)
+
+
+@pytest.mark.xdist_group("quest")
+def test_every_call_runs_where_implicit_transfers_are_disallowed():
+    method, params = any_example("quest"), tiny_params()
+    key = jax.random.key(0)
+    with jax.transfer_guard("disallow"):
+        cache = read(method, config=model("quest"))
+        cache = kvjax.extend(params, kvjax.fork(cache), [[5, 6], [7], []])
+        cache = kvjax.decode_step(params, cache, np.array([1, 2, 3]), active=[True, True, False])
+        options = {"method": method, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "key": key, "eos_token_ids": 7}
+        cache = kvjax.generate(params, cache, max_new_tokens=2, limits=[1, 2, 0], **options).cache
+        repr(cache), measure(cache, params)
+        assert len(list(kvjax.stream(params, cache, max_new_tokens=2, block=1, **options))) <= 2
+        kvjax.sweep(params, [[5, 6, 7]], config=model("quest"), methods=[method, "full"], max_new_tokens=2)
 
 
 @pytest.mark.parametrize("name", repeated([group("quest"), group("freekv")], but=("quest",)))

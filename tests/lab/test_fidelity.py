@@ -16,7 +16,7 @@ import kvjax
 import models
 from experiments.answering import LoadedModel, load_model
 from experiments.cli import figures
-from experiments.lab.fidelity import plots, texts
+from experiments.lab.fidelity import plots, texts, tool_turns
 from experiments.lab.fidelity.__main__ import main
 from experiments.lab.fidelity.distance import Distance, distance, follow_text, shared_room
 from experiments.lab.fidelity.report import difference, fidelity_tables, table, turns_table
@@ -24,7 +24,7 @@ from experiments.lab.fidelity.run import Runner
 from experiments.lab.fidelity.settings import FidelitySettings
 from experiments.lab.fidelity.summary import along, by_turn, summary, tokens_per_pass
 from experiments.lab.plot import PACKAGES
-from experiments.tasks import code_files, tool_turns
+from experiments.tasks import code_files
 from kvjax.methods import Full, Quest, SnapKV
 from tests.harness import METHODS, any_example, example, oracle, padded, prompts, read, repeated, tiny_params
 from tests.kvjax.cases import ONE

@@ -1,8 +1,4 @@
-"""Commands with ``--mesh``: what only a process with many devices can show. `test_commands.py` runs it on eight of a CPU.
-
-``python -m tests.mesh.eight_devices_experiments check ...`` runs these checks and prints a JSON object: by the name of
-each, the text of its exception, or null.
-"""
+"""Commands with ``--mesh``: what only a process with many devices can show. `eight_devices.py` runs these checks, too."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import functools
 import io
 import json
 import pathlib
-import sys
 import tempfile
 from unittest import mock
 
@@ -29,7 +24,6 @@ from experiments.speed import bench
 from experiments.speed.roofline import Bandwidth
 from models import ModelConfig
 from pallas_kernels import axes
-from tests.mesh.processes import report
 from tests.tiny_models import write_model
 
 CONFIG = ModelConfig(
@@ -68,7 +62,7 @@ def beside(command, *flags, read):
 def predictions(folder):
     """The rows of a result folder, and its predictions in their order."""
     rows = json.loads((folder / "metrics.json").read_text())["metrics"]
-    (run,) = json.loads((folder / "meta.json").read_text())["runs"]
+    (run,) = json.loads((folder / "metrics.json").read_text())["notes"]["runs"]
     told = run["settings"]["mesh"], run["weights"]
     assert all(row.get("mesh") == told[0] for row in rows)
     lines = [[json.loads(line) for line in (folder / row["predictions"]).read_text().splitlines()] for row in rows]
@@ -194,7 +188,3 @@ def check_speed():
             assert row["floor"] == (row["weight_bytes_read"] + row["cache_bytes_read"]) / 1e9
         assert part["cache_bytes"] <= 1.01 * one["cache_bytes"] / 4
         assert slot["cache_bytes"] <= 1.5 * one["cache_bytes"] / 4  # each device has whole pages
-
-
-if __name__ == "__main__":
-    report(lambda name: globals()[name](), sys.argv[1:], strict=False)

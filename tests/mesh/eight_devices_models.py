@@ -1,7 +1,7 @@
-"""Parameters on a mesh: what only a process with many devices can show. `test_loading.py` runs it on eight of a CPU.
+"""Parameters on a mesh: what only a process with many devices can show. `test_devices.py` runs it on eight of a CPU.
 
-``python -m tests.mesh.eight_devices_models DIRECTORY`` runs every function ``check_*`` on its own folder and prints a JSON
-object: by the name of each, the text of its exception, or null.
+``python -m tests.mesh.eight_devices_models check ...`` runs functions, each on a folder of its own, and prints a JSON object:
+by the name of each, the text of its exception, or null.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import pathlib
 import re
 import sys
+import tempfile
 from unittest import mock
 
 import jax
@@ -28,15 +29,14 @@ from models.files import adapter
 from models.files import gguf as gguf_files
 from models.files.tensors import SafeTensors
 from tests.mesh.processes import refused, report
-from tests.models import test_families
-from tests.models.test_parity import GOLDENS, write_checkpoint
+from tests.models import test_families, test_parity
 from tests.tiny_models import TINY, vivid_params
 
 EXPERTS = models.Experts(num_experts=4, num_experts_per_tok=2, intermediate_size=16, norm_topk_prob=True, layers=(1,))
 WIDE = models.ModelConfig(**{**TINY, "num_q_heads": 8, "num_kv_heads": 8, "head_dim": 4}, qkv_bias=True)
 # The second layer has experts. No family has this, so it is never written.
 MIXED = dataclasses.replace(WIDE, qkv_bias=False, qk_norm=True, experts=EXPERTS)
-FAMILIES = ("qwen2_bias", "qwen3_tied", "mixtral")
+FAMILIES = ("qwen2_bias", "qwen3_tied", "mixtral", "phi3", "glm4", "olmo3", "qwen3_next", "qwen3_5_text", "minimax_m2")
 
 
 def on(data: int, model: int, kind: AxisType = AxisType.Auto) -> Mesh:
@@ -101,24 +101,18 @@ def check_codes_of_weights_are_divided_like_their_numbers(folder):
 
 
 def check_every_family_loads_as_on_one_device(folder):
-    for family, kind in zip(FAMILIES, itertools.cycle((AxisType.Auto, AxisType.Explicit))):
-        with np.load(GOLDENS / f"{family}.npz") as golden:
-            (folder / family).mkdir()
-            write_checkpoint(folder / family, dict(golden))
-        expected, config = models.from_pretrained(folder / family)
+    """Also fused tensors and wide norms."""
+    for name, kind in zip(FAMILIES, itertools.cycle((AxisType.Auto, AxisType.Explicit))):
+        if name in test_families.NAMES:
+            test_families.write_checkpoint(folder / name, test_families.golden(name))
+        else:
+            (folder / name).mkdir()
+            test_parity.write_checkpoint(folder / name, test_parity.read_golden(name))
+        expected, config = models.from_pretrained(folder / name)
         mesh = on(4, 2, kind)
-        got, read = models.from_pretrained(folder / family, mesh=mesh)
-        assert read == config
-        assert_same(got, expected, mesh)
-
-
-def check_fused_tensors_and_wide_norms_load_as_on_one_device(folder):
-    for name in ("phi3", "glm4", "olmo3", "qwen3_next", "qwen3_5_text", "minimax_m2"):
-        test_families.write_checkpoint(folder / name, test_families.golden(name))
-        expected, _ = models.from_pretrained(folder / name)
-        mesh = on(4, 2)
         with counted() as reads:
-            got, _ = models.from_pretrained(folder / name, mesh=mesh)
+            got, read = models.from_pretrained(folder / name, mesh=mesh)
+        assert read == config
         assert_same(got, expected, mesh)
         assert sum(size for _, size in reads) == sum(leaf.size for leaf in jax.tree.leaves(expected))
 
@@ -212,7 +206,7 @@ def check_an_adapter_changes_the_parts(folder):
 
 
 def check_gguf(folder):
-    with np.load(GOLDENS / "gguf" / "qwen2.npz") as golden:
+    with np.load(test_parity.GOLDENS / "gguf" / "qwen2.npz") as golden:
         (folder / "tiny.gguf").write_bytes(golden["gguf"].tobytes())
     expected, config = models.from_pretrained(folder)
     mesh = on(2, 2) if config.num_kv_heads == 2 else on(8, 1)
@@ -249,17 +243,15 @@ def check_refusals(folder):
     three = Mesh(jax.devices()[:3], ("model",))
     with refused("cannot be split over 3 devices .*: expected a number of devices that divides"):
         models.shard_params(whole, three)
-    with refused("takes a sharding or a mesh, got both"):
-        models.random_params(WIDE, jax.random.key(0), on(8, 1), mesh=on(8, 1))
 
 
-def main(directory: pathlib.Path) -> None:
-    def run(name):
-        (directory / name).mkdir()
-        globals()[name](directory / name)
+CHECKS = [name for name in globals() if name.startswith("check_")]
 
-    report(run, [name for name in globals() if name.startswith("check_")])
+
+def run(name):
+    with tempfile.TemporaryDirectory() as folder:
+        globals()[name](pathlib.Path(folder))
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+    report(run, sys.argv[1:])

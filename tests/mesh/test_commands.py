@@ -1,4 +1,4 @@
-"""Commands with ``--mesh``: what needs no devices here, the laws in a process with eight (`eight_devices.py`)."""
+"""Commands with ``--mesh``: what needs no devices here. `test_devices.py` has the rest."""
 
 from __future__ import annotations
 
@@ -6,37 +6,9 @@ import pytest
 
 from experiments.answering import batch_rows, make_mesh, mesh_axes, mesh_text
 from experiments.answering.__main__ import GenerateSettings
-from experiments.demo.settings import DemoSettings
+from experiments.demo.__main__ import DemoSettings
 from experiments.evaluation.settings import EvaluationSettings
 from experiments.speed.settings import SpeedSettings
-from tests.mesh import eight_devices_experiments
-from tests.mesh.processes import found_in
-
-CHECKS = [name for name in vars(eight_devices_experiments) if name.startswith("check_")]
-ALWAYS = ("check_eval", "check_sums")
-
-
-@pytest.fixture(scope="module")
-def found():
-    return found_in("tests.mesh.eight_devices_experiments", *ALWAYS)
-
-
-@pytest.fixture(scope="module")
-def found_thorough():
-    return found_in("tests.mesh.eight_devices_experiments", *(name for name in CHECKS if name not in ALWAYS))
-
-
-@pytest.mark.xdist_group("eight_devices_commands")
-@pytest.mark.parametrize("name", ALWAYS)
-def test_commands_hold_on_eight_devices(found, name):
-    assert found[name] is None, found[name]
-
-
-@pytest.mark.thorough
-@pytest.mark.xdist_group("eight_devices_commands")
-@pytest.mark.parametrize("name", [name for name in CHECKS if name not in ALWAYS])
-def test_commands_hold_on_eight_devices_thoroughly(found_thorough, name):
-    assert found_thorough[name] is None, found_thorough[name]
 
 
 def test_a_mesh_is_read_from_text():

@@ -1,4 +1,4 @@
-"""Runs over the devices of a mesh: what needs no devices here, and laws in a process with eight (see `FILES`)."""
+"""Runs over the devices of a mesh: what needs no devices here. `test_devices.py` has the rest."""
 
 from __future__ import annotations
 
@@ -8,64 +8,19 @@ import re
 import jax
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kvjax import generate, load_cache, memory_needed, offload_share, prefill, save_cache
+import models
+from kvjax import memory_needed, offload_share, prefill
 from kvjax.accounting import memory
 from kvjax.mesh.sharding import plan_of
 from kvjax.methods import Full, MosaicKV, Quest, SnapKV, StreamingLLM
-from models import Experts
+from models import Experts, sharding
 from models.sharding import shard_params
-from tests.harness import example, small
-from tests.mesh import divided_rows, eight_devices, two_processes
-from tests.mesh.eight_devices import CONFIG, STEPS, params
-from tests.mesh.processes import found_in, run_two
-
-FILES = eight_devices, divided_rows
-CHECKS = [name for file in FILES for name in (*vars(file), *file.LAWS) if name in file.LAWS or name.startswith("check_")]
-# A method that decides by a sum over all heads, and one that decides by all slots in two ways.
-ALWAYS = ("check_refusals", "tova on 2x4", "check_divided_refusals", "quest on slots=4")
-
-OF_TWO = ("pariskv on data=2 model=2", "full on slots=4", "snapkv on data=2 slots=2", "check_saved", "check_refusals")
-
-
-@pytest.fixture(scope="module")
-def found():
-    return found_in("tests.mesh.divided_rows", *ALWAYS)
-
-
-@pytest.fixture(scope="module")
-def found_thorough():
-    return found_in("tests.mesh.divided_rows", *(name for name in CHECKS if name not in ALWAYS))
-
-
-@pytest.mark.xdist_group("eight_devices_decode")
-@pytest.mark.parametrize("name", ALWAYS)
-def test_methods_hold_on_eight_devices(found, name):
-    assert found[name] is None, found[name]
-
-
-@pytest.mark.thorough
-@pytest.mark.xdist_group("eight_devices_decode")
-@pytest.mark.parametrize("name", [name for name in CHECKS if name not in ALWAYS])
-def test_methods_hold_on_eight_devices_thoroughly(found_thorough, name):
-    assert found_thorough[name] is None, found_thorough[name]
-
-
-@pytest.mark.slow
-def test_methods_hold_on_two_processes(tmp_path):
-    """Each has two of the four devices of a mesh; one saves a cache that both load, and loads what both have saved."""
-    saved = two_processes
-    save_cache(tmp_path / saved.SAVED_BY_ONE, saved.read(params(), example("quest")))
-    run_two("tests.mesh.two_processes", tmp_path, *OF_TWO, devices=2)
-    loaded = load_cache(tmp_path / saved.SAVED_BY_TWO, config=CONFIG, method=example("quest"))
-    out = generate(params(), loaded, max_new_tokens=STEPS, eos_token_ids=())
-    np.testing.assert_array_equal(out.tokens, saved.on_one_device("quest").tokens)
-
-
-@pytest.mark.thorough
-def test_methods_hold_on_two_processes_thoroughly(tmp_path):
-    run_two("tests.mesh.two_processes", tmp_path, *(name for name in two_processes.CHECKS if name not in OF_TWO), devices=2)
+from tests.harness import small
+from tests.mesh.eight_devices import CONFIG, params
+from tests.mesh.eight_devices_models import MIXED
 
 
 def test_gpus_without_a_plan_are_refused():
@@ -159,3 +114,17 @@ def test_a_long_prompt_is_divided():
     for method, share in ((SnapKV(budget=4, obs_window=2), 4), (small(StreamingLLM, budget=6, chunk=8), 1)):
         whole, part = (memory_needed(method, CONFIG, mesh=over, **sizes).device for over in (None, mesh))
         assert whole / share <= part <= 1.2 * whole / share
+
+
+def test_specs_split_layers_and_tables_over_the_model_axis():
+    specs = sharding.param_specs(models.param_shapes(MIXED))
+    flat = flatten_dict(specs, sep="/")
+    split = {path: tuple(spec) for path, spec in flat.items() if path.startswith(("layers_1", "embed")) and any(spec)}
+    assert split == {
+        "embed/embedding": ("model", None),
+        "layers_1/attention/qkv/kernel": (None, "model"),
+        "layers_1/attention/out/kernel": ("model", None),
+        "layers_1/mlp/gate_up/kernel": (None, None, None, "model"),
+        "layers_1/mlp/down/kernel": (None, "model", None),
+    }
+    assert jax.tree.structure(specs) == jax.tree.structure(models.param_shapes(MIXED))

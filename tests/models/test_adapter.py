@@ -22,6 +22,9 @@ from models.files.adapter import (
     save_adapter,
     stretched,
 )
+from tests.models.test_latent import CONFIG as WITH_LATENT
+from tests.models.test_weights import CONFIGS
+from tests.tiny_models import vivid_params
 
 pytestmark = pytest.mark.usefixtures("quick_compile")  # tests/models/test_parity.py compiles as users do
 
@@ -33,16 +36,14 @@ CONFIG = models.ModelConfig(
 
 @pytest.fixture(scope="module")
 def params():
-    return models.random_params(CONFIG, jax.random.key(0))
+    return vivid_params(CONFIG)
 
 
 @pytest.fixture(scope="module")
 def factors(params):
     """Factors that change every kernel."""
-    made = init_adapter(params, CONFIG.num_layers, 3, jax.random.key(1))
-    leaves, tree = jax.tree.flatten(made)
-    keys = jax.random.split(jax.random.key(2), len(leaves))
-    return tree.unflatten([leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys)])
+    rng, made = np.random.default_rng(1), init_adapter(params, CONFIG.num_layers, 3, jax.random.key(1))
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x) + 0.1 * rng.normal(size=x.shape), jnp.float32), made)
 
 
 def about(params, **changed):
@@ -87,7 +88,7 @@ def test_fingerprint_tells_models_apart(params):
     other = jax.tree.map(lambda x: x, params)
     other["layers_1"]["mlp_norm"]["scale"] = 1.01 * params["layers_1"]["mlp_norm"]["scale"]
     assert fingerprint(other) != fingerprint(params)
-    wider = models.random_params(dataclasses.replace(CONFIG, vocab_size=65), jax.random.key(0))
+    wider = vivid_params(dataclasses.replace(CONFIG, vocab_size=65))
     assert fingerprint(wider) != fingerprint(params)
 
 
@@ -95,13 +96,18 @@ def test_adapter_of_another_base_is_refused(tmp_path, params, factors):
     save_adapter(tmp_path, factors, about(params, base="smollm2", fingerprint="0" * 16))
     with pytest.raises(ValueError, match=r"was trained on smollm2 \(fingerprint 0{16}\), and cannot be applied"):
         apply_adapter(params, CONFIG, tmp_path)
-    codes = models.random_params(CONFIG, jax.random.key(0), weight_dtype="int8")
+    codes = models.param_shapes(CONFIG, "int8")
     with pytest.raises(TypeError, match="an adapter needs parameters as numbers, got codes: from_pretrained adds it before"):
         apply_adapter(codes, CONFIG, tmp_path)
 
 
 def test_damaged_adapters_are_named(tmp_path, params, factors):
     with pytest.raises(FileNotFoundError, match="no adapter_model.safetensors in"):
+        load_adapter(tmp_path)
+    broken = jax.tree.map(jnp.asarray, factors)
+    broken["mlp"]["down"]["b"] = broken["mlp"]["down"]["b"].at[1, 0, 0].set(jnp.nan)
+    save_adapter(tmp_path, broken, about(params))
+    with pytest.raises(ValueError, match="mlp/down/b has values that are not finite"):
         load_adapter(tmp_path)
     save_adapter(tmp_path, factors, about(params))
     weights = tmp_path / "adapter_model.safetensors"
@@ -110,33 +116,34 @@ def test_damaged_adapters_are_named(tmp_path, params, factors):
     with pytest.raises(ValueError, match="adapter_model.safetensors is damaged"):
         load_adapter(tmp_path)
     weights.write_bytes(whole)
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"base": "x", "rank": 3}))
-    with pytest.raises(ValueError, match="lacks fingerprint, stretch"):
-        load_adapter(tmp_path)
-    for name, value in (("base", 1), ("fingerprint", None), ("rank", 0), ("stretch", "2"), ("stretch", float("inf"))):
-        described = {**dataclasses.asdict(about(params)), name: value}
-        (tmp_path / "adapter_config.json").write_text(json.dumps(described))
-        with pytest.raises(ValueError, match=f"adapter_config.json: {name} must be .*, got "):
+    wrong = (("base", 1), ("fingerprint", None), ("rank", 0), ("stretch", "2"), ("stretch", float("inf")))
+    described = [({"base": "x", "rank": 3}, "lacks fingerprint, stretch")]
+    described += [({**dataclasses.asdict(about(params)), name: x}, f"{name} must be .*, got ") for name, x in wrong]
+    for content, told in described:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=f"adapter_config.json:? {told}"):
             load_adapter(tmp_path)
 
 
-def test_numbers_that_are_not_finite_are_refused(tmp_path, params, factors):
-    broken = jax.tree.map(jnp.asarray, factors)
-    broken["mlp"]["down"]["b"] = broken["mlp"]["down"]["b"].at[1, 0, 0].set(jnp.nan)
-    save_adapter(tmp_path, broken, about(params))
-    with pytest.raises(ValueError, match="mlp/down/b has values that are not finite"):
-        load_adapter(tmp_path)
-
-
 def test_factors_of_another_shape_are_refused(params, factors):
-    short = jax.tree.map(lambda x: x[:1], factors)
-    with pytest.raises(ValueError, match=r"attention/qkv/a: got \[1, 16, 3\], expected \[2, 16, 3\]"):
-        merge_adapter(params, short)
-    scalar = {**factors, "mlp": {**factors["mlp"], "down": {"a": jnp.float32(1), "b": factors["mlp"]["down"]["b"]}}}
-    with pytest.raises(ValueError, match=r"mlp/down/a: got \[\], expected"):
-        merge_adapter(params, scalar)
-    with pytest.raises(ValueError, match="missing mlp/down/a; missing mlp/down/b"):
-        merge_adapter(params, {"attention": factors["attention"], "mlp": {"gate_up": factors["mlp"]["gate_up"]}})
+    for changed, told in (
+        (jax.tree.map(lambda x: x[:1], factors), r"attention/qkv/a: got \[1, 16, 3\], expected \[2, 16, 3\]"),
+        ({**factors, "mlp": {**factors["mlp"], "down": {**factors["mlp"]["down"], "a": jnp.float32(1)}}},
+         r"mlp/down/a: got \[\], expected"),
+        ({**factors, "mlp": {"gate_up": factors["mlp"]["gate_up"]}}, "missing mlp/down/a; missing mlp/down/b"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=told):
+            merge_adapter(params, changed)
+
+
+@pytest.mark.parametrize("part", ["experts", "latent attention"])
+def test_a_model_without_one_matrix_for_each_projection_is_refused(part):
+    config = CONFIGS["mixtral"] if part == "experts" else WITH_LATENT
+    params = vivid_params(config)
+    with pytest.raises(ValueError, match=f"one matrix for each projection, got a model with {part}"):
+        init_adapter(params, config.num_layers, 4, jax.random.key(0))
+    with pytest.raises(ValueError, match=f"the model has {part}"):
+        merge_adapter(params, {"attention": {}})
 
 
 def test_stretching_leaves_fast_frequencies(params):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pathlib
+import re
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -134,32 +135,22 @@ def test_a_template_cannot_leave_its_sandbox_or_fail_otherwise(template):
         models.ChatTemplate(template).render([USER])
 
 
-def test_around_is_what_stands_around(family):
-    name, directory, theirs = family
-    before, after = models.ChatTemplate.from_directory(directory).around()
-    expected = {
-        "llama": (
-            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n",
-            "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-        ),
-        "qwen": ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"),
-        "mistral": ("<s>[INST] ", " [/INST]"),
-    }
-    assert (before, after) == expected[name]
-    whole = theirs.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
-    assert before + USER["content"] + after == whole
-
-
-def test_between_is_what_stands_between_an_answer_and_the_next_question(family):
+def test_around_and_between_are_what_stands_around_and_between_messages(family):
     name, directory, theirs = family
     chat = models.ChatTemplate.from_directory(directory)
     (before, after), between = chat.around(), chat.between()
     expected = {
-        "llama": "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n",
-        "qwen": "<|im_end|>\n<|im_start|>user\n",
-        "mistral": "</s>[INST] ",
+        "llama": (
+            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n",
+            "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+            "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n",
+        ),
+        "qwen": ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>\n<|im_start|>user\n"),
+        "mistral": ("<s>[INST] ", " [/INST]", "</s>[INST] "),
     }
-    assert between == expected[name]
+    assert (before, after, between) == expected[name]
+    whole = theirs.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
+    assert before + USER["content"] + after == whole
     talk = [USER, {"role": "assistant", "content": "An answer."}, {"role": "user", "content": "And then?"}]
     whole = theirs.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
     said = " An answer." if name == "mistral" else "An answer."  # its template writes the space of an earlier answer
@@ -225,13 +216,12 @@ def test_templates_are_found_by_name_in_a_directory(tmp_path):
         models.ChatTemplate.from_directory(broken)
 
 
-def test_importing_models_leaves_transformers_alone_and_rendering_says_nothing():
-    code = (
-        "import models, sys; one = models.ChatTemplate('{{ messages[0].content }}'); "
-        "print(one.render([{'role': 'user', 'content': 'hello'}])); assert 'transformers' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "hello\n", "")
+def test_models_and_rendering_leave_transformers_alone_and_say_nothing(monkeypatch, capfd):
+    files = pathlib.Path(models.__file__).parent.rglob("*.py")
+    assert not [file for file in files if re.search(r"^\s*(import|from) transformers", file.read_text(), re.MULTILINE)]
+    monkeypatch.setitem(sys.modules, "transformers", None)  # no import finds it
+    assert models.ChatTemplate("{{ messages[0].content }}").render([USER]) == USER["content"]
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_tokenizer_of_transformers_is_taken_without_truncation(tmp_path):

@@ -12,19 +12,18 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-import kvjax
-import models
 from experiments.speed.roofline import of_device
 from kvjax import memory_needed
 from models import ModelConfig, from_pretrained, load, param_shapes, random_params, save_pretrained
-from models.files.coded.parameters import coded, in_floats
-from models.files.coded.rounding import rounded
+from models.files.coded import coded, in_floats, rounded
 from models.files.gguf import codes as gguf_codes
 from models.files.tables.checkpoint import checkpoint_table
 from models.layers.modules import product
 from pallas_kernels.formats.coded_matrix import CodedMatrix, decoded
 from tests.models import gguf_writing
-from tests.tiny_models import TINY, run
+from tests.models.test_latent import CONFIG as WITH_LATENT
+from tests.models.test_weights import CONFIGS
+from tests.tiny_models import run
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -48,6 +47,7 @@ def loaded(directory, weight_dtype):
     return from_pretrained(directory, weight_dtype=weight_dtype)[0]
 
 
+@jax.jit
 def floats(params):
     flat = flatten_dict(params, sep="/")
     return unflatten_dict({path: in_floats(path, leaf, jnp.float32) for path, leaf in flat.items()}, sep="/")
@@ -86,10 +86,12 @@ def test_a_model_in_codes_computes_what_its_numbers_compute(directory, weight_dt
     params = loaded(directory, weight_dtype)
     shapes = param_shapes(CONFIG, weight_dtype)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(lambda x: (x.shape, x.dtype), shapes)
-    for tokens in (TOKENS, TOKENS[:, :3]):  # of few tokens products compute norms, gates and sums in passing
-        np.testing.assert_allclose(run(CONFIG, params, tokens), run(CONFIG, floats(params), tokens), atol=2e-5)
+    logits, expected = (run(CONFIG, given, TOKENS) for given in (params, floats(params)))
+    np.testing.assert_allclose(logits, expected, atol=2e-5)
+    few = TOKENS[:, :3]  # of few tokens products compute norms, gates and sums in passing
+    np.testing.assert_allclose(run(CONFIG, params, few), expected[:, :3], atol=2e-5)
     whole = from_pretrained(directory)[0]
-    off = np.abs(run(CONFIG, params, TOKENS) - run(CONFIG, whole, TOKENS)).max()
+    off = np.abs(logits - run(CONFIG, whole, TOKENS)).max()
     assert 0 < off < {"int8": 0.02, "int4": 0.12}[weight_dtype]
     assert CONFIG.weight_bytes(params, 1) < {"int8": 0.27, "int4": 0.17}[weight_dtype] * CONFIG.weight_bytes(whole, 1)
 
@@ -97,17 +99,18 @@ def test_a_model_in_codes_computes_what_its_numbers_compute(directory, weight_dt
 @pytest.mark.parametrize("guess", [(), (1,)])
 def test_layers_of_few_tokens_in_passing_ask_and_guess_as_layers_of_many(directory, guess):
     """The queries, keys, values and guessed queries of each layer."""
-    seen = []
 
-    def attend(layer, state, q, *rest):
-        seen.append((q, *rest))
-        return q, state
+    @jax.jit
+    def seen(params, tokens):
+        def attend(layer, state, q, *rest):
+            return q, (q, *rest)
 
-    for tokens in (TOKENS[:, :3], TOKENS[:, :5]):
-        CONFIG.apply(loaded(directory, "int8"), tokens, attend, (None, None), guess=guess)
-    assert [len(arrays) for arrays in seen] == [3, 3 + len(guess)] * 2
-    for few, many in zip(jax.tree.leaves(seen[:2]), jax.tree.leaves(seen[2:]), strict=True):
-        np.testing.assert_allclose(few, many[..., :3, :], atol=1e-6)
+        return CONFIG.apply(params, tokens, attend, (None, None), guess=guess)[1]
+
+    few, many = (seen(loaded(directory, "int8"), TOKENS[:, :count]) for count in (3, 5))
+    assert [len(arrays) for arrays in many] == [3, 3 + len(guess)]
+    for one, other in zip(*map(jax.tree.leaves, (few, many)), strict=True):
+        np.testing.assert_allclose(one, other[..., :3, :], atol=1e-6)
 
 
 @pytest.mark.parametrize("weight_dtype", ["int4", pytest.param("int8", marks=pytest.mark.thorough)])
@@ -120,8 +123,6 @@ def test_memory_cost_and_floor_count_codes(weight_dtype):
     sizes = {"batch": 2, "prompt_slots": 16, "max_new_tokens": 4}
     needed = memory_needed("full", CONFIG, **sizes, params=param_shapes(CONFIG, weight_dtype))
     assert needed.weights == held and CONFIG.weight_bytes(of_device(params), 2) == read
-    cache = kvjax.prefill(params, [[1, 2, 3], [4, 5]], config=CONFIG, method="full", max_new_tokens=4)
-    assert kvjax.generate(params, cache, max_new_tokens=2, eos_token_ids=()).stats.weight_bytes == read
 
 
 @every_dtype
@@ -152,12 +153,12 @@ def test_a_model_by_name_is_adapted_before_it_is_rounded():
     assert repr(found).startswith("Loaded('builtin', 15M parameters in codes and float32, 16 MB, ")
 
 
-def test_unknown_names_and_experts_are_refused(directory):
+def test_unknown_names_experts_and_latents_are_refused(directory):
     with pytest.raises(ValueError, match="weight_dtype must be one of int8, int4 or None, got 'int3'"):
         from_pretrained(directory, weight_dtype="int3")
-    experts = models.Experts(num_experts=2, num_experts_per_tok=1, intermediate_size=8, norm_topk_prob=True, layers=(0,))
-    with pytest.raises(ValueError, match="weight_dtype='int8' needs a model without experts, got Experts"):
-        param_shapes(ModelConfig(**TINY, experts=experts), "int8")
+    for config, part in ((CONFIGS["mixtral"], "experts, got Experts"), (WITH_LATENT, "latent attention, got Latent")):
+        with pytest.raises(ValueError, match=f"weight_dtype='int8' needs a model without {part}"):
+            param_shapes(config, "int8")
     short = {"embedding": coded("embed/embedding", np.zeros((8, 128), np.float32), "int8")}
     with pytest.raises(ValueError, match="params must belong to this model"):
         run(CONFIG, {**loaded(directory, "int8"), "embed": short}, TOKENS)

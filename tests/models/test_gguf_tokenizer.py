@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file: token ids against transformers' and against plain loops, its frame, and its templates."""
+"""Tokenizers of GGUF files, byte-level and SentencePiece: ids against transformers and plain loops, frames, templates."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import json
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import models as kinds
 
 import models
+from models.files import gguf as gguf_files
 from models.files.gguf.splits import SPLITS
 from tests.models import gguf_writing
 from tests.models.test_parity import GOLDENS
@@ -186,7 +189,8 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model": "llama"}, "tokenizer.ggml.scores"), ({"model": "bert"}, "'bert' .WordPiece."),
+        ({"model": "llama"}, "tokenizer.ggml.scores"), ({"model": "llama", "scores": [0.5]}, "a score and a type for each"),
+        ({"model": "bert"}, "'bert' .WordPiece."),
         ({"model": "plamo2"}, "'plamo2'"), ({"model": None}, "tokenizer.ggml.model"), ({"pre": "kimi-k2"}, "'kimi-k2'"),
         ({"merges": None}, "tokenizer.ggml.merges"), ({"tokens": None, "merges": None}, "ggml.tokens, tokenizer.ggml.merges"),
         ({"tokens": ["a", "b", "a"]}, "repeats tokens"), ({"merges": ["a zz"]}, "merges"), ({"merges": ["azz"]}, "merges"),
@@ -202,3 +206,62 @@ def test_malformed_tokenizers_are_refused(change, named, tmp_path):
 def test_every_kind_compiles(tmp_path):
     for pre in SPLITS:
         assert load(tmp_path, pre).encode("a 1").ids
+
+
+PIECES = {  # piece -> score; the pair of the highest score is merged first
+    "<unk>": 0.0, "<s>": 0.0, "</s>": 0.0, **{f"<0x{byte:02X}>": 0.0 for byte in range(256)},
+    "\u2581": -9.0, "a": -10.0, "b": -11.0, "c": -12.0, "ab": -2.0, "bc": -1.0, "abc": -3.0, "\u2581a": -4.0,
+    "\u2581\u2581": -5.0, "\u2581abc": -6.0, "<mark>": 0.0,
+}  # fmt: skip
+TYPES = [2, 3, 3, *[6] * 256, *[1] * (len(PIECES) - 260), 4]
+
+
+def words(model, **values):
+    return {
+        "general.architecture": "llama", "tokenizer.ggml.model": model, "tokenizer.ggml.tokens": list(PIECES),
+        "tokenizer.ggml.scores": list(PIECES.values()), "tokenizer.ggml.token_type": TYPES,
+        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0,
+        **{f"tokenizer.ggml.{key}": value for key, value in values.items()},
+    }  # fmt: skip
+
+
+def opened(tmp_path, values):
+    gguf_writing.write(tmp_path / "x.gguf", values, {})
+    return gguf_files.open_file(tmp_path / "x.gguf")
+
+
+def bpe(text):
+    """SentencePiece's merging in a loop: of all neighbours that are a piece together, the two of the highest score."""
+    parts = list(text)
+    while True:
+        pairs = [(PIECES[a + b], -at) for at, (a, b) in enumerate(zip(parts, parts[1:])) if a + b in PIECES]
+        if not pairs:
+            return [piece for x in parts for piece in ([x] if x in PIECES else [f"<0x{byte:02X}>" for byte in x.encode()])]
+        at = -max(pairs)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+
+
+TEXTS = ["abc", "a bc  ab", "abcabc é\n", "", "  ", "cab"]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_pieces_are_merged_as_sentencepiece_merges_them(prefix, tmp_path):
+    tokenizer = gguf_files.build_tokenizer(opened(tmp_path, words("llama", add_space_prefix=prefix)))
+    for text in TEXTS:
+        spaced = ("\u2581" * (prefix and text != "")) + text.replace(" ", "\u2581")
+        got = tokenizer.encode(text)
+        assert got.tokens == ["<s>", *bpe(spaced)], text
+        assert tokenizer.decode(got.ids) == text
+    assert tokenizer.encode("ab<mark>", add_special_tokens=False).tokens[-1] == "<mark>"
+
+
+def test_unigram_takes_the_best_division(tmp_path):
+    """Against the same model in the library's own terms."""
+    tokenizer = gguf_files.build_tokenizer(opened(tmp_path, words("t5", add_bos_token=False)))
+    plain = Tokenizer(kinds.Unigram(list(PIECES.items()), 0, True))
+    plain.normalizer = normalizers.Replace(" ", "\u2581")
+    plain.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    plain.decoder = decoders.Metaspace()
+    for text in ("abc", "a bc ab", "cab abc"):
+        assert tokenizer.encode(text).ids == plain.encode(text).ids, text
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text

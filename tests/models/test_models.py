@@ -2,107 +2,30 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-import json
-import math
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 import models
-from models import LinearLayers, ModelConfig, shapes
+from models import LinearLayers, ModelConfig
 from models.files.tables.checkpoint import checkpoint_table
-from models.layers.one_row import multiplied
+from models.layers.modules import layer_norm, multiplied
+from models.layers.transformer import Table, wide_qk_norm
 from models.sizes.experts import Experts
 from models.sizes.latent import Latent
 from models.sizes.parts import LayerRope
 from pallas_kernels.machine import Machine, assume_machine
-from tests.tiny_models import FAMILIES, HF, SCALING, TINY, dense_attend, run, vivid_params
+from tests.tiny_models import FAMILIES, SCALING, TINY, dense_attend, run, vivid_params
 
 pytestmark = pytest.mark.usefixtures("quick_compile")  # tests/models/test_parity.py compiles as users do
 
 TOKENS = jax.random.randint(jax.random.key(1), (2, 24), 0, TINY["vocab_size"], jnp.int32)
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-
-
-def test_from_hf_lists_missing_keys():
-    with pytest.raises(ValueError, match="'qwen3' lacks vocab_size, hidden_size, .*num_key_value_heads"):
-        ModelConfig.from_hf({"model_type": "qwen3"})
-    with pytest.raises(ValueError, match="unsupported model_type None"):
-        ModelConfig.from_hf({})
-    with pytest.raises(TypeError, match="expected the dict of a config.json, got str .from_pretrained reads a folder"):
-        ModelConfig.from_hf("config.json")
-
-
-def test_from_hf_defaults_follow_each_class():
-    assert ModelConfig.from_hf(HF).head_dim == 8  # hidden / heads
-    assert ModelConfig.from_hf({**HF, "head_dim": None}).head_dim == 8
-    assert ModelConfig.from_hf({**HF, "model_type": "qwen3"}).head_dim == 128
-    plain = {key: value for key, value in HF.items() if key != "num_key_value_heads"}
-    assert ModelConfig.from_hf(plain).num_kv_heads == 4
-    assert ModelConfig.from_hf(HF).rope_theta == 10000.0
-    assert not ModelConfig.from_hf(HF).tie_word_embeddings
-    assert ModelConfig.from_hf({**HF, "model_type": "qwen2"}).qkv_bias
-    assert ModelConfig.from_hf({**HF, "model_type": "qwen3"}).qk_norm
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"rope_theta": 500.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
-        {"rope_theta": 500.0, "rope_scaling": {"type": "llama3", **LLAMA3}},
-        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **LLAMA3}},
-        {"rope_theta": 500.0, "rope_parameters": {"rope_type": "llama3", **LLAMA3}},
-    ],
-)
-def test_from_hf_reads_every_rope_spelling(change):
-    config = ModelConfig.from_hf({**HF, **change})
-    assert (config.rope_theta, config.rope_scaling) == (500.0, SCALING)
-
-
-@pytest.mark.parametrize(
-    ("change", "dtype", "field", "expected"),
-    [
-        ({}, None, "dtype", "float32"), ({"torch_dtype": "bfloat16"}, None, "dtype", "bfloat16"),
-        ({"dtype": "bfloat16"}, None, "dtype", "bfloat16"), ({"torch_dtype": "float16"}, None, "dtype", "float32"),
-        ({"torch_dtype": "bfloat16"}, "float32", "dtype", "float32"), ({"eos_token_id": None}, None, "eos_token_ids", ()),
-        ({"eos_token_id": 3}, None, "eos_token_ids", (3,)), ({"eos_token_id": [3, 5]}, None, "eos_token_ids", (3, 5)),
-    ],
-)  # fmt: skip
-def test_from_hf_takes_every_dtype_and_one_or_several_end_tokens(change, dtype, field, expected):
-    assert vars(ModelConfig.from_hf({**HF, **change}, dtype))[field] == expected
-
-
-# Parameter counts as the model cards and checkpoints have them.
-PRESETS = {
-    "llama3_8b": 8_030_261_248, "llama31_8b": 8_030_261_248, "llama31_70b": 70_553_706_496, "llama32_1b": 1_235_814_400,
-    "qwen3_8b": 8_190_735_360, "qwen3_4b": 4_022_468_096, "qwen3_0_6b": 596_049_920,
-    "qwen25_7b": 7_615_616_512, "mistral_7b": 7_248_023_552, "yi_6b": 6_061_035_520,
-    "deepseek_v2_lite": 15_706_484_224,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_preset_has_the_published_number_of_parameters(name):
-    make = vars(shapes)[name]
-    leaves = jax.tree.leaves(models.param_shapes(make()))  # eval_shape: nothing is allocated
-    assert sum(math.prod(leaf.shape) for leaf in leaves) == PRESETS[name]
-    assert {leaf.dtype for leaf in leaves} == {jnp.dtype("bfloat16")}
-    assert make("float32").dtype == "float32"
-
-
-@pytest.mark.parametrize("name", [*FAMILIES, *PRESETS])
-def test_to_hf_round_trip(name):
-    config = FAMILIES[name] if name in FAMILIES else vars(shapes)[name]()
-    hf = json.loads(json.dumps(config.to_hf()))
-    assert ModelConfig.from_hf(hf) == config
-    expected = {"qwen2": "qwen2", "qwen25_7b": "qwen2", "untiled_heads": "mistral", "deepseek_v2_lite": "deepseek_v2"}
-    assert hf["model_type"] == expected.get(name, "qwen3" if name.startswith("qwen3") else "llama")
 
 
 def test_config_is_a_static_argument():
@@ -147,6 +70,18 @@ WITH = {  # what else a field needs
 }
 
 
+@functools.cache
+def program(config):
+    return str(jax.make_jaxpr(functools.partial(run, config))(models.param_shapes(config), TOKENS))
+
+
+@functools.cache
+def plain_logits(config, family="llama"):
+    """Of a family's parameters, one operation after the other: nothing compiles but operations, which configs share."""
+    with jax.disable_jit():
+        return run(config, vivid_params(FAMILIES[family]), TOKENS)
+
+
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(ModelConfig) if f.name not in READ_BY_KVJAX])
 def test_no_field_is_dead(field):
     """A field changes either the parameters (and then every one of them is used: next test) or the logits."""
@@ -155,32 +90,38 @@ def test_no_field_is_dead(field):
     if field == "family":  # the names of the files' tensors
         assert checkpoint_table(base) != checkpoint_table(changed)
     elif field in PARTS:  # their values are compared with transformers' (test_families.py)
-        programs = [str(jax.make_jaxpr(functools.partial(run, c))(models.param_shapes(c), TOKENS)) for c in (base, changed)]
-        assert programs[0] != programs[1]
+        assert program(base) != program(changed)
     elif field in ("rms_norm_eps", "rope_theta", "rope_scaling", "ropes", "dtype", "windows"):
-        params = vivid_params(base)
-        difference = jnp.abs(run(base, params, TOKENS) - run(changed, params, TOKENS)).max()
-        assert difference > 1e-3
+        assert jnp.abs(plain_logits(base) - plain_logits(changed)).max() > 1e-3
     else:
-        shapes = [jax.tree.map(lambda leaf: leaf.shape, models.param_shapes(c)) for c in (base, changed)]
+        shapes = [{leaf.path: leaf.shape for leaf in checkpoint_table(c)} for c in (base, changed)]
         assert shapes[0] != shapes[1]
         logits = jax.eval_shape(functools.partial(run, changed), models.param_shapes(changed), TOKENS)
         assert logits.shape == (2, 24, changed.vocab_size)
 
 
-@pytest.mark.parametrize("family", ["qwen2", pytest.param("qwen3_tied", marks=pytest.mark.thorough)])
-def test_bfloat16_trains_every_float32_parameter(family):
-    config = dataclasses.replace(FAMILIES[family], dtype="bfloat16")
+TRAINED = {
+    "qwen2": dataclasses.replace(FAMILIES["qwen2"], dtype="bfloat16"),
+    "qwen3_tied": dataclasses.replace(FAMILIES["qwen3_tied"], dtype="bfloat16"),
+    "linear": dataclasses.replace(FAMILIES["llama"], linear=CHANGES["linear"], output_gate=True),
+    "experts": dataclasses.replace(FAMILIES["llama"], experts=CHANGES["experts"]),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.thorough] * (x != "qwen2")) for x in TRAINED])
+def test_every_parameter_has_a_gradient_in_float32(name):
+    """In computations in bfloat16, and over more than one chunk of linear attention."""
+    config, tokens = TRAINED[name], jnp.resize(TOKENS, (2, 70 if name == "linear" else 24))
 
     @jax.jit
     def gradient(params):
-        return jax.grad(lambda p: -jax.nn.log_softmax(run(config, p, TOKENS))[..., 0].mean())(params)
+        return jax.grad(lambda p: -jax.nn.log_softmax(run(config, p, tokens))[..., 0].mean())(params)
 
-    for leaf in jax.tree.leaves(gradient(vivid_params(FAMILIES[family]))):
+    for leaf in jax.tree.leaves(gradient(vivid_params(dataclasses.replace(config, dtype="float32")))):
         assert leaf.dtype == jnp.float32 and jnp.isfinite(leaf).all() and jnp.abs(leaf).max() > 0
 
 
-@pytest.mark.parametrize("family", ["untiled_heads", "qwen3_tied"])
+@pytest.mark.parametrize("family", ["untiled_heads", pytest.param("qwen3_tied", marks=pytest.mark.thorough)])
 def test_last_is_a_slice_of_all_positions(family):
     config = FAMILIES[family]
     params = vivid_params(config)
@@ -202,41 +143,22 @@ def test_head_runs_on_one_position_only():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_attend_sees_grouped_heads_in_the_compute_dtype_and_states_are_threaded(dtype):
     config = dataclasses.replace(FAMILIES["qwen3"], dtype=dtype)
-    params = vivid_params(FAMILIES["qwen3"])  # stored in float32 either way
+    params = models.param_shapes(FAMILIES["qwen3"])  # stored in float32 either way
     seen = []
 
     def attend(layer, state, q, k, v):
         seen.append((layer, state, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype))
         return q, state + 10
 
-    logits, states = config.apply(params, TOKENS, attend, (1, 2), last=jnp.array([0, 3], jnp.int32))
+    def apply(params):
+        logits, states = config.apply(params, TOKENS, attend, (1, 2), last=jnp.array([0, 3], jnp.int32))
+        assert states == (11, 12)
+        return logits
+
+    logits = jax.eval_shape(apply, params)
     shapes = (2, 2, 2, 24, 16), (2, 2, 24, 16), (2, 2, 24, 16)
     assert seen == [(i, i + 1, *shapes, *(jnp.dtype(dtype),) * 3) for i in range(2)]
-    assert states == (11, 12)
     assert logits.dtype == jnp.float32 and logits.shape == (2, config.vocab_size)
-
-
-def test_query_heads_are_grouped_as_in_the_checkpoint(tmp_path):
-    """Query head kv * G + g of the file reaches q[:, kv, g]."""
-    config = FAMILIES["llama"]
-    params = vivid_params(config)
-    models.save_pretrained(tmp_path, params, config)
-    file = load_file(tmp_path / "model.safetensors")
-    seen = {}
-
-    def attend(layer, state, q, k, v):
-        seen[layer] = q, k, v
-        return q, state
-
-    config.apply(params, TOKENS, attend, (None, None))
-    x = np.asarray(params["embed"]["embedding"])[np.asarray(TOKENS)]
-    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.rms_norm_eps)
-    x = x * np.asarray(params["layers_0"]["attention_norm"]["scale"])
-    for index, name in enumerate("qkv"):
-        heads = x @ file[f"model.layers.0.self_attn.{name}_proj.weight"].T
-        heads = heads.reshape(2, 24, -1, config.head_dim).swapaxes(1, 2)  # [B, heads, T, D]
-        got = np.asarray(seen[0][index]).reshape(heads.shape)  # q: [B, H, G, T, D], H outermost
-        np.testing.assert_allclose(got, heads, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("parts", [{}, {"qk_norm": False, "wide_qk_norm": True, "query_scale": 0.3, "norm_place": "after"}])
@@ -260,9 +182,7 @@ def test_a_guess_is_what_the_layer_makes_of_the_input_of_the_layer_before(parts)
 
 def test_bfloat16_stays_near_float32():
     config = FAMILIES["qwen3"]
-    params = vivid_params(config)
-    exact = run(config, params, TOKENS)
-    rounded = run(dataclasses.replace(config, dtype="bfloat16"), params, TOKENS)
+    exact, rounded = (plain_logits(dataclasses.replace(config, dtype=dtype), "qwen3") for dtype in ("float32", "bfloat16"))
     assert 1e-4 < jnp.abs(exact - rounded).mean() < 0.05 * jnp.abs(exact).mean()
 
 
@@ -312,3 +232,63 @@ def test_wrong_arguments_of_apply_are_refused(change, message):
     call = {"tokens": TOKENS, "attend": dense_attend(config), "states": (None, None), "last": None, **change}
     with pytest.raises(ValueError, match=re.escape(message)):
         config.apply(vivid_params(config), **call)
+
+
+PLAIN = {  # operations of one layer of Llama, with an attention that computes nothing
+    "dot_general": 4, "custom_jvp_call": 2, "jit": 1, "mul": 1, "reshape": 2, "slice": 5, "squeeze": 4, "transpose": 4,
+}  # fmt: skip
+
+
+def operations(config, layers):
+    """How often each operation stands in the program of ``layers`` layers of the decoder, the ends of the model included."""
+    config = dataclasses.replace(config, num_layers=layers)
+
+    def run(params, tokens):
+        return config.apply(params, tokens, lambda layer, state, q, k, v: (q, state), (None,) * layers)
+
+    program = jax.make_jaxpr(run)(models.param_shapes(config), jax.ShapeDtypeStruct((1, 3), jnp.int32))
+    return collections.Counter(equation.primitive.name for equation in program.jaxpr.eqns)
+
+
+def test_parts_at_their_defaults_add_no_operation():
+    """A layer of Llama has four products, two norms with their additions, a gate, and reshapes; Qwen2 adds its bias."""
+    two, three = operations(FAMILIES["llama"], 2), operations(FAMILIES["llama"], 3)
+    assert three - two == PLAIN
+    ends = two - collections.Counter({name: 2 * count for name, count in PLAIN.items()})
+    assert sum(ends.values()) <= 12 and not {"tanh", "erf", "concatenate"} & set(two), ends
+    bias = operations(FAMILIES["qwen2"], 3) - operations(FAMILIES["qwen2"], 2)
+    assert bias - collections.Counter(PLAIN) == {"add": 1, "reshape": 1}
+
+
+def test_layer_norm_equals_numpy():
+    rng = np.random.default_rng(0)
+    x, scale = rng.normal(3, 2, (2, 5, 8)), rng.normal(1, 0.2, 8)
+    got = layer_norm(jnp.asarray(x, jnp.float32), jnp.asarray(scale, jnp.float32), 1e-5)
+    expected = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * scale
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
+    assert layer_norm(jnp.asarray(x, jnp.bfloat16), jnp.asarray(scale), 1e-5).dtype == jnp.bfloat16
+
+
+def wide_norm(qkv, of_query, of_key, eps):
+    """The norm of all query heads together, and of all key heads, in float64."""
+    made = qkv.copy()
+    for part, scale in ((slice(0, -2), of_query), (slice(-2, -1), of_key)):
+        flat = qkv[..., part, :].reshape(*qkv.shape[:2], -1)
+        flat = flat / np.sqrt((flat**2).mean(-1, keepdims=True) + eps) * scale
+        made[..., part, :] = flat.reshape(made[..., part, :].shape)
+    return made
+
+
+def test_the_norm_over_all_heads_equals_numpy():
+    rng = np.random.default_rng(1)
+    qkv, of_query, of_key = rng.normal(size=(2, 3, 4, 4, 6)), rng.normal(1, 0.2, 4 * 2 * 6), rng.normal(1, 0.2, 4 * 6)
+    given = [jnp.asarray(x, jnp.float32) for x in (qkv, of_query, of_key)]
+    np.testing.assert_allclose(wide_qk_norm(*given, 1e-6), wide_norm(qkv, of_query, of_key, 1e-6), rtol=0, atol=2e-6)
+
+
+def test_final_logits_are_scaled_and_capped():
+    plain, table = FAMILIES["llama"], jax.random.normal(jax.random.key(0), (FAMILIES["llama"].vocab_size, 32))
+    config = dataclasses.replace(plain, logits_multiplier=0.5, logit_softcap=4.0)
+    x = jax.random.normal(jax.random.key(1), (2, 32))
+    logits, capped = (Table(each).apply({"params": {"embedding": table}}, x, method="logits") for each in (plain, config))
+    np.testing.assert_allclose(capped, 4 * np.tanh(np.asarray(logits) * 0.5 / 4), rtol=1e-6)

@@ -20,7 +20,9 @@ from tests.tiny_models import dense_attend
 
 GOLDENS = goldens.FOLDER / "models"
 FAMILIES = sorted(path.stem for path in GOLDENS.glob("*.npz"))
-REPEATED = ("qwen3_moe_tied", "yi", "mistral")  # what other families show together; mistral_window is a mistral too
+REPEATED = (  # what others show together: qwen2_windows, qwen3_yarn, llama3_rope_tied, and phi4_longrope of test_families.py
+    "qwen3_moe_tied", "qwen3_tied", "qwen3_qk_norm", "qwen2_bias", "yi", "mistral", "mistral_window", "llama_longrope",
+)  # fmt: skip
 SETTINGS = [pytest.param(name, marks=[pytest.mark.thorough] * (name in REPEATED)) for name in FAMILIES]
 TOLERANCE = 1e-4  # absolute, on residual streams and logits of size 1 to 10
 

@@ -11,10 +11,10 @@ import pytest
 from models import Experts, LayerRope, LinearLayers, LinearScaling, LongRopeScaling, ModelConfig, RopeScaling
 from models.sizes.experts import Clamp, Router
 from models.sizes.latent import Latent
+from tests.models.test_config_files import LLAMA3
 from tests.models.test_families import edges, generator, golden
 from tests.models.test_latent import CONFIG as WITH_LATENT
 from tests.models.test_latent import LATENT
-from tests.models.test_models import LLAMA3
 from tests.tiny_models import HF, TINY
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 4, "norm_topk_prob": True, "layers": (0,)}
@@ -76,8 +76,9 @@ VALUES = {  # maker -> field -> values that are refused
         "original_max_position_embeddings": [6.5],
     },
     "llama": {
-        "model_type": ["gpt2", "llama4_text"], "hidden_act": ["gelu"], "attention_bias": [True, "no"], "mlp_bias": [True],
-        "quantization_config": [{"bits": 4}], "rope_parameters": [{FAR: {"rope_type": "default"}}, "x"],
+        "model_type": [None, "gpt2", "llama4_text"], "hidden_act": ["gelu"], "attention_bias": [True, "no"],
+        "mlp_bias": [True], "quantization_config": [{"bits": 4}],
+        "rope_parameters": [{FAR: {"rope_type": "default"}}, "x"],
         "partial_rotary_factor": [0.5], "dtype": ["float8_e4m3fn"], "rope_scaling": ["yarn"],
         "num_attention_heads": [0, "4", None], "num_key_value_heads": [0], "hidden_size": [True],
         "tie_word_embeddings": ["false"], "rope_theta": [NAN], "eos_token_id": [[1.5], [[1]]], "num_local_experts": [8],
@@ -182,6 +183,10 @@ def test_keys_of_a_file_that_do_not_fit_each_other_are_refused():
     ):
         with pytest.raises(ValueError, match=part):
             ModelConfig.from_hf(edges(name, **change))
+    with pytest.raises(ValueError, match="'qwen3' lacks vocab_size, hidden_size, .*num_key_value_heads"):
+        ModelConfig.from_hf({"model_type": "qwen3"})
+    with pytest.raises(TypeError, match="config.json, got str"):
+        ModelConfig.from_hf("config.json")
     config = ModelConfig.from_hf(json.loads(str(golden("olmo2")["config"])))
     with pytest.raises(ValueError, match="no config.json of model_type 'olmo2' has logit_softcap=3.0"):
         dataclasses.replace(config, logit_softcap=3.0).to_hf()

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import os
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from filelock import FileLock
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers import models as tokenizer_models
 
 import models
-from models import shapes, weights
+from models import Experts, weights
+from models.files import replaced_files
 from models.files.tables import checkpoint as checkpoint_table
-from models.hub import builtin_model
+from models.hub import named_models
 from tests.tiny_models import FAMILIES, vivid_params
 
 pytestmark = pytest.mark.usefixtures("quick_compile")  # tests/models/test_parity.py compiles as users do
 
+LLAMA = dataclasses.replace(FAMILIES["llama"], eos_token_ids=(3,))
+EXPERTS = Experts(num_experts=4, num_experts_per_tok=2, intermediate_size=48, norm_topk_prob=True, layers=(0, 1))
+SPARSE = dataclasses.replace(EXPERTS, intermediate_size=24, norm_topk_prob=False, layers=(1,))
+CONFIGS = {
+    **FAMILIES,
+    "mixtral": dataclasses.replace(FAMILIES["llama"], experts=EXPERTS, tie_word_embeddings=True),
+    "qwen3_moe": dataclasses.replace(FAMILIES["qwen3"], experts=SPARSE),
+}
 EMBEDDING, LM_HEAD = checkpoint_table.EMBEDDING, checkpoint_table.LM_HEAD
 
 
@@ -31,7 +45,7 @@ def assert_trees_equal(got, expected):
 @pytest.fixture
 def saved(tmp_path, request):
     """A saved tiny model: directory, params, config. The family is the parameter, llama by default."""
-    config = FAMILIES[request.param if "param" in vars(request) else "llama"]
+    config = CONFIGS[request.param if "param" in vars(request) else "llama"]
     params = vivid_params(config)
     models.save_pretrained(tmp_path / "model", params, config)
     return tmp_path / "model", params, config
@@ -56,43 +70,13 @@ def shard(directory, parts=2):
     return files
 
 
-@pytest.mark.parametrize("saved", FAMILIES, indirect=True)
+@pytest.mark.parametrize("saved", CONFIGS, indirect=True)
 def test_saved_weights_load_unchanged(saved):
     directory, params, config = saved
     assert sorted(path.name for path in directory.iterdir()) == ["config.json", "model.safetensors"]
     loaded, loaded_config = models.from_pretrained(directory)
     assert loaded_config == config
     assert_trees_equal(loaded, params)
-
-
-def test_a_large_model_shows_how_far_it_is_loaded(saved, monkeypatch, capsys):
-    directory, params, _ = saved
-    models.from_pretrained(directory)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(weights, "_LONG", 1)
-    assert_trees_equal(models.from_pretrained(directory)[0], params)
-    assert f"loading {directory.name}: 100%" in capsys.readouterr().err
-
-
-def test_table_covers_every_parameter_once():
-    for config in FAMILIES.values():
-        table = checkpoint_table.checkpoint_table(config)
-        shapes = weights.flatten_dict(models.param_shapes(config), sep="/")
-        assert sorted(leaf.path for leaf in table) == sorted(shapes)
-        for leaf in table:
-            file = [np.zeros(leaf.file_shape(i), np.float32) for i in range(len(leaf.names))]
-            assert leaf.join(file).shape == leaf.shape == shapes[leaf.path].shape
-
-
-def test_file_is_unfused_and_named_as_in_transformers(saved):
-    directory, params, _ = saved
-    tensors = load_file(directory / "model.safetensors")
-    assert tensors["model.layers.1.self_attn.q_proj.weight"].shape == (64, 32)
-    assert tensors["model.layers.1.self_attn.k_proj.weight"].shape == (32, 32)
-    assert tensors["model.layers.1.mlp.gate_proj.weight"].shape == (48, 32)
-    gate = np.asarray(params["layers_1"]["mlp"]["gate_up"]["kernel"])[:, 0]
-    np.testing.assert_array_equal(tensors["model.layers.1.mlp.gate_proj.weight"], gate.T)
-    assert json.loads((directory / "config.json").read_text())["model_type"] == "llama"
 
 
 def test_shards_load_as_one_file_does(saved):
@@ -257,28 +241,6 @@ def test_save_refuses_foreign_params(saved, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("existing", [False, True])
-def test_failed_save_leaves_nothing_partial(saved, tmp_path, monkeypatch, existing):
-    directory, params, config = saved
-    target = directory if existing else tmp_path / "new"
-    before = {path.name: path.read_bytes() for path in directory.iterdir()} if existing else None
-
-    def fail(tensors, filename, metadata):
-        filename.write_bytes(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(weights, "save_file", fail)
-    with pytest.raises(OSError, match="disk full"):
-        models.save_pretrained(target, jax.tree.map(jnp.zeros_like, params), config)
-    assert ({path.name: path.read_bytes() for path in target.iterdir()} if target.exists() else None) == before
-
-
-def test_save_over_an_older_model(saved):
-    directory, params, config = saved
-    models.save_pretrained(directory, jax.tree.map(jnp.zeros_like, params), config)
-    assert all(not leaf.any() for leaf in jax.tree.leaves(models.from_pretrained(directory)[0]))
-
-
 @pytest.mark.parametrize(
     ("family", "dtype"), [pytest.param("qwen2", "bfloat16", marks=pytest.mark.thorough), ("qwen3_tied", "float32")]
 )
@@ -297,32 +259,8 @@ def test_random_parameters_have_the_shapes_and_scales_of_the_model(family, dtype
     assert_trees_equal(models.random_params(config, jax.random.key(0)), params)
 
 
-def test_random_parameters_are_made_where_the_sharding_says(monkeypatch):
-    config = FAMILIES["qwen3"]
-    shapes = models.param_shapes(config)  # a few of them, since drawing takes long to compile
-    some = {"final_norm": shapes["final_norm"], "layers_0": {"mlp": {"down": shapes["layers_0"]["mlp"]["down"]}}}
-    monkeypatch.setattr(weights, "param_shapes", lambda config, weight_dtype: some)
-    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(jax.devices()[:1], ("x",)), jax.sharding.PartitionSpec())
-    plain = models.random_params(config, jax.random.key(0))
-    everywhere = models.random_params(config, jax.random.key(0), sharding)
-    tree = jax.tree.map(lambda _: sharding, plain)
-    for params in (everywhere, models.random_params(config, jax.random.key(0), tree)):
-        assert {leaf.sharding for leaf in jax.tree.leaves(params)} == {sharding}
-        assert_trees_equal(params, plain)
-    del tree["final_norm"]
-    with pytest.raises(ValueError, match="shaped like the parameters, differs at final_norm/scale"):
-        models.random_params(config, jax.random.key(0), tree)
-
-
-def test_eight_billion_fit_one_gpu():
-    """16 GB of bfloat16, and the largest leaf's float32 draw beside it stays far below 80 GB."""
-    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(models.param_shapes(shapes.llama31_8b()))]
-    assert sum(sizes) == 2 * 8_030_261_248
-    assert sum(sizes) + 4 * max(sizes) < 25e9
-
-
 def test_a_missing_builtin_model_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(builtin_model, "__file__", str(tmp_path / "hub" / "builtin_model.py"))
+    monkeypatch.setattr(named_models, "__file__", str(tmp_path / "hub" / "named_models.py"))
     with pytest.raises(FileNotFoundError, match="builtin model is not installed: no config.json in "):
         models.builtin_directory()
     (tmp_path / "builtin").mkdir()
@@ -339,22 +277,28 @@ def test_load_tokenizer_never_truncates(tmp_path):
     assert models.load_tokenizer(tmp_path).encode("one two three four five six").ids == whole
 
 
-@pytest.mark.parametrize("given", [lambda c, k: (k, c), lambda c, k: (c, 0), lambda c, k: ("llama", k), lambda c, k: (c, c)])
-def test_random_parameters_need_a_description_and_a_key(given):
+def test_random_parameters_need_a_description_and_a_key():
     config, key = FAMILIES["llama"], jax.random.key(0)
-    swapped = isinstance(given(config, key)[1], models.ModelConfig) and "the two in the other order"
-    with pytest.raises(TypeError, match=rf"expected random_params\(config, jax.random.key\(seed\)\).*got {swapped or ''}"):
-        models.random_params(*given(config, key))
+    for given, got in (
+        ((key, config), "the two in the other order"),
+        ((config, 0), "ModelConfig and int"),
+        (("llama", key), ""),
+    ):
+        with pytest.raises(TypeError, match=rf"random_params\(config, jax.random.key\(seed\)\).*got {got}"):
+            models.random_params(*given)
     with pytest.raises(TypeError, match="expected save_pretrained.directory, params, config. .*got ModelConfig and dict"):
         models.save_pretrained("nowhere", config, {})
 
 
-def test_saving_a_large_model_says_its_size(saved, tmp_path, monkeypatch, capsys):
+def test_a_large_model_says_how_far_it_is_loaded_and_what_it_takes_to_save(saved, tmp_path, monkeypatch, capsys):
     """Nothing else says that float32, as a GGUF file is loaded, takes twice the bytes."""
-    _, params, config = saved
+    directory, params, config = saved
+    models.from_pretrained(directory)
     models.save_pretrained(tmp_path / "small", params, config)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(weights, "_LONG", 1)
+    assert_trees_equal(models.from_pretrained(directory)[0], params)
+    assert f"loading {directory.name}: 100%" in capsys.readouterr().err
     models.save_pretrained(tmp_path / "again", params, config, dtype="float32")
     models.save_pretrained(tmp_path / "half", params, config, dtype="bfloat16")
     first, second = capsys.readouterr().err.splitlines()
@@ -367,3 +311,93 @@ def test_a_wrong_dtype_is_refused_before_a_model_is_looked_for(given):
     for read in (models.from_pretrained, models.load):
         with pytest.raises(ValueError, match=f"^{next(iter(given))} must be one of"):
             read("no-such-owner/no-such-model", **given)
+
+
+def write_tokenizer(directory, config="{}"):
+    """A tokenizer of as many words as the embedding has rows."""
+    vocabulary = {f"t{i}": i for i in range(LLAMA.vocab_size)}
+    tokenizer = Tokenizer(tokenizer_models.WordLevel(vocabulary, unk_token="t0"))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(config)
+
+
+def test_a_damaged_tokenizer_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"version": 1')
+    with pytest.raises(ValueError, match="tokenizer.json"):
+        models.load_tokenizer(tmp_path)
+
+
+def test_a_saved_model_has_its_tokenizer_and_anybody_may_read_it(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    write_tokenizer(source, config='{"eos_token": "t1"}')
+    (source / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    models.save_pretrained(out, vivid_params(LLAMA), LLAMA, tokenizer=source)
+    names = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    assert all(path.stat().st_mode & 0o777 == 0o644 for path in out.iterdir())
+    for name in names[:1] + names[3:]:
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    assert models.ChatTemplate.from_directory(out).template == "{{ messages[0].content }}"
+
+
+def test_a_tokenizer_object_is_saved_as_transformers_reads_it(tmp_path):
+    write_tokenizer(tmp_path)
+    tokenizer = models.load_tokenizer(tmp_path)
+    models.save_pretrained(tmp_path / "out", vivid_params(LLAMA), LLAMA, tokenizer=tokenizer)
+    assert models.load_tokenizer(tmp_path / "out", LLAMA).to_str() == tokenizer.to_str()
+    assert models.special_tokens(tmp_path / "out").get("eos_token") == tokenizer.id_to_token(3)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no tokenizer.json in "):
+        models.save_pretrained(tmp_path / "none", vivid_params(LLAMA), LLAMA, tokenizer=tmp_path / "empty")
+    assert not (tmp_path / "none").exists()
+
+
+def contents(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def failing_replace(at):
+    """`os.replace` that fails at its call number ``at``."""
+    count = itertools.count()
+
+    def replace(source, target, really=os.replace):
+        if next(count) == at:
+            raise OSError("no permission")
+        really(source, target)
+
+    return replace
+
+
+@pytest.mark.parametrize("existing", [(), ("b",), ("a", "b"), ("b", "other")])
+def test_a_failure_never_leaves_a_mixture(tmp_path, monkeypatch, existing):
+    """Before the files are moved nothing has changed; while they are moved no reader accepts the directory."""
+    directory = tmp_path / "model"
+    for name in existing:
+        directory.mkdir(exist_ok=True)
+        (directory / name).write_text("old")
+    before = contents(directory) if existing else None
+    with pytest.raises(OSError, match="full"), replaced_files.replaced_files(directory, ("a", "b")) as folder:
+        (folder / "a").write_text("half")
+        raise OSError("full")
+    assert (contents(directory) if directory.exists() else None) == before
+    for at in range(2):
+        monkeypatch.setattr(replaced_files.os, "replace", failing_replace(at))
+        with pytest.raises(OSError, match="no permission"), replaced_files.replaced_files(directory, ("a", "b")) as folder:
+            (folder / "a").write_text("new")
+            (folder / "b").write_text("new")
+        monkeypatch.undo()
+        assert not directory.exists() or "b" not in contents(directory)
+
+
+def test_what_a_killed_save_left_is_removed_and_a_living_one_is_not_disturbed(tmp_path):
+    scratch = tmp_path / ".saving"
+    scratch.mkdir()
+    (scratch / "a").write_text("half")
+    with FileLock(scratch / "lock"), pytest.raises(ValueError, match="another process is writing to "):
+        with replaced_files.replaced_files(tmp_path, ("a",)):
+            pass
+    assert (scratch / "a").read_text() == "half"
+    with replaced_files.replaced_files(tmp_path, ("a",)) as folder:
+        (folder / "a").write_text("new")
+    assert contents(tmp_path) == {"a": b"new"}

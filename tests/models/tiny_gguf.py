@@ -21,7 +21,9 @@ def write_tiny_gguf(folder: pathlib.Path) -> pathlib.Path:
     write_model(folder / "hf", config)
     hf = json.loads((folder / "hf" / "config.json").read_text())
     merges, kinds = [" ".join(pair) for pair in words["merges"]], [3] + [1] * (len(tokens) - 1)
-    values = gguf_writing.metadata(hf) | gguf_writing.tokenizer_metadata(tokens, merges, "smollm", kinds, eos_token_id=0)
+    values = gguf_writing.metadata(hf) | gguf_writing.tokenizer_metadata(
+        tokens, merges, "smollm", kinds, eos_token_id=0, bos_token_id=1, add_bos_token=True
+    )
     values["tokenizer.chat_template"] = "<{{ messages[0].content }}>"
     weights = gguf_writing.stored(hf, load_file(folder / "hf" / "model.safetensors"))
     gguf_writing.write(folder / "tiny.gguf", values, weights)

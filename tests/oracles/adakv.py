@@ -23,9 +23,9 @@ def keep(full, budget, head_factor, safeguard):
     return kept
 
 
-def run(q, k, v, prompt, inv_freq, budget, head_factor, safeguard, obs_window, kernel, pooling="avg"):
+def run(q, k, v, prompt, inv_freq, budget, head_factor, safeguard, obs_window, kernel):
     """See the package's docstring."""
     q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
-    score = [votes(q, k, h, prompt, obs_window, kernel, pooling) for h in range(len(k))]
+    score = [votes(q, k, h, prompt, obs_window, kernel) for h in range(len(k))]
     full = [dict(enumerate([*row, *[np.inf] * min(obs_window, prompt)])) for row in score]
     return keep_once(q, k, v, prompt, keep(full, budget, head_factor, safeguard))

@@ -43,7 +43,7 @@ class Trace:
     grids: list[np.ndarray] = dataclasses.field(default_factory=list)
 
 
-def page_vector(k, first, last, normalize):
+def page_vector(k, first, last):
     """Mean of keys ``first`` to ``last`` - 1 of every head and layer of k [L, H, T, D], concatenated."""
     parts = []
     for head in range(k.shape[1]):
@@ -51,9 +51,7 @@ def page_vector(k, first, last, normalize):
             mean = np.zeros(k.shape[3])
             for token in range(first, last):
                 mean += k[layer, head, token]
-            mean /= last - first
-            norm = math.sqrt(float(mean @ mean))
-            parts.append(mean / norm if normalize and norm > 0 else mean)
+            parts.append(mean / (last - first))
     return np.concatenate(parts)
 
 
@@ -90,7 +88,6 @@ def select(
     chunks_per_grid,
     num_sink_pages,
     window,
-    normalize,
     anchor_pages=2,
     centred=True,
     hierarchy=True,
@@ -100,9 +97,8 @@ def select(
     complete, total = length // page_size, -(-length // page_size)
     if complete < 2 or total <= num_sink_pages + window + 1:
         return set(range(complete))
-    everything = [
-        page_vector(k, p * page_size, min((p + 1) * page_size, length), normalize) for p in range(total)
-    ]  # an incomplete newest page speaks for the anchor, but cannot be selected
+    # An incomplete newest page speaks for the anchor, but cannot be selected.
+    everything = [page_vector(k, p * page_size, min((p + 1) * page_size, length)) for p in range(total)]
     newest = everything[max(total - (window if anchor_pages is None else anchor_pages), 0) :]
     anchor = sum(newest) / len(newest)
     pages = everything[:complete]
@@ -149,23 +145,21 @@ def run(
     tau_entropy=None,
     tau_varentropy=None,
     page_vec_rope="pre",
-    normalize=False,
     anchor_pages=2,
     centred=True,
     hierarchy=True,
     candidates="history",
-    first_selection="prompt",
 ):
     """See the module's docstring; tokens from ``prompt`` on are decoded one by one."""
     ratios = PRESETS[ratios] if isinstance(ratios, str) else ratios
     described = np.asarray(k, np.float64)
     q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
     described = k if page_vec_rope == "post" else described
-    tree = (ratios, page_size, pages_per_chunk, chunks_per_grid, num_sink_pages, window, normalize)
+    tree = (ratios, page_size, pages_per_chunk, chunks_per_grid, num_sink_pages, window)
     tree = (*tree, anchor_pages, centred, hierarchy, candidates)
     layers, heads, total = k.shape[:3]
     trace = Trace()
-    active = select(described, prompt, *tree) if first_selection == "prompt" else set(range(prompt // page_size))
+    active = select(described, prompt, *tree)
     entropies: list[float] = []
     since = 0  # pages completed since the last reconstruction
     for t in range(prompt, total):
@@ -176,17 +170,12 @@ def run(
         trace.pages_attended.append(pages)
         trace.attended.append(set(positions))
         entropies.append(entropy(logits[t]))
-        if trigger == "step":
-            active = select(described, t + 1, *tree)
-            trace.reconstructed.append(t - prompt)
         if (t + 1) % page_size:
             continue
         mean = sum(entropies) / len(entropies)
         variance = sum((h - mean) ** 2 for h in entropies) / len(entropies)
         trace.statistics.append((mean, variance))
         entropies, since = [], since + 1
-        if trigger == "step":
-            continue
         if trigger == "fixed":
             fires = since >= interval
         elif trigger == "never":
@@ -200,7 +189,7 @@ def run(
         else:
             active = active | {page}
     trace.active = active
-    trace.pages = [page_vector(described, p, p + page_size, normalize) for p in range(0, total + 1 - page_size, page_size)]
+    trace.pages = [page_vector(described, p, p + page_size) for p in range(0, total + 1 - page_size, page_size)]
     if hierarchy:
         trace.chunks = means(trace.pages, pages_per_chunk)
         trace.grids = means(trace.chunks, chunks_per_grid)

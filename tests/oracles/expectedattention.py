@@ -10,7 +10,7 @@ KNOBS = {"budget": 12, "num_sink": 2, "num_future": 7}
 LENGTHS = (1, 2, 3, 11, 12, 13, 40)
 
 
-def keep(q, rotated, v, h, tokens, seen, inv_freq, budget, num_sink, num_future, epsilon=0.0):
+def keep(q, rotated, v, h, tokens, seen, inv_freq, budget, num_sink, num_future):
     """Which of ``tokens`` KV head ``h`` keeps after ``seen`` tokens, from q before rotation and rotated keys."""
     if len(tokens) <= budget:
         return set(tokens)
@@ -28,13 +28,13 @@ def keep(q, rotated, v, h, tokens, seen, inv_freq, budget, num_sink, num_future,
         keys = rotated[h, others]
         share += softmax([float(mean @ x) / np.sqrt(dim) + float(x @ covariance @ x) / (2 * dim) for x in keys])
     share /= q.shape[1]
-    score = {i: (share[at] + epsilon) * np.linalg.norm(v[h, i]) for at, i in enumerate(others)}
+    score = {i: share[at] * np.linalg.norm(v[h, i]) for at, i in enumerate(others)}
     return best(score, budget - len(first)) | set(first)
 
 
-def run(q, k, v, prompt, inv_freq, budget, num_sink, num_future, epsilon=0.0):
+def run(q, k, v, prompt, inv_freq, budget, num_sink, num_future):
     """See the package's docstring."""
     q, v, rotated = np.asarray(q, np.float64), np.asarray(v, np.float64), rotate_all(k, inv_freq)
-    knobs = {"budget": budget, "num_sink": num_sink, "num_future": num_future, "epsilon": epsilon}
+    knobs = {"budget": budget, "num_sink": num_sink, "num_future": num_future}
     kept = [keep(q, rotated, v, h, list(range(prompt)), prompt, inv_freq, **knobs) for h in range(len(k))]
     return keep_once(rotate_all(q, inv_freq), rotated, v, prompt, kept)

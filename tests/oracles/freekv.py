@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.oracles.plain import Trace, attend_to, best, dense_prompt, rotate_all, softmax
+from tests.oracles.plain import best, keep_all, rotate_all, softmax
 from tests.oracles.quest import bound
 
 KNOBS = {"budget": 8, "num_sink": 4, "num_local": 4, "page_size": 4, "tau": 0.05, "num_dense_layers": 0}
@@ -30,9 +30,9 @@ def run(q, k, v, prompt, inv_freq, budget, num_sink, num_local, page_size, tau, 
     """See the package's docstring; ``num_dense_layers`` must be 0, a layer is all there is."""
     assert num_dense_layers == 0
     q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
-    heads, group, total, _ = q.shape
-    trace = Trace(prompt=dense_prompt(q, k, v, prompt))
-    for t in range(prompt, total):
+    heads, group = q.shape[:2]
+
+    def choose(t):
         zone = list(range(num_sink, t + 1 - newest(t + 1, num_sink, num_local, page_size)))
         firsts = zone[::page_size]
         assert len(zone) == len(firsts) * page_size
@@ -49,7 +49,6 @@ def run(q, k, v, prompt, inv_freq, budget, num_sink, num_local, page_size, tau, 
             picked = best(score, budget // page_size)
             left_out = {i for first in firsts if first not in picked for i in range(first, first + page_size)}
             chosen.append(set(range(t + 1)) - left_out)
-        trace.outputs.append(attend_to(q, k, v, t, [sorted(c) for c in chosen]))
-        trace.attended.append(chosen)
-        trace.kept.append([set(range(t + 1)) for _ in range(heads)])
-    return trace
+        return chosen
+
+    return keep_all(q, k, v, prompt, choose)

@@ -31,10 +31,5 @@ def run(q, k, v, prompt, inv_freq, budget, num_recent):
                 old = {i: mass[h][i] for i in tokens if i <= t - num_recent}
                 heavy = best(old, budget - num_recent)
                 mass[h] = {i: a for i, a in mass[h].items() if i in heavy or i > t - num_recent}
-        if t < prompt:
-            trace.prompt[:, :, t] = out
-        else:
-            trace.outputs.append(out)
-            trace.attended.append(attended)
-            trace.kept.append([set(m) for m in mass])
+        trace.add(t, out, attended, [set(m) for m in mass])
     return trace

@@ -23,8 +23,8 @@ def budget_of(layer, head, budget, obs_window, beta, scores):
     return obs_window + prefix - pool + round(scores[layer][head] / total * pool * heads)
 
 
-def run(q, k, v, prompt, inv_freq, budget, obs_window, kernel, beta, scores, pooling="avg"):
+def run(q, k, v, prompt, inv_freq, budget, obs_window, kernel, beta, scores):
     """See the package's docstring."""
     q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
     sizes = [budget_of(0, h, budget, obs_window, beta, scores) for h in range(len(k))]
-    return keep_once(q, k, v, prompt, [keep(q, k, h, prompt, sizes[h], obs_window, kernel, pooling) for h in range(len(k))])
+    return keep_once(q, k, v, prompt, [keep(q, k, h, prompt, sizes[h], obs_window, kernel) for h in range(len(k))])

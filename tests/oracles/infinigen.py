@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.oracles.plain import Trace, attend_to, best, dense_prompt, rotate_all
+from tests.oracles.plain import best, keep_all, rotate_all
 
 KNOBS = {"budget": 9, "ratio": 0.5, "alpha": 1.0, "obs_window": 20, "num_dense_layers": 0}
 LENGTHS = (1, 2, 4, 8, 9, 10, 21, 40)
@@ -25,19 +25,17 @@ def run(q, k, v, prompt, inv_freq, budget, ratio, alpha, obs_window, num_dense_l
     """See the package's docstring. ``guess`` is like q: what a layer searches by; None: its query."""
     asked = rotate_all(q if guess is None else guess, inv_freq)
     q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
-    heads, group, total, dim = q.shape
+    heads, group, _, dim = q.shape
     first = max(prompt - obs_window, 0)
     matrix = [channels(q[h, :, first:prompt].reshape(-1, dim), max(int(dim * ratio), 1)) for h in range(heads)]
-    trace = Trace(prompt=dense_prompt(q, k, v, prompt))
-    for t in range(prompt, total):
+
+    def choose(t):
         logits = np.zeros((heads, group, t))
         for h, g, i in np.ndindex(*logits.shape):
             logits[h, g, i] = (asked[h, g, t] @ matrix[h]) @ (k[h, i] @ matrix[h]) / np.sqrt(dim)
         logits = np.round(logits, DIGITS)
         near = [sum(x >= row.max() - alpha for x in row) for row in logits.reshape(-1, t)]
         wanted = t if t <= budget else min(int(np.mean(near)), budget)
-        chosen = [best(dict(enumerate(logits[h].mean(axis=0).round(DIGITS))), wanted) | {t} for h in range(heads)]
-        trace.outputs.append(attend_to(q, k, v, t, [sorted(c) for c in chosen]))
-        trace.attended.append(chosen)
-        trace.kept.append([set(range(t + 1)) for _ in range(heads)])
-    return trace
+        return [best(dict(enumerate(logits[h].mean(axis=0).round(DIGITS))), wanted) | {t} for h in range(heads)]
+
+    return keep_all(q, k, v, prompt, choose)

@@ -46,12 +46,7 @@ def run(q, k, v, prompt, inv_freq, budget, num_sink, num_local, block_size, num_
                     out[h, g] += weight * v[h, j]
                     if at - j < num_local:
                         received[h, g, j] += weight
-            if at < prompt:
-                trace.prompt[:, :, at] = out
-            else:
-                trace.outputs.append(out)
-                trace.attended.append([set(seen)] * heads)
-                trace.kept.append([set(range(at + 1))] * heads)
+            trace.add(at, out, [set(seen)] * heads)
         for block in range(blocks(before), blocks(before + count)):
             tokens = range(num_sink + block * block_size, num_sink + (block + 1) * block_size)
             made = np.zeros((heads, group, dim))

@@ -47,10 +47,6 @@ def run(q, k, v, prompt, inv_freq, budget, block):
                     seen = [i for i in stored[h] if i <= t]
                     out[h, g, at], _ = attend(q[h, g, t], [k[h, i] for i in seen], [v[h, i] for i in seen])
             stored[h] = evict(k[h], stored[h], budget)
-        if piece[0] < prompt:
-            trace.prompt[:, :, piece[0] : piece[-1] + 1] = out
-        else:
-            trace.outputs.append(out[:, :, 0])
-            trace.attended.append(attended)
-            trace.kept.append([set(positions) for positions in stored])
+        for at, t in enumerate(piece):
+            trace.add(t, out[:, :, at], attended, [set(positions) for positions in stored])
     return trace

@@ -62,7 +62,5 @@ def run(q, k, v, prompt, inv_freq, num_tables, num_bits, num_sink, num_local, ca
                 out[h, g] = sum(w * v[h, i] for w, i in zip(weight, logits, strict=True))
                 union |= set(logits)
             chosen.append(union)
-        trace.outputs.append(out)
-        trace.attended.append(chosen)
-        trace.kept.append([set(range(t + 1)) for _ in range(heads)])
+        trace.add(t, out, chosen)
     return trace

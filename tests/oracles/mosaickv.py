@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from tests.oracles.plain import Trace, attend, best, dense_prompt, rotate_all, softmax
+from tests.oracles.plain import Trace, attend, best, dense_prompt, rotate_all
 
 KNOBS = {"channels": 0.25, "fraction": 0.3, "block_size": 4, "segment": 16, "buffer": 8}
 LENGTHS = (1, 7, 8, 9, 16, 23, 24, 40)
@@ -41,8 +41,6 @@ class Plan:
     rank: int
     group: int
     block: int
-    fixed_key: list[int] | None = None  # channels every vector keeps; None: each vector its own
-    fixed_value: list[int] | None = None
 
 
 @dataclasses.dataclass
@@ -54,18 +52,18 @@ class Segment:
     plans: list[Plan]
 
 
-def largest(energy, rank, group, width):
-    """Channels of the rank/group best groups of adjacent channels among the first ``width``; lower channels win."""
+def largest(energy, rank, group):
+    """Channels of the rank/group best groups of adjacent channels; lower channels win."""
     score = {}
-    for first in range(0, width, group):
+    for first in range(0, len(energy), group):
         score[first] = sum(float(energy[c]) for c in range(first, first + group))
     return sorted(first + i for first in best(score, rank // group) for i in range(group))
 
 
-def prune(y, rank, group, width, fixed=None):
+def prune(y, rank, group):
     """Rotated vector [D] with everything but the kept coordinates zero."""
     kept = np.zeros(len(y))
-    for c in largest(y * y, rank, group, width) if fixed is None else fixed:
+    for c in largest(y * y, rank, group):
         kept[c] = y[c]
     return kept
 
@@ -100,9 +98,9 @@ def is_eigenbasis(basis, x):
     return bool(aside <= 1e-3 * trace and (np.diff(values) <= 1e-4 * trace).all())
 
 
-def bits(rank, group, width):
+def bits(rank, group, dim):
     """Bits of a packed vector of 16-bit numbers with its bitmap."""
-    return 16 * rank + width // group
+    return 16 * rank + dim // group
 
 
 class Row:
@@ -111,7 +109,6 @@ class Row:
     def __init__(self, k, v, prompt, knobs, basis_key=None, basis_value=None):
         self.k, self.v, self.knobs = k, v, knobs
         self.heads, _, self.dim = k.shape
-        self.width = self.dim * 3 // 4 if knobs["truncate"] else self.dim
         self.given = None if basis_key is None else [np.asarray(x, np.float64) for x in (basis_key, basis_value)]
         self.dynamic = knobs["strategy"] == "dynamic"
         self.key = [{} for _ in range(self.heads)]  # position -> what the packed key stands for
@@ -129,39 +126,21 @@ class Row:
             losses += self.pack(index, range(first, stop))
         self.num_prompt = len(self.segments)
         self.limit = knobs["lifetime"] * (sum(losses) / len(losses) if losses else 0.0)
-        last = self.segments[-1].plans if losses else [self.identity() for _ in range(self.heads)]
+        eye = np.eye(self.dim)  # no rotation before any segment was seen
+        last = self.segments[-1].plans if losses else [self.static_plan(eye, eye) for _ in range(self.heads)]
         self.segments.append(Segment(packed, packed, last))  # the open output segment
         self.loss = 0.0
 
     # ---- strategies
-
-    def identity(self):
-        """The plan before any segment was seen: no rotation, and fixed channels have no energy to go by."""
-        eye = np.eye(self.dim)
-        return self.with_channels(self.static_plan(eye, eye), eye[:0], eye[:0])
 
     def static_plan(self, basis_key, basis_value):
         knobs = self.knobs
         rank = round(knobs["channels"] * self.dim)
         return Plan(basis_key, basis_value, rank, 1, knobs["block_size"])
 
-    def with_channels(self, plan, keys, values):
-        """The plan with its fixed channels, if it has such: those with most energy over the rotated tokens."""
-        if self.knobs["per_vector"]:
-            return plan
-        fixed = []
-        for basis, tokens in ((plan.basis_key, keys), (plan.basis_value, values)):
-            energy = np.zeros(self.dim)
-            for token in tokens:
-                energy += (basis @ token) ** 2
-            fixed.append(largest(energy, plan.rank, plan.group, self.width))
-        return dataclasses.replace(plan, fixed_key=fixed[0], fixed_value=fixed[1])
-
     def bases(self, first, stop, index):
         """Key and value bases of every head [(R_k, R_v)] for a segment; ``index`` is the prompt segment's or None."""
         tokens = [(self.k[h, first:stop], self.v[h, first:stop]) for h in range(self.heads)]
-        if not self.knobs["rotate"]:
-            return [(np.eye(self.dim), np.eye(self.dim)) for _ in tokens]
         if self.given is None:
             return [(eigenbasis(keys), eigenbasis(values)) for keys, values in tokens]
         # An output segment may lie anywhere behind the prompt's; its own moments say which one it is.
@@ -180,7 +159,7 @@ class Row:
             if self.dynamic:
                 plans.append(self.search(basis_key, basis_value, keys, values))
             else:
-                plans.append(self.with_channels(self.static_plan(basis_key, basis_value), keys, values))
+                plans.append(self.static_plan(basis_key, basis_value))
         return plans
 
     def search(self, basis_key, basis_value, keys, values):
@@ -197,22 +176,20 @@ class Row:
             for group in GROUPS:
                 rank = round(share * self.dim)
                 if rank % group == 0 and rank >= group:
-                    options.append((bits(rank, group, self.width), self.width // group, rank, group))
+                    options.append((bits(rank, group, self.dim), self.dim // group, rank, group))
         for _, _, rank, group in sorted(options):
-            plan = self.with_channels(Plan(basis_key, basis_value, rank, group, block), keys, values)
+            plan = Plan(basis_key, basis_value, rank, group, block)
             losses = [self.token_loss(plan, key, value) for key, value in zip(keys, values)]
             if sum(losses) / len(losses) <= self.knobs["max_loss"]:
                 return plan
-        plan = Plan(basis_key, basis_value, round(SHARES[-1] * self.dim), 1, block)
-        return self.with_channels(plan, keys, values)
+        return Plan(basis_key, basis_value, round(SHARES[-1] * self.dim), 1, block)
 
     # ---- storage
 
     def packed(self, plan, key, value):
         """Kept coordinates of one token's key and value, both [D] and rotated."""
-        return (
-            prune(plan.basis_key @ key, plan.rank, plan.group, self.width, plan.fixed_key),
-            prune(plan.basis_value @ value, plan.rank, plan.group, self.width, plan.fixed_value),
+        return tuple(
+            prune(basis @ x, plan.rank, plan.group) for basis, x in ((plan.basis_key, key), (plan.basis_value, value))
         )
 
     def token_loss(self, plan, key, value):
@@ -231,7 +208,7 @@ class Row:
             for first in range(0, len(positions), plan.block):
                 members = list(positions[first : first + plan.block])
                 mean = plan.basis_key @ self.k[h, members].mean(axis=0)
-                kept = prune(mean, plan.rank, plan.group, self.width, plan.fixed_key)
+                kept = prune(mean, plan.rank, plan.group)
                 self.blocks[h][members[0]] = (members, plan.basis_key.T @ kept)
         return losses.tolist()
 
@@ -260,28 +237,22 @@ class Row:
     # ---- a step
 
     def units(self, h):
-        """What is selected, in order: (first position of the block, positions, packed mean)."""
+        """What is selected, in order: (positions, packed mean of their block)."""
         found = []
-        for first, (members, mean) in sorted(self.blocks[h].items()):
+        for _, (members, mean) in sorted(self.blocks[h].items()):
             size = GRANULE if self.dynamic else len(members)
             for i in range(0, len(members), size):
-                found.append((first, members[i : i + size], mean))
+                found.append((members[i : i + size], mean))
         return found
 
     def choose(self, query, h):
         """Packed positions that rotated queries [G, D] of head ``h`` attend to together."""
-        knobs, units = self.knobs, self.units(h)
+        units = self.units(h)
         if not units:
             return []
-        raw = np.array([[float(one @ mean) for _, _, mean in units] for one in query])
-        if knobs["reduce"] == "softmax":
-            raw = np.array([softmax(one / math.sqrt(self.dim)) for one in raw])
-        score = raw.max(axis=0) if knobs["reduce"] in ("max", "each") else raw.mean(axis=0)
-        if knobs["keep_first_block"]:
-            for i, (first, _, _) in enumerate(units):
-                score[i] = math.inf if first == 0 else score[i]
-        count = max(1, math.ceil(knobs["fraction"] * len(units) - 1e-6))
-        return sorted(t for i in best({i: float(x) for i, x in enumerate(score)}, count) for t in units[i][1])
+        score = {i: max(float(one @ mean) for one in query) for i, (_, mean) in enumerate(units)}
+        count = max(1, math.ceil(self.knobs["fraction"] * len(units) - 1e-6))
+        return sorted(t for i in best(score, count) for t in units[i][0])
 
     def attend(self, query, h, packed, exact):
         """Rotated queries [G, D] over packed and exact positions of head ``h``: [G, D]."""
@@ -293,13 +264,10 @@ class Row:
         """Token ``t`` with rotated queries [H, G, D]: output [H, G, D], attended positions of each head."""
         self.buffer.append(t)
         out, attended = np.zeros(query.shape), [set(self.buffer) for _ in range(self.heads)]
-        size = 1 if self.knobs["reduce"] == "each" else query.shape[1]  # query heads that choose together
         for h in range(self.heads):
-            for g in range(0, query.shape[1], size):
-                together = query[h, g : g + size]
-                chosen = self.choose(together, h)
-                out[h, g : g + size] = self.attend(together, h, chosen, self.buffer)
-                attended[h] |= set(chosen)
+            chosen = self.choose(query[h], h)
+            out[h] = self.attend(query[h], h, chosen, self.buffer)
+            attended[h] |= set(chosen)
         self.flush()
         return out, attended
 
@@ -325,11 +293,6 @@ def run(
     block_size=8,
     segment=65536,
     buffer=32,
-    reduce="max",
-    keep_first_block=False,
-    truncate=False,
-    rotate=True,
-    per_vector=True,
     strategy="static",
     max_loss=0.1,
     max_variance=0.5,
@@ -345,9 +308,7 @@ def run(
     trace = MosaicTrace(prompt=dense_prompt(q, k, v, prompt))
     for t in range(prompt, k.shape[1]):
         out, attended = row.decode(q[:, :, t], t)
-        trace.outputs.append(out)
-        trace.attended.append(attended)
-        trace.kept.append([set(range(t + 1)) for _ in range(row.heads)])
+        trace.add(t, out, attended)
     trace.finalised = row.finalised
     trace.plans = [[(p.rank, p.group, p.block) for p in s.plans] for s in row.segments]
     return trace

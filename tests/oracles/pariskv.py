@@ -14,7 +14,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from tests.oracles.plain import Trace, attend_to, best, dense_prompt, rotate_all
+from tests.oracles.plain import best, keep_all, rotate_all
 
 KNOBS = {"budget": 5, "num_sink": 2, "num_local": 4, "buffer": 4, "dense_below": 17}
 LENGTHS = (1, 2, 3, 5, 6, 7, 9, 10, 15, 16, 17, 40)
@@ -52,16 +52,16 @@ def hadamard(dim):
     return matrix / np.sqrt(dim)
 
 
-def turn(x, signs, matrix, rotate):
+def turn(x, signs, matrix, rotate=True):
     """The random rotation of a vector [D]."""
     return matrix @ (signs * x) if rotate else x
 
 
-def encode(key, signs, matrix, normalize=True, rotate=True):
+def encode(key, signs, matrix, rotate=True):
     """`Code` of one RoPE'd key [D]."""
     key = np.asarray(key, np.float64)
     norm = float(np.sqrt((key * key).sum()))
-    y = turn(key / max(norm, 1e-8) if normalize else key, signs, matrix, rotate)
+    y = turn(key / max(norm, 1e-8), signs, matrix, rotate)
     slices = len(key) // SLICE
     code = Code(
         ids=np.zeros(slices, int),
@@ -79,7 +79,7 @@ def encode(key, signs, matrix, normalize=True, rotate=True):
             code.ids[b] += int(part[j] >= 0) << j
             code.level[b, j] = sum(threshold < size for threshold in THRESHOLDS)
             code.alpha[b] += LEVELS[code.level[b, j]] * size
-        weight = (norm if normalize else 1.0) * radius / max(code.alpha[b], 1e-6)
+        weight = norm * radius / max(code.alpha[b], 1e-6)
         code.weight[b] = float(ml_dtypes.bfloat16(weight))
     return code
 
@@ -164,45 +164,29 @@ def is_dense(length, stop, budget, num_sink, num_local, dense_below):
     return length < max(dense_below, num_sink + num_local + 2 * budget) or stop <= num_sink
 
 
-def run(
-    q,
-    k,
-    v,
-    prompt,
-    inv_freq,
-    budget,
-    num_sink,
-    num_local,
-    buffer,
-    dense_below,
-    rho=None,
-    beta=None,
-    normalize=True,
-    rotate=True,
-    seed=42,
-):
+def run(q, k, v, prompt, inv_freq, budget, num_sink, num_local, buffer, dense_below, rho=None, beta=None, seed=42):
     """See the package's docstring."""
     q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
-    heads, group, total, dim = q.shape
+    heads, group, _, dim = q.shape
     signs, matrix = random_signs(dim, seed), hadamard(dim)
-    trace = Trace(prompt=dense_prompt(q, k, v, prompt))
     stop = first_stop(prompt, num_sink, num_local)
     codes = [[] for _ in range(heads)]  # of the zone's keys, in order
-    for t in range(prompt, total):
+
+    def choose(t):
+        nonlocal stop
         stop = next_stop(stop, t + 1, num_local, buffer)  # the code empties a full buffer before it attends
         for h in range(heads):
             for i in range(num_sink + len(codes[h]), stop):
-                codes[h].append(encode(k[h, i], signs, matrix, normalize, rotate))
+                codes[h].append(encode(k[h, i], signs, matrix))
         chosen = []
         for h in range(heads):
             if is_dense(t + 1, stop, budget, num_sink, num_local, dense_below):
                 chosen.append(set(range(t + 1)))
                 continue
             # Scaling the query changes neither ranking, so its length is left in: |q| * <v, rot(q / |q|)>.
-            query = turn(sum(q[h, g, t] for g in range(group)) / group, signs, matrix, rotate)
+            query = turn(sum(q[h, g, t] for g in range(group)) / group, signs, matrix)
             _, picked = retrieve(query, codes[h], budget, rho, beta)
             chosen.append(set(range(num_sink)) | {num_sink + i for i in picked} | set(range(stop, t + 1)))
-        trace.outputs.append(attend_to(q, k, v, t, [sorted(c) for c in chosen]))
-        trace.attended.append(chosen)
-        trace.kept.append([set(range(t + 1)) for _ in range(heads)])
-    return trace
+        return chosen
+
+    return keep_all(q, k, v, prompt, choose)

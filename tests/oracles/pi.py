@@ -21,10 +21,5 @@ def run(q, k, v, prompt, inv_freq, factor):
             for g in range(group):
                 query = rotate(q[h, g, t], t / factor, inv_freq)
                 out[h, g], _ = attend(query, keys, list(np.asarray(v[h, : t + 1], np.float64)))
-        if t < prompt:
-            trace.prompt[:, :, t] = out
-        else:
-            trace.outputs.append(out)
-            trace.attended.append([set(range(t + 1))] * heads)
-            trace.kept.append([set(range(t + 1))] * heads)
+        trace.add(t, out, [set(range(t + 1))] * heads)
     return trace

@@ -16,6 +16,15 @@ class Trace:
     attended: list[list[set[int]]] = dataclasses.field(default_factory=list)  # [step][H]
     kept: list[list[set[int]]] = dataclasses.field(default_factory=list)  # [step][H], stored after the step
 
+    def add(self, t: int, out: np.ndarray, attended: list[set[int]], kept: list[set[int]] | None = None) -> None:
+        """Note of token t its output [H, G, D], what each KV head attended to, and what it stores then; None: everything."""
+        if t < self.prompt.shape[2]:
+            self.prompt[:, :, t] = out
+            return
+        self.outputs.append(out)
+        self.attended.append(attended)
+        self.kept.append([set(range(t + 1)) for _ in attended] if kept is None else kept)
+
 
 def rotate(x: np.ndarray, position: float, inv_freq: np.ndarray) -> np.ndarray:
     """RoPE of one vector [D], pair (i, i + D/2)."""
@@ -73,14 +82,24 @@ def best(score: dict[int, float], count: int) -> set[int]:
     return set(sorted(score, key=lambda i: (-score[i], i))[:count])
 
 
+def keep_all(q: np.ndarray, k: np.ndarray, v: np.ndarray, prompt: int, choose, keys: np.ndarray | None = None) -> Trace:
+    """A run of rotated q and k, and of v, where everything is kept.
+
+    Token t attends to the positions ``choose(t)``, a set for each KV head, and ``keys`` are those it sees there; None: k.
+    """
+    trace = Trace(prompt=dense_prompt(q, k, v, prompt))
+    for t in range(prompt, k.shape[1]):
+        chosen = choose(t)
+        trace.add(t, attend_to(q, k if keys is None else keys, v, t, [sorted(positions) for positions in chosen]), chosen)
+    return trace
+
+
 def keep_once(q: np.ndarray, k: np.ndarray, v: np.ndarray, prompt: int, kept: list[set[int]]) -> Trace:
     """A run of rotated q and k, and of v, where KV head h keeps the prompt's ``kept[h]`` and every later token."""
     trace = Trace(prompt=dense_prompt(q, k, v, prompt))
     for t in range(prompt, k.shape[1]):
         kept = [positions | {t} for positions in kept]
-        trace.outputs.append(attend_to(q, k, v, t, [sorted(positions) for positions in kept]))
-        trace.attended.append(kept)
-        trace.kept.append(kept)
+        trace.add(t, attend_to(q, k, v, t, [sorted(positions) for positions in kept]), kept, kept)
     return trace
 
 
@@ -92,10 +111,9 @@ def keep_again(q: np.ndarray, k: np.ndarray, v: np.ndarray, prompt: int, interva
     """
     trace = Trace(prompt=dense_prompt(q, k, v, prompt))
     for t in range(prompt, k.shape[1]):
-        kept = [positions | {t} for positions in kept]
-        trace.outputs.append(attend_to(q, k, v, t, [sorted(positions) for positions in kept]))
-        trace.attended.append(kept)
-        if (t + 1 - prompt) % interval == 0:
-            kept = keep([sorted(positions) for positions in kept], t)
-        trace.kept.append(kept)
+        attended = [positions | {t} for positions in kept]
+        out = attend_to(q, k, v, t, [sorted(positions) for positions in attended])
+        evicts = (t + 1 - prompt) % interval == 0
+        kept = keep([sorted(positions) for positions in attended], t) if evicts else attended
+        trace.add(t, out, attended, kept)
     return trace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.oracles.plain import Trace, attend_to, best, dense_prompt, rotate_all, softmax
+from tests.oracles.plain import best, keep_all, rotate_all, softmax
 
 KNOBS = {"fraction": 0.5, "recent_share": 0.5, "num_sink": 2, "num_subvectors": 2, "num_centroids": 4, "iterations": 3}
 LENGTHS = (1, 2, 3, 6, 7, 9, 14, 40)
@@ -49,7 +49,6 @@ def run(q, k, v, prompt, inv_freq, fraction, recent_share, num_sink, num_subvect
     recent, wanted = floor(behind * fraction * recent_share), floor(behind * fraction * (1 - recent_share))
     if behind <= num_centroids:
         recent = wanted = num_centroids
-    trace = Trace(prompt=dense_prompt(q, k, v, prompt))
     coded = k.copy()  # keys that are made of centroids
     for h in range(heads):
         for part in range(num_subvectors):
@@ -57,13 +56,13 @@ def run(q, k, v, prompt, inv_freq, fraction, recent_share, num_sink, num_subvect
             centroids = kmeans([k[h, i, cut] for i in range(num_sink, prompt)], num_centroids, iterations)
             for i in range(num_sink, total):
                 coded[h, i, cut] = centroids[nearest(k[h, i, cut], centroids)]
-    for t in range(prompt, total):
+
+    def choose(t):
         zone = list(range(num_sink, t - recent))
         chosen = []
         for h in range(heads):
             logits = [[float(q[h, g, t] @ coded[h, i]) / np.sqrt(dim) for i in zone] for g in range(group)]
             chosen.append(best(group_scores(logits, zone), wanted) | (set(range(t + 1)) - set(zone)))
-        trace.outputs.append(attend_to(q, k, v, t, [sorted(c) for c in chosen]))
-        trace.attended.append(chosen)
-        trace.kept.append([set(range(t + 1)) for _ in range(heads)])
-    return trace
+        return chosen
+
+    return keep_all(q, k, v, prompt, choose)

@@ -21,8 +21,8 @@ def budget_of(layer, layers, budget, obs_window, beta):
     return obs_window + floor(high - layer * (high - low) / (layers - 1))
 
 
-def run(q, k, v, prompt, inv_freq, budget, obs_window, kernel, beta, pooling="avg"):
+def run(q, k, v, prompt, inv_freq, budget, obs_window, kernel, beta):
     """See the package's docstring."""
     q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
     size = budget_of(0, 2, budget, obs_window, beta)
-    return keep_once(q, k, v, prompt, [keep(q, k, h, prompt, size, obs_window, kernel, pooling) for h in range(len(k))])
+    return keep_once(q, k, v, prompt, [keep(q, k, h, prompt, size, obs_window, kernel) for h in range(len(k))])

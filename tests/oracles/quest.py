@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.oracles.plain import Trace, attend_to, best, dense_prompt, rotate_all
+from tests.oracles.plain import best, keep_all, rotate_all
 
 KNOBS = {"budget": 12, "page_size": 4, "num_dense_layers": 0}
 LENGTHS = (1, 3, 4, 5, 11, 12, 13, 40)
@@ -39,11 +39,4 @@ def run(q, k, v, prompt, inv_freq, budget, page_size, num_dense_layers):
     """See the package's docstring; ``num_dense_layers`` must be 0, a layer is all there is."""
     assert num_dense_layers == 0
     q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
-    heads, _, total, _ = q.shape
-    trace = Trace(prompt=dense_prompt(q, k, v, prompt))
-    for t in range(prompt, total):
-        chosen = [pick(q, k, h, t, budget, page_size) for h in range(heads)]
-        trace.outputs.append(attend_to(q, k, v, t, [sorted(c) for c in chosen]))
-        trace.attended.append(chosen)
-        trace.kept.append([set(range(t + 1)) for _ in range(heads)])
-    return trace
+    return keep_all(q, k, v, prompt, lambda t: [pick(q, k, h, t, budget, page_size) for h in range(len(k))])

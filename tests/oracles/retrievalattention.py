@@ -27,7 +27,5 @@ def run(q, k, v, prompt, inv_freq, budget, num_sink, num_local, buffer):
                 out[h, g], _ = attend(q[h, g, t], [k[h, i] for i in own], [v[h, i] for i in own])
                 union |= set(own)
             chosen.append(union)
-        trace.outputs.append(out)
-        trace.attended.append(chosen)
-        trace.kept.append([set(range(t + 1)) for _ in range(heads)])
+        trace.add(t, out, chosen)
     return trace

@@ -85,9 +85,7 @@ def run(q, k, v, prompt, inv_freq, fraction, estimated, num_sink, num_local, clu
                     weight = np.exp(logits[g, c])
                     above, below = above + weight * here[c][1], below + weight * len(here[c][2])
                 out[h, g] = above / below
-        trace.outputs.append(out)
-        trace.attended.append(attended)
-        trace.kept.append([set(range(t + 1))] * heads)
+        trace.add(t, out, attended)
         if t + 1 - end - num_local == buffer:
             add(end, end + buffer, [range(buffer)])
             end += buffer

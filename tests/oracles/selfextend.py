@@ -30,10 +30,5 @@ def run(q, k, v, prompt, inv_freq, group_size, window):
                     logits.append(query[h, g, i] @ key[h, j] / np.sqrt(dim))
                 for j, weight in enumerate(softmax(logits)):
                     out[h, g] += weight * np.asarray(v[h, j], np.float64)
-        if i < prompt:
-            trace.prompt[:, :, i] = out
-        else:
-            trace.outputs.append(out)
-            trace.attended.append([set(range(i + 1))] * heads)
-            trace.kept.append([set(range(i + 1))] * heads)
+        trace.add(i, out, [set(range(i + 1))] * heads)
     return trace

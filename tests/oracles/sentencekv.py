@@ -17,11 +17,6 @@ KNOBS = {"budget": 12, "keep_factor": 2.0, "boundary": _ENDS, "obs_window": 4, "
 LENGTHS = (1, 3, 4, 5, 12, 16, 24, 25, 40)
 
 
-def ends_at(position, boundary, segment, chunk):
-    """Whether the token at ``position``, whose id is its position, is the last of its sentence."""
-    return (position + 1) % chunk == 0 if segment == "chunk" else bool(boundary[position])
-
-
 def sentences_of(prompt, total, is_end):
     """Sentence number of every position; the prompt's end closes whatever is open."""
     number, current = [], 0
@@ -112,52 +107,38 @@ def run(
     budget,
     keep_factor=2.0,
     boundary=None,
-    segment="sentence",
-    chunk=32,
-    query="mean",
     prefilter="global",
     obs_window=32,
     kernel=31,
     num_sink=32,
     num_recent=32,
-    mode="paper",
     open_cap=256,
-    lists="kv_head",
 ):
     """See the package's docstring; the token id at position t is t."""
     q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
     heads, group, total, dim = q.shape
     trace = Trace(prompt=dense_prompt(q, k, v, prompt))
-    is_end = [ends_at(position, boundary, segment, chunk) for position in range(total)]
-    number = sentences_of(prompt, total, is_end)
+    number = sentences_of(prompt, total, boundary)
     pools = pools_after_prompt(q, k, prompt, int(np.floor(keep_factor * budget)), prefilter, obs_window, kernel)
     first = prompt  # of the open sentence
-    finished = None  # the last sentence that was written to its end
     for t in range(prompt, total):
-        if is_end[t]:
-            finished, first = range(first, t + 1), t + 1
+        if boundary[t]:
+            first = t + 1
         count = t + 1 - first
-        whole = count <= (1 if mode == "code" else 0)
-        recent = num_recent if mode == "code" else min(max(num_recent, min(count, open_cap)), budget - num_sink)
+        recent = min(max(num_recent, min(count, open_cap)), budget - num_sink)
         closed = {number[i] for i in range(first)}
-        asking = {"current": [t], "mean": range(first, t + 1), "finished": finished or range(first, t + 1)}[query]
         output = np.zeros((heads, group, dim))
-        attended, kept = [set() for _ in range(heads)], [set() for _ in range(heads)]
+        attended, kept = [set()] * heads, [set()] * heads
         for h in range(heads):
             pool = pools[h]
             pool.append(t)
-            size = 1 if lists == "q_head" else group  # query heads that choose together
-            for together in (range(g, g + size) for g in range(0, group, size)):
-                chosen = set(range(len(pool)))
-                if not whole:
-                    order = ranked(pool, k[h], number, closed, [q[h, g, i] for g in together for i in asking])
-                    chosen = choose(pool, order, num_sink, recent, budget - num_sink - recent)
-                positions = sorted(pool[slot] for slot in chosen)
-                for g in together:
-                    output[h, g], _ = attend(q[h, g, t], k[h, positions], v[h, positions])
-                attended[h] |= set(positions)
-            kept[h] |= set(pool)
-        trace.outputs.append(output)
-        trace.attended.append(attended)
-        trace.kept.append(kept)
+            chosen = set(range(len(pool)))
+            if count:
+                order = ranked(pool, k[h], number, closed, [q[h, g, i] for g in range(group) for i in range(first, t + 1)])
+                chosen = choose(pool, order, num_sink, recent, budget - num_sink - recent)
+            positions = sorted(pool[slot] for slot in chosen)
+            for g in range(group):
+                output[h, g], _ = attend(q[h, g, t], k[h, positions], v[h, positions])
+            attended[h], kept[h] = set(positions), set(pool)
+        trace.add(t, output, attended, kept)
     return trace

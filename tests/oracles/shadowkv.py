@@ -69,7 +69,5 @@ def run(q, k, v, prompt, inv_freq, budget, rank, chunk_size, outlier_chunks, loc
             for g in range(group):
                 out[h, g], _ = attend(q[h, g, t], list(keys.values()), [v[h, i] for i in keys])
             attended.append(set(keys))
-        trace.outputs.append(out)
-        trace.attended.append(attended)
-        trace.kept.append([set(range(t + 1)) for _ in range(heads)])
+        trace.add(t, out, attended)
     return trace

@@ -10,7 +10,7 @@ KNOBS = {"budget": 12, "obs_window": 5, "kernel": 3}
 LENGTHS = (1, 4, 5, 6, 11, 12, 13, 40)
 
 
-def votes(q, k, h, prompt, obs_window, kernel, pooling="avg"):
+def votes(q, k, h, prompt, obs_window, kernel):
     """The score of each prompt position before the window for KV head ``h``, from rotated q and k."""
     group, dim = q.shape[1], q.shape[3]
     prefix = max(prompt - obs_window, 0)
@@ -23,20 +23,19 @@ def votes(q, k, h, prompt, obs_window, kernel, pooling="avg"):
                 received[i] += weight[i]
         for i in range(prefix):
             around = [received[j] for j in range(i - kernel // 2, i + kernel // 2 + 1) if 0 <= j < prefix]
-            mean[i] += (sum(around) / kernel if pooling == "avg" else max(around)) / group
+            mean[i] += sum(around) / kernel / group
     return mean
 
 
-def keep(q, k, h, prompt, budget, obs_window, kernel, pooling="avg"):
+def keep(q, k, h, prompt, budget, obs_window, kernel):
     """Prompt positions that KV head ``h`` keeps, from rotated q and k."""
     if prompt <= budget:
         return set(range(prompt))
-    score = votes(q, k, h, prompt, obs_window, kernel, pooling)
+    score = votes(q, k, h, prompt, obs_window, kernel)
     return best(dict(enumerate(score)), budget - obs_window) | set(range(len(score), prompt))
 
 
-def run(q, k, v, prompt, inv_freq, budget, obs_window, kernel, pooling="avg"):
+def run(q, k, v, prompt, inv_freq, budget, obs_window, kernel):
     """See the package's docstring."""
     q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
-    kept = [keep(q, k, h, prompt, budget, obs_window, kernel, pooling) for h in range(len(k))]
-    return keep_once(q, k, v, prompt, kept)
+    return keep_once(q, k, v, prompt, [keep(q, k, h, prompt, budget, obs_window, kernel) for h in range(len(k))])

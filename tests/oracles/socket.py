@@ -7,7 +7,7 @@ import itertools
 import jax
 import numpy as np
 
-from tests.oracles.plain import Trace, attend_to, best, dense_prompt, rotate_all, softmax
+from tests.oracles.plain import best, keep_all, rotate_all, softmax
 
 KNOBS = {"budget": 5, "num_sink": 2, "num_local": 4, "num_tables": 6, "num_bits": 3, "temperature": 0.3}
 LENGTHS = (1, 2, 3, 5, 6, 7, 11, 40)
@@ -27,12 +27,12 @@ def bucket(x, planes):
 def run(q, k, v, prompt, inv_freq, budget, num_sink, num_local, num_tables, num_bits, temperature):
     """See the package's docstring."""
     q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
-    heads, group, total, dim = q.shape
+    heads, group, _, dim = q.shape
     planes = random_planes(num_tables, num_bits, dim)
     corners = list(itertools.product((False, True), repeat=num_bits))
     signs = np.where(corners, 1.0, -1.0)
-    trace = Trace(prompt=dense_prompt(q, k, v, prompt))
-    for t in range(prompt, total):
+
+    def choose(t):
         zone = list(range(num_sink, t + 1 - num_local))
         chosen = []
         for h in range(heads):
@@ -44,7 +44,6 @@ def run(q, k, v, prompt, inv_freq, budget, num_sink, num_local, num_tables, num_
                     score[i] += likely[bucket(k[h, i], planes[table])]
             score = {i: round(x * float(np.linalg.norm(v[h, i])), DIGITS) for i, x in score.items()}
             chosen.append(best(score, budget) | (set(range(t + 1)) - set(zone)))
-        trace.outputs.append(attend_to(q, k, v, t, [sorted(c) for c in chosen]))
-        trace.attended.append(chosen)
-        trace.kept.append([set(range(t + 1)) for _ in range(heads)])
-    return trace
+        return chosen
+
+    return keep_all(q, k, v, prompt, choose)

@@ -31,10 +31,5 @@ def run(q, k, v, prompt, inv_freq, budget, num_sink, chunk):
         attended = set(slots)
         if len(slots) > budget:
             slots = slots[:num_sink] + slots[len(slots) - (budget - num_sink) :]
-        if t < prompt:
-            trace.prompt[:, :, t] = out
-        else:
-            trace.outputs.append(out)
-            trace.attended.append([attended] * heads)
-            trace.kept.append([set(slots)] * heads)
+        trace.add(t, out, [attended] * heads, [set(slots)] * heads)
     return trace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.oracles.plain import Trace, attend_to, best, dense_prompt, rotate_all
+from tests.oracles.plain import best, keep_all, rotate_all
 
 KNOBS = {"channels": 0.6, "obs_window": 5, "num_recent": 6}
 LENGTHS = (1, 4, 5, 6, 7, 12, 23, 40)
@@ -13,9 +13,8 @@ LENGTHS = (1, 4, 5, 6, 7, 12, 23, 40)
 def run(q, k, v, prompt, inv_freq, channels, obs_window, num_recent):
     """See the package's docstring."""
     q, k, v = rotate_all(q, inv_freq), rotate_all(k, inv_freq), np.asarray(v, np.float64)
-    heads, group, total, dim = q.shape
+    heads, group, _, dim = q.shape
     dropped = int(dim * (1 - channels) + 1e-6)
-    trace = Trace(prompt=dense_prompt(q, k, v, prompt))
     thin = k.copy()
     for h in range(heads):
         score = {}
@@ -24,9 +23,4 @@ def run(q, k, v, prompt, inv_freq, channels, obs_window, num_recent):
             score[c] = asked * np.mean([k[h, t, c] ** 2 for t in range(prompt)])
         for c in set(range(dim)) - best(score, dim - dropped):
             thin[h, : max(prompt - num_recent, 0), c] = 0
-    for t in range(prompt, total):
-        everything = list(range(t + 1))
-        trace.outputs.append(attend_to(q, thin, v, t, [everything] * heads))
-        trace.attended.append([set(everything)] * heads)
-        trace.kept.append([set(everything)] * heads)
-    return trace
+    return keep_all(q, k, v, prompt, lambda t: [set(range(t + 1)) for _ in k], keys=thin)

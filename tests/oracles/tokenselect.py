@@ -21,21 +21,11 @@ def mean_query(q, first, count, num_local, inv_freq):
     return mean
 
 
-def votes(query, k, candidates, budget, vote, gqa_map):
+def votes(query, k, candidates):
     """What all query heads [H, G, D] together give each candidate, on un-rotated keys k [H, T, D], unscaled."""
-    heads, group, _ = query.shape
     total = np.zeros(len(candidates))
-    for h in range(heads):
-        for g in range(group):
-            scored = (h * group + g) % heads if gqa_map == "mod" else h
-            logits = np.array([float(query[h, g] @ k[scored, t]) for t in candidates])
-            if vote == "soft":
-                total += softmax(logits)
-            elif vote == "raw":
-                total += logits
-            else:
-                for i in best(dict(enumerate(logits)), budget):
-                    total[i] += 1
+    for h, g in np.ndindex(query.shape[:2]):
+        total += softmax([float(query[h, g] @ k[h, t]) for t in candidates])
     return total
 
 
@@ -47,10 +37,10 @@ def pooled(total, kernel):
     return out
 
 
-def select(query, k, length, budget, num_sink, num_local, vote, kernel, gqa_map):
+def select(query, k, length, budget, num_sink, num_local, kernel):
     """The ``budget`` chosen tokens, ascending, when ``length`` tokens are stored."""
     candidates = list(range(num_sink, length - num_local))
-    score = pooled(votes(query, k, candidates, budget, vote, gqa_map), kernel)
+    score = pooled(votes(query, k, candidates), kernel)
     return sorted(best(dict(zip(candidates, score, strict=True)), budget))
 
 
@@ -75,7 +65,7 @@ def cosine(a, b):
     return float(np.sum(a * b) / norm) if norm > 0 else 0.0
 
 
-def run(q, k, v, prompt, inv_freq, budget, num_sink, num_local, chunk, theta, vote="soft", kernel=1, gqa_map="group"):
+def run(q, k, v, prompt, inv_freq, budget, num_sink, num_local, chunk, theta, kernel=1):
     """See the package's docstring."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     heads, _, total, _ = q.shape
@@ -86,7 +76,7 @@ def run(q, k, v, prompt, inv_freq, budget, num_sink, num_local, chunk, theta, vo
 
     def choose(first, count):
         query = mean_query(q, first, count, num_local, inv_freq)
-        return select(query, k, first + count, budget, num_sink, num_local, vote, kernel, gqa_map)
+        return select(query, k, first + count, budget, num_sink, num_local, kernel)
 
     pieces = []
     for first in range(0, prompt, chunk):
@@ -105,7 +95,5 @@ def run(q, k, v, prompt, inv_freq, budget, num_sink, num_local, chunk, theta, vo
             if chosen is None or cosine(q[:, :, t], q[:, :, refreshed_at]) < theta:
                 chosen, refreshed_at = choose(t, 1), t
             slots = sparse(length, chosen)
-        trace.outputs.append(attend_slots(q, k, v, t, 1, slots, inv_freq)[:, :, 0])
-        trace.attended.append([set(slots) for _ in range(heads)])
-        trace.kept.append([set(range(length)) for _ in range(heads)])
+        trace.add(t, attend_slots(q, k, v, t, 1, slots, inv_freq)[:, :, 0], [set(slots)] * heads)
     return trace

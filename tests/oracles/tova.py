@@ -28,10 +28,5 @@ def run(q, k, v, prompt, inv_freq, budget):
                     score[token] += probability
         if t >= prompt - 1 and len(kept) > budget:  # the prompt itself is dense
             kept = sorted(best(score, budget))
-        if t < prompt:
-            trace.prompt[:, :, t] = out
-        else:
-            trace.outputs.append(out)
-            trace.attended.append([set(attended)] * heads)
-            trace.kept.append([set(kept)] * heads)
+        trace.add(t, out, [set(attended)] * heads, [set(kept)] * heads)
     return trace

@@ -89,14 +89,11 @@ def test_importing_has_no_side_effects():
     )
 
 
-def test_prompts_are_made_without_jax():
+def test_prompts_are_made_without_jax_and_one_kernel_is_imported_alone():
     """Worker processes that make prompts start fast, as does the command line."""
-    run_python("import sys, experiments.tasks, experiments.benchmarks, experiments.cli.main; assert 'jax' not in sys.modules")
-
-
-def test_one_kernel_is_imported_alone():
     run_python(
-        "import sys, pallas_kernels; assert 'jax' not in sys.modules; from pallas_kernels import merge_splits; "
+        "import sys, experiments.tasks, experiments.benchmarks, experiments.cli.main; assert 'jax' not in sys.modules; "
+        "import pallas_kernels; assert 'jax' not in sys.modules; from pallas_kernels import merge_splits; "
         "loaded = {name for name in sys.modules if name.startswith('pallas_kernels.')}; "
         "others = {f'pallas_kernels.{room}.{name}' for room, name in pallas_kernels.operations()} & loaded; "
         "assert others == {'pallas_kernels.attend.merge_splits'}, others; assert callable(merge_splits)"

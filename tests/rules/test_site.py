@@ -83,7 +83,7 @@ def test_a_docstring_becomes_markdown():
     ]  # fmt: skip
 
 
-def test_tables_are_the_records():
+def test_tables_are_the_records(monkeypatch):
     """A directive's columns, a record's own tables, and the measured part of a method's page."""
     file = DOCS / "records" / "speed-h200.json"
     table = records.columns(file, ["method", "value"], {"name": "decode", "method": "snapkv", "batch": "1"})
@@ -91,9 +91,11 @@ def test_tables_are_the_records():
     assert f"| snapkv | {row['value']:.4g} |" in table
     with pytest.raises(ValueError, match="no row with"):
         records.columns(file, ["method"], {"method": "nobody"})
+    monkeypatch.setattr(records, "_PATTERNS", ("*-h200.json", "fidelity/int8/metrics.json"))  # not all, which takes longer
+    monkeypatch.setattr(methods, "_SCORES", ("qwen-full",))
     pages = records.pages(DOCS)
-    assert {"index.md", "speed-h200.md", "results-qwen-16k.md"} <= pages.keys()
-    assert "| Full |" in pages["results-qwen-16k.md"] and "(speed-h200.md)" in pages["index.md"]
+    assert pages.keys() == {"index.md", "offload-h200.md", "speed-h200.md", "fidelity-int8.md"}
+    assert "| Full |" in pages["fidelity-int8.md"] and "(speed-h200.md)" in pages["index.md"]
     quest = methods.pages(DOCS)["quest.md"]
     assert "| `num_dense_layers` | `2` | static |" in quest and "## Measured" in quest and "ms on an H200" in quest
     assert "| `gather_attention` |" in catalogue.operations() and "| `llama` | Llama 3" in catalogue.families()

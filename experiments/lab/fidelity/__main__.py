@@ -12,9 +12,8 @@ import json
 import pathlib
 import sys
 
-from experiments.answering import load_model
-from experiments.cli import Against, Job, option, read_record, write_figures
-from experiments.evaluation import set_knobs
+from experiments.answering import load_model, set_knobs
+from experiments.cli import Job, option, read_record, write_figures
 from experiments.lab.fidelity.report import cells, fidelity_tables, table
 from experiments.lab.fidelity.run import Runner
 from experiments.lab.fidelity.settings import FidelitySettings
@@ -43,7 +42,7 @@ class FidelityCommand:
     quiet: bool = False
 
 
-def _fidelity(settings: FidelitySettings, command: FidelityCommand, against: Against) -> None:
+def _fidelity(settings: FidelitySettings, command: FidelityCommand) -> None:
     command = with_figures(command)
     settings = dataclasses.replace(settings, methods=set_knobs(settings.methods, command.set))
     model = settings.load()
@@ -60,12 +59,11 @@ def _fidelity(settings: FidelitySettings, command: FidelityCommand, against: Aga
     else:
         for (stream, length), rows in cells(record["metrics"]).items():
             print(f"{stream}, {length} tokens\n\n{table(rows)}\n")
-        against.show(command.out)
     if not command.quiet:
         print("written: " + ", ".join(map(str, written)), file=sys.stderr)
 
 
-main = Job(_fidelity, FidelitySettings, FidelityCommand, Against, compiles=True)
+main = Job(_fidelity, FidelitySettings, FidelityCommand, compiles=True)
 
 
 if __name__ == "__main__":

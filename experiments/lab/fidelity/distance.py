@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from experiments.answering import LoadedModel, follow
-from experiments.evaluation import Choice
+from experiments.answering import Choice, LoadedModel, follow
 from experiments.lab.fidelity.texts import Texts
 from kvjax.accounting.stats import Stats
 from kvjax.api.measure import measure

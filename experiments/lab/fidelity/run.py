@@ -16,6 +16,7 @@ from tqdm import tqdm
 import models
 from experiments.answering import (
     Calibration,
+    Choice,
     LoadedModel,
     Setting,
     account,
@@ -25,7 +26,7 @@ from experiments.answering import (
     needs_thresholds,
     reads_all,
 )
-from experiments.evaluation import Choice, CompileAhead
+from experiments.evaluation import CompileAhead
 from experiments.lab.fidelity import texts as streams
 from experiments.lab.fidelity.distance import distance, lead, lower, share_rooms
 from experiments.lab.fidelity.settings import FidelitySettings

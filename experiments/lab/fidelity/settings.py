@@ -7,9 +7,8 @@ from collections.abc import Mapping
 
 from jsonargparse.typing import PositiveInt
 
-from experiments.answering import METHODS, ModelSettings
+from experiments.answering import METHODS, Choice, ModelSettings, at_budgets, budgets_of, choices_of, written
 from experiments.cli import option
-from experiments.evaluation import Choice, at_budgets, check_choices, choices_of, written
 from experiments.tasks import get_task
 from kvjax.cache.quantised import KV_DTYPES
 
@@ -52,7 +51,7 @@ class FidelitySettings(ModelSettings):
     """
 
     methods: tuple[Choice, ...] = option(tuple(Choice(name, {}) for name in METHODS), read=choices_of, write=written)
-    budgets: tuple[str, ...] = ()
+    budgets: tuple[str, ...] = option((), read=budgets_of)
     lengths: tuple[PositiveInt, ...] = (2048,)
     streams: tuple[str, ...] = option(("prose", "answers"), choices=STREAMS)
     samples: PositiveInt = 16
@@ -81,7 +80,6 @@ class FidelitySettings(ModelSettings):
             raise ValueError("haystack 'code' is no text for the stream prose: name the stream code instead of it")
         if get_task(self.task).needs_file:
             raise ValueError(f"task must be a generated task without a file of questions, got {self.task!r}")
-        check_choices(self.methods, self.budgets, min(self.lengths))
 
     @property
     def task_haystack(self) -> str | None:

@@ -11,7 +11,8 @@ import numpy as np
 import kvjax
 from experiments.answering import LoadedModel, pad
 from experiments.lab.fidelity.settings import WHOLE_PROSE, FidelitySettings
-from experiments.tasks import encode_prompt, held_out_text, length_within, make_samples, opening_ids, prose_text, transcript
+from experiments.lab.fidelity.tool_turns import transcript
+from experiments.tasks import encode_prompt, held_out_text, length_within, make_samples, opening_ids, prose_text
 
 _BLOCK = 128  # tokens; contexts are padded to a multiple of this
 _FUNCTION_TOKENS = 160  # fewer than the request and the turns of a function of a transcript take

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
-from experiments.cli import Against, Job, read_record, write_figures
+from experiments.cli import Job, read_record, write_figures
 from experiments.lab.insight.report import table
 from experiments.lab.insight.run import InsightSettings, run_methods
 from experiments.lab.plot import PACKAGES
@@ -37,7 +37,7 @@ class InsightCommand:
     plot: bool = True
 
 
-def _insight(settings: InsightSettings, command: InsightCommand, against: Against) -> None:
+def _insight(settings: InsightSettings, command: InsightCommand) -> None:
     command = with_figures(command)
     model, path = settings.load(), command.out.with_suffix(".json")
     about = {"model": model.name, "weights": model.weights, "dtype": model.config.dtype}
@@ -45,10 +45,9 @@ def _insight(settings: InsightSettings, command: InsightCommand, against: Agains
     if command.plot:
         write_figures(path, [], path.parent, packages=PACKAGES)
     print(table(read_record(path)))
-    against.show(path)
 
 
-main = Job(_insight, InsightSettings, InsightCommand, Against, compiles=True)
+main = Job(_insight, InsightSettings, InsightCommand, compiles=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 
-from experiments.cli import Against, Job
+from experiments.cli import Job
 from experiments.lab.peers import report
 from experiments.lab.peers.settings import METHODS, PACKAGES, PeersCommand, PeersSettings
 from experiments.records import Results
@@ -21,7 +21,7 @@ from experiments.speed.rows import finish
 from experiments.speed.settings import MODELS
 
 
-def _peers(settings: PeersSettings, command: PeersCommand, against: Against) -> None:
+def _peers(settings: PeersSettings, command: PeersCommand) -> None:
     for name in ("torch", "transformers"):
         try:
             importlib.import_module(name)
@@ -44,10 +44,10 @@ def _peers(settings: PeersSettings, command: PeersCommand, against: Against) -> 
             for batch in settings.batches:
                 for cache in settings.caches:
                     bench.row(method, length, batch, cache)
-    finish(results, report.peer_tables(results.metrics, results.notes), against, bench.failed)
+    finish(results, report.peer_tables(results.metrics, results.notes), bench.failed)
 
 
-main = Job(_peers, PeersSettings, PeersCommand, Against)
+main = Job(_peers, PeersSettings, PeersCommand)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.cli import read_record
-from experiments.evaluation import against, averages, beside_full, load, read_runs, report
+from experiments.evaluation import against, averages, beside_full, load, report
 from experiments.lab.fidelity import fidelity_tables
 from experiments.lab.insight.report import table as insight_table
 from experiments.lab.peers.report import peer_tables
@@ -111,7 +111,7 @@ def pages(docs: pathlib.Path) -> dict[str, str]:
             body = text.partition("\n")[2] if text.startswith("# ") else text
             written[f"{name}.md"] = f"# Record {name}\n\n[The record]({link}).\n\n{body}\n"
         title = f"[{name}]({name}.md)" if text else name
-        listed.append((title, record["experiment"], *_origin(path, record), f"[file]({link})"))
+        listed.append((title, record["experiment"], *_origin(record), f"[file]({link})"))
     head = ("record", "experiment", "dates", "commits", "devices", "JAX", "")
     toctree = "\n".join(["```{toctree}", ":hidden:", "", *(name.removesuffix(".md") for name in written), "```"])
     intro = (
@@ -121,11 +121,11 @@ def pages(docs: pathlib.Path) -> dict[str, str]:
     return {**written, "index.md": "\n".join(["# Records", "", intro, "", *markdown_rows([head, *listed]), "", toctree, ""])}
 
 
-def _origin(path: pathlib.Path, record: Mapping[str, Any]) -> tuple[str, str, str, str]:
+def _origin(record: Mapping[str, Any]) -> tuple[str, str, str, str]:
     """Tell the first and the last day, the commits, the devices and the version of JAX."""
-    notes = (record.get("notes") or {}).get("runs") or {}
-    runs = [(date, about.get("commit")) for date, about in notes.items()]
-    runs = runs or [(run["date"], run.get("commit")) for run in (read_runs(path) if path.is_dir() else [])]
+    notes = (record.get("notes") or {}).get("runs") or {}  # by date, or a list with dates
+    dated = notes.items() if isinstance(notes, dict) else ((run["date"], run) for run in notes)
+    runs = [(date, about.get("commit")) for date, about in dated]
     runs = sorted(runs, key=lambda run: run[0]) or [(record["date"], record["commit"])]
     days = dict.fromkeys(date[:10] for date in (runs[0][0], runs[-1][0]))
     commits = dict.fromkeys(short_commit(commit) for _, commit in runs)

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from experiments.cli import Job, option
-from experiments.tasks import haystack, infinitebench, prose_text, ruler, singular_form, source_text, split_sentences
+from experiments.tasks import PROMPTS, haystack, prose_text, singular_form, source_text, split_sentences
 
 VOCAB_SIZE = 5120
 END = "<|endoftext|>"
@@ -62,20 +62,15 @@ def pre_tokenizer() -> pre_tokenizers.PreTokenizer:
 
 def template_texts(repeats: int) -> Iterator[str]:
     """Yield the fixed texts of the tasks with empty placeholders, each ``repeats`` times."""
+    niah, vt, passkey, digits, kv = (
+        PROMPTS[name] for name in ("niah_single_1", "vt", "passkey", "number_string", "kv_retrieval")
+    )
     templates = [  # in the order of the corpus from which the shipped tokenizer was trained
-        ruler.NIAH_CONTEXT,
-        ruler.NIAH_QUESTION,
-        ruler.NIAH_PREFIX,
-        ruler.NEEDLE,
-        ruler.VT_CONTEXT,
-        ruler.VT_QUESTION,
-        ruler.VT_PREFIX,
-        infinitebench.PASSKEY_CONTEXT,
-        infinitebench.NUMBER_STRING_CONTEXT,
-        *infinitebench.PASSKEY,
-        *infinitebench.NUMBER_STRING,
-        infinitebench.KV_CONTEXT,
-        infinitebench.KV_PREFIX,
+        *(niah.context, niah.question, niah.prefix, niah.forms["needle"]),
+        *(vt.context, vt.question, vt.prefix),
+        *(passkey.context, digits.context),
+        *(text for one in (passkey, digits) for text in (one.forms["needle"], one.question, one.prefix)),
+        *(kv.context, kv.prefix),
         haystack.NOISE,
         '\n\nKey: "": "", ',
         "VAR = VAR \n",

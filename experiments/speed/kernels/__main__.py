@@ -16,7 +16,7 @@ import pathlib
 import jax
 from jsonargparse.typing import PositiveInt
 
-from experiments.cli import Against, Job, Settings, option, record_path
+from experiments.cli import Job, Settings, option, record_path
 from experiments.records import Results, commit, versions
 from experiments.speed.kernels.cases import cases
 from experiments.speed.kernels.compare import run_case
@@ -63,7 +63,7 @@ class KernelCommand(Output):
     out: pathlib.Path = option(pathlib.Path("runs/kernels.json"), read=record_path)
 
 
-def _compare(settings: KernelSettings, command: KernelCommand, against: Against) -> None:
+def _compare(settings: KernelSettings, command: KernelCommand) -> None:
     small = settings.tiny or settings.interpret
     chosen = cases(small, wide=settings.interpret)
     known = list(dict.fromkeys(case.operation.name for case in chosen))
@@ -89,14 +89,14 @@ def _compare(settings: KernelSettings, command: KernelCommand, against: Against)
         mine = [case for case in chosen if case.operation.name == name]
         with added(mine, settings.outside, settings.interpret):
             failed += sum(run_case(case, results, bandwidth, run_name, settings.repeats) for case in mine)
-    finish(results, kernel_table(results.metrics, results.notes), against, failed, "failed or are wrong; see the record")
+    finish(results, kernel_table(results.metrics, results.notes), failed, "failed or are wrong; see the record")
     ran = {(row["name"], row["implementation"]) for row in results.metrics}
     for own in settings.outside:  # what has no row has no error either
         if (settings.only[0], own) not in ran:
             raise ValueError(f"--with {own}: no shape of {settings.only[0]} can run it here; the lines above say why")
 
 
-main = Job(_compare, KernelSettings, KernelCommand, Against)
+main = Job(_compare, KernelSettings, KernelCommand)
 
 
 if __name__ == "__main__":

@@ -205,7 +205,7 @@ class SentenceKV(SlotMethod):
     def counters(self, aux: Sentences, shared: Any) -> dict[str, Array]:
         return {"sentences": aux.count.astype(jnp.float32).mean(axis=1)}
 
-    def _table(self) -> Array:
+    def _table(self) -> Array | np.ndarray:
         """Check and return the boundary table."""
         if self.boundary is None:
             raise ValueError(
@@ -215,11 +215,11 @@ class SentenceKV(SlotMethod):
         table = self.boundary
         if not isinstance(table, (np.ndarray, jax.Array)) or table.dtype != bool or table.ndim != 1:
             raise ValueError(f"SentenceKV: boundary must be a bool array [V], got {shown(table)}")
-        return jnp.asarray(table)
+        return table
 
     def _ends(self, tokens: Array) -> Array:
         """Mark the tokens that end a sentence, bool [B, T], from ids int32 [B, T]; unknown ids do not."""
-        return self._table().at[tokens].get(mode="fill", fill_value=False)
+        return jnp.asarray(self._table()).at[tokens].get(mode="fill", fill_value=False)
 
     def _events(self, step: Step) -> Array:
         """Compute the effect of each token of a step on the open sentence, int32 [B, T]: 0, `JOINS` or `CLOSES`."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from pallas_kernels.formats.coded_matrix import CHUNK, CodedMatrix, packed
 
-from ..coded.parameters import coded_kernel
+from ..coded import coded
 from ..tables.leaf import Leaf
 from .tensors import GGUFTensors, halves
 
@@ -31,7 +31,9 @@ def coder(tensors: GGUFTensors, weight_dtype: str) -> Callable[[Leaf], CodedMatr
         if codes is not None:
             return codes
         numbers = leaf.join([tensors.read(name, np.dtype(np.float32)) for name in leaf.names])
-        return coded_kernel(leaf.path, numbers, "int8" if has_many_bits(tensors, leaf) else weight_dtype)
+        # The file spends 5 bits or more, but no whole floats, on a tensor.
+        many = any(tensors.file.tensors[tensors.names[name]].kind in _MANY for name in leaf.names)
+        return coded(leaf.path, numbers, "int8" if many else weight_dtype)
 
     return make
 
@@ -59,11 +61,6 @@ def kept(tensors: GGUFTensors, leaf: Leaf, weight_dtype: str) -> CodedMatrix | N
         scales=jnp.asarray(leaf.rows(scales)),
         minima=jnp.asarray(leaf.rows(minima)) if minima else None,
     )
-
-
-def has_many_bits(tensors: GGUFTensors, leaf: Leaf) -> bool:
-    """Tell whether the file spends 5 bits or more, but no whole floats, on a tensor of a parameter."""
-    return any(tensors.file.tensors[tensors.names[name]].kind in _MANY for name in leaf.names)
 
 
 def _parts(tensors: GGUFTensors, name: str, read: Read) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

@@ -25,24 +25,20 @@ _SIZES = {  # key after the architecture's name -> key of config.json
 _EPS = "attention.layer_norm_rms_epsilon"
 _NEUTRAL: dict[str, tuple] = {  # keys that can change the arithmetic -> values that leave it unchanged
     "expert_count": (0,),
-    "attention.causal": (True,),
-    "attention.scale": (),
-    "attention.sliding_window_pattern": (),
-    "attention.temperature_scale": (),
-    "attention.temperature_length": (),
-    "attention.clamp_kqv": (0.0,),
-    "attention.max_alibi_bias": (0.0,),
-    "attn_logit_softcapping": (0.0,),
-    "final_logit_softcapping": (0.0,),
-    "logit_scale": (0.0, 1.0),
-    "residual_scale": (0.0, 1.0),
-    "embedding_scale": (0.0, 1.0),
-    "no_rope_layer_step": (),
-    "rope.scaling.factor": (0.0, 1.0),
-    "rope.scale_linear": (0.0, 1.0),
-    "rope.scaling.attn_factor": (0.0, 1.0),
     PREDICTING: (0,),
-}
+    "attention.causal": (True,),
+    **dict.fromkeys((
+        "attention.clamp_kqv", "attention.max_alibi_bias", "attn_logit_softcapping", "final_logit_softcapping",
+    ), (0.0,)),
+    **dict.fromkeys((
+        "logit_scale", "residual_scale", "embedding_scale", "rope.scaling.factor", "rope.scale_linear",
+        "rope.scaling.attn_factor",
+    ), (0.0, 1.0)),
+    **dict.fromkeys((
+        "attention.scale", "attention.sliding_window_pattern", "attention.temperature_scale", "attention.temperature_length",
+        "no_rope_layer_step",
+    ), ()),
+}  # fmt: skip
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 

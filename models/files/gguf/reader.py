@@ -18,21 +18,17 @@ from .header import TensorInfo, parse
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf")  # the end of a name that llama.cpp gives to the parts of a split file
 _CHUNK = 1 << 20  # values that are decoded at once
 _TYPES = {  # types of metadata that any file can have; config.py checks the metadata of an architecture
-    "general.architecture": str,
-    "general.type": str,
-    "split.count": int,
-    "tokenizer.chat_template": str,
-    "tokenizer.chat_templates": list,
-    "tokenizer.ggml.model": str,
-    "tokenizer.ggml.pre": str,
-    "tokenizer.ggml.tokens": list,
-    "tokenizer.ggml.token_type": list,
-    "tokenizer.ggml.merges": list,
-    "tokenizer.ggml.add_bos_token": bool,
-    "tokenizer.ggml.add_eos_token": bool,
-    "tokenizer.ggml.add_space_prefix": bool,
-    "tokenizer.ggml.scores": list,
-}
+    **dict.fromkeys((
+        "general.architecture", "general.type", "tokenizer.chat_template", "tokenizer.ggml.model", "tokenizer.ggml.pre",
+    ), str),
+    **dict.fromkeys((
+        "tokenizer.chat_templates", "tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges",
+        "tokenizer.ggml.scores",
+    ), list),
+    **dict.fromkeys((
+        "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token", "tokenizer.ggml.add_space_prefix",
+    ), bool), "split.count": int,
+}  # fmt: skip
 _TEXTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.chat_templates")  # lists of texts
 
 

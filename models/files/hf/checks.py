@@ -21,62 +21,34 @@ _OBJECT: _Kind = (lambda x: isinstance(x, Mapping), "an object")
 _TEXTS: _Kind = (lambda x: isinstance(x, list | tuple) and all(isinstance(y, str) for y in x), "a list of texts")
 
 _NEVER_NULL: dict[str, _Kind] = {
-    "vocab_size": _COUNT,
-    "hidden_size": _COUNT,
-    "intermediate_size": _COUNT,
-    "num_hidden_layers": _COUNT,
-    "num_attention_heads": _COUNT,
-    "max_position_embeddings": _COUNT,
-    "rms_norm_eps": _NUMBER,
-    "hidden_act": _TEXT,
-    "max_window_layers": _WHOLE,
-}
+    **dict.fromkeys((
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "max_position_embeddings",
+    ), _COUNT),
+    "rms_norm_eps": _NUMBER, "hidden_act": _TEXT, "max_window_layers": _WHOLE,
+}  # fmt: skip
 _OR_NULL: dict[str, _Kind] = {
-    "num_key_value_heads": _COUNT,
-    "head_dim": _COUNT,
-    "rope_theta": _NUMBER,
-    "partial_rotary_factor": _NUMBER,
-    "rope_parameters": _OBJECT,
-    "rope_scaling": _OBJECT,
-    "layer_types": _TEXTS,
-    "sliding_window": _WHOLE,
-    "use_sliding_window": _BOOL,
-    "tie_word_embeddings": _BOOL,
-    "attention_bias": _BOOL,
-    "attention_out_bias": _BOOL,
-    "qkv_bias": _BOOL,
-    "num_local_experts": _COUNT,
-    "num_experts_per_tok": _COUNT,
-    "mlp_bias": _BOOL,
-    "dtype": _TEXT,
-    "torch_dtype": _TEXT,
-    "quantization_config": _OBJECT,
-    "hidden_activation": _TEXT,
-    "no_rope_layer_interval": _COUNT,
-    "rotary_dim": _COUNT,
-    "full_attention_interval": _COUNT,
-    "query_pre_attn_scalar": _COUNT,
-    "original_max_position_embeddings": _COUNT,
-    "use_bidirectional_attention": _BOOL,
-    **dict.fromkeys(
-        (
-            "layer_norm_eps", "rope_local_base_freq", "attn_logit_softcapping",
-            "final_logit_softcapping", "embedding_multiplier", "residual_multiplier", "attention_multiplier",
-            "logits_scaling", "logit_scale", "swiglu_limit", "swiglu_alpha",
-        ),
-        _NUMBER,
-    ),
+    **dict.fromkeys((
+        "num_key_value_heads", "head_dim", "num_local_experts", "num_experts_per_tok", "no_rope_layer_interval", "rotary_dim",
+        "full_attention_interval", "query_pre_attn_scalar", "original_max_position_embeddings",
+    ), _COUNT),
+    **dict.fromkeys((
+        "rope_theta", "partial_rotary_factor", "layer_norm_eps", "rope_local_base_freq", "attn_logit_softcapping",
+        "final_logit_softcapping", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
+        "logit_scale", "swiglu_limit", "swiglu_alpha",
+    ), _NUMBER),
+    **dict.fromkeys((
+        "use_sliding_window", "tie_word_embeddings", "attention_bias", "attention_out_bias", "qkv_bias", "mlp_bias",
+        "use_bidirectional_attention",
+    ), _BOOL),
+    **dict.fromkeys(("dtype", "torch_dtype", "hidden_activation"), _TEXT),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config"), _OBJECT),
+    "layer_types": _TEXTS, "sliding_window": _WHOLE,
 }  # fmt: skip
 _OF_ROPE: dict[str, _Kind] = {
-    "rope_theta": _NUMBER,
-    "factor": _NUMBER,
-    "low_freq_factor": _NUMBER,
-    "high_freq_factor": _NUMBER,
-    "original_max_position_embeddings": _COUNT,
-    "partial_rotary_factor": _NUMBER,
-    "rope_type": _TEXT,
-    "type": _TEXT,
-}
+    **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "partial_rotary_factor"), _NUMBER),
+    "original_max_position_embeddings": _COUNT, "rope_type": _TEXT, "type": _TEXT,
+}  # fmt: skip
 
 
 def check_types(hf: Mapping[str, Any]) -> None:
@@ -100,7 +72,7 @@ def check_types(hf: Mapping[str, Any]) -> None:
 def _check(key: str, value: Any, kind: _Kind) -> None:
     fits, expected = kind
     if not fits(value):
-        raise ValueError(f"{key} must be {expected}, got {_shown(value)}")
+        raise ValueError(f"{key} must be {expected}, got {value!r:.60}")
 
 
 def eos_ids(value: Any) -> tuple[int, ...]:
@@ -108,10 +80,5 @@ def eos_ids(value: Any) -> tuple[int, ...]:
     ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for item in ids:
         if type(item) is not int:
-            raise ValueError(f"eos_token_id must be a whole number or a list of them, got {_shown(value)}")
+            raise ValueError(f"eos_token_id must be a whole number or a list of them, got {value!r:.60}")
     return ids
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

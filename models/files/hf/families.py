@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ...sizes.experts import Experts
 from ...sizes.parts import ACTIVATIONS, LayerRope
 from ..tables import linear as linear_files
-from ..tables import stacked_experts
 from ..tables.families import ALL, INFERRED, Family
 from . import experts
 from . import rope as hf_rope
-from . import routed as hf_routed
 from .checks import check_types, eos_ids
 
 SIZES = {  # key of the file -> our field
@@ -90,22 +87,11 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
         "activation": hf.get("hidden_activation") or hf.get("hidden_act", "silu"),
         "family": "" if model_type in INFERRED else model_type,
         "linear": linear_files.read(hf) if family.linear else None,
-        "experts": _experts(hf, family),
+        "experts": None if family.latent else experts.read(hf, family),  # `models.files.hf.latent` reads the others'
         **({"qk_norm": bool(hf.get("use_qk_norm"))} if family.qk_norm_key else {}),
         **family.parts,
         **_numbers(hf, family, head_dim),
     }
-
-
-def _experts(hf: dict[str, Any], family: Family) -> Experts | None:
-    """Read the experts, where the family has no latent attention; `models.files.hf.latent` reads the others'."""
-    if family.latent:
-        return None
-    if family.router:
-        hf = {**hf, **family.fixed}
-        hf_routed.check(hf)
-        return hf_routed.read(hf)
-    return stacked_experts.read(hf, family.expert_files) if family.expert_files else experts.read(hf)
 
 
 def declared_dtype(hf: dict[str, Any]) -> str:
@@ -286,7 +272,7 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
         "tie_word_embeddings": fields["tie_word_embeddings"],
         **({family.qkv_bias_key: fields["qkv_bias"]} if family.qkv_bias_key else {"attention_bias": False}),
         **({family.out_bias_key: fields["out_bias"]} if family.out_bias_key else {}),
-        **({} if family.experts else stacked_experts.write(fields["experts"])),
+        **({} if family.experts else experts.write_stacked(fields["experts"])),
         "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
         "pad_token_id": None,  # the default of some classes lies outside of a small vocabulary
         "torch_dtype": fields["dtype"],
@@ -314,7 +300,7 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
     if family.qk_norm_key:
         hf["use_qk_norm"] = fields["qk_norm"]
     if family.router and not family.latent and not family.mixtral_experts:
-        hf |= hf_routed.write(fields)
+        hf |= experts.write_routed(fields)
     if family.experts:
         hf |= experts.family_keys(fields["experts"], count, model_type)
     hf["rope_parameters"] = _written_ropes(family, windows, ropes, head_dim)

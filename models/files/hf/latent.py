@@ -6,8 +6,8 @@ from typing import Any
 
 from ...sizes.latent import Latent, query_scale
 from ...sizes.parts import LayerRope
+from . import experts
 from . import families as hf_families
-from . import routed as hf_routed
 
 _OF_LATENT = {  # key of the file -> field of `Latent`
     "kv_lora_rank": "rank",
@@ -42,7 +42,7 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
     """Translate a ``config.json`` whose family has a latent; see `models.files.hf.config.read`."""
     kind = hf["model_type"]
     hf = {**_DEFAULTS[kind], **hf}
-    hf_routed.check(hf)
+    experts.check_routed(hf)
     if type(hf["rope_interleave"]) is not bool:
         raise ValueError(f"rope_interleave must be true or false, got {hf['rope_interleave']!r:.60}")
     latent = Latent(
@@ -57,7 +57,7 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
         "ropes": (rope,) * fields["num_layers"],
         "query_scale": query_scale(latent, fields["rope_scaling"]),
         "latent": latent,
-        "experts": hf_routed.read(hf),
+        "experts": experts.read_routed(hf),
     }
 
 
@@ -71,5 +71,5 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
         **hf_families.write(plain),
         **{key: vars(latent)[field] for key, field in _OF_LATENT.items()},
         "rope_interleave": latent.interleaved,
-        **hf_routed.write(fields),
+        **experts.write_routed(fields),
     }

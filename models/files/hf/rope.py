@@ -5,15 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ...sizes.rope_scaling import (
-    DynamicScaling,
-    LinearScaling,
-    LongRopeScaling,
-    RopeRule,
-    RopeScaling,
-    YarnScaling,
-    check_tokens,
-)
+from ...sizes.checks import check_counts
+from ...sizes.rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeRule, RopeScaling, YarnScaling
 
 _FREE = ("rope_theta", "rope_type", "partial_rotary_factor")  # every rule may have them
 _KEYS = ("rope_parameters", "rope_scaling")
@@ -89,7 +82,7 @@ def read(hf: dict[str, Any], default_theta: float = 10000.0) -> tuple[float, Rop
             parameters["original_max_position_embeddings"] = outer
         parameters.setdefault("original_max_position_embeddings", positions)
     if kind in ("yarn", "longrope") and "factor" not in parameters:
-        check_tokens(rule.__name__, parameters["original_max_position_embeddings"])
+        check_counts(rule.__name__, original_max_position_embeddings=parameters["original_max_position_embeddings"])
         parameters["factor"] = positions / parameters["original_max_position_embeddings"]
     for name in ("short_factor", "long_factor"):
         if isinstance(parameters.get(name), list):

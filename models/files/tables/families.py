@@ -51,7 +51,7 @@ class Family:
     expert_files: ExpertFiles | None = None  # every layer has experts, all in one tensor of the file
     qkv_bias_key: str = ""  # the key that adds a bias to q, k and v; "": no key does
     out_bias_key: str = ""  # the key that adds a bias to the output of attention; "": no key does
-    router: str = ""  # the score of DeepSeek's router, see `models.files.hf.routed`; "": the family does not have it
+    router: str = ""  # the score of DeepSeek's router, see `models.files.hf.experts`; "": the family does not have it
     latent: bool = False  # latent attention, see `models.files.hf.latent`
     qk_norm_key: bool = False  # use_qk_norm adds norms of each query and key head
     mixtral_experts: bool = False  # beside a `router`: experts have Mixtral's keys and tensors, and every layer has them

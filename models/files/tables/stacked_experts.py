@@ -1,4 +1,4 @@
-"""Families whose files have all experts of a layer in one tensor: what ``config.json`` says of them, and their tensors.
+"""Families whose files have all experts of a layer in one tensor: their tensors.
 
 Source: the classes of transformers 5.24, and the files of the published models.
 """
@@ -6,10 +6,8 @@ Source: the classes of transformers 5.24, and the files of the published models.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from ...sizes.architecture import Architecture
-from ...sizes.experts import Clamp, Experts
 from .leaf import StackedLeaf
 
 
@@ -33,33 +31,6 @@ GRANITE = ExpertFiles(
     router="block_sparse_moe.router.layer.weight", gate_up="block_sparse_moe.input_linear.weight",
     down="block_sparse_moe.output_linear.weight", gates="halves", turned=True,
 )  # fmt: skip
-_CLAMP = {"swiglu_limit": "limit", "swiglu_alpha": "alpha"}  # key of config.json -> field of `Clamp`
-
-
-def read(hf: dict[str, Any], files: ExpertFiles | None) -> Experts | None:
-    """Read the experts of a ``config.json`` with all keys; None for a family without experts. Every layer has experts."""
-    if files is None:
-        return None
-    absent = [key for key in ("num_local_experts", "num_experts_per_tok") if hf.get(key) is None]
-    if absent:
-        raise ValueError(f"config.json of model_type {hf['model_type']!r} lacks {', '.join(absent)}")
-    clamp = Clamp(**{field: hf[key] for key, field in _CLAMP.items() if hf.get(key) is not None}) if files.clamped else None
-    return Experts(
-        num_experts=hf["num_local_experts"],
-        num_experts_per_tok=hf["num_experts_per_tok"],
-        intermediate_size=hf["intermediate_size"],
-        norm_topk_prob=True,
-        layers=tuple(range(hf["num_hidden_layers"])),
-        clamp=clamp,
-    )
-
-
-def write(experts: Experts | None) -> dict[str, Any]:
-    """Return the keys of ``config.json`` for the experts of a model of these families."""
-    if experts is None:
-        return {}
-    keys = {"num_local_experts": experts.num_experts, "num_experts_per_tok": experts.num_experts_per_tok}
-    return keys if experts.clamp is None else {**keys, **{key: vars(experts.clamp)[field] for key, field in _CLAMP.items()}}
 
 
 def stacked(config: Architecture, files: ExpertFiles, layer: int) -> list[StackedLeaf]:

@@ -37,7 +37,10 @@ def evict_token(key, value, position, cursor, score, *, budget, gain=None, first
     if score is not None:
         freed = score.at[b, h, last].set(jnp.where(full[:, None], 0, score[b, h, last]))
         score = freed.at[b, h, target].set(score[b, h, last])
-    key, value = jax.tree.map(lambda x: x.at[b, h, target].set(x[b, h, last]), (key, value))
+    read = jax.tree.map(lambda x: x[b, h, last], (key, value))
+    # Read before it is written: else a CPU's XLA writes into a copy.
+    read, (key, value) = jax.lax.optimization_barrier((read, (key, value)))
+    key, value = jax.tree.map(lambda x, row: x.at[b, h, target].set(row), (key, value), read)
     return (key, value, moved, cursor - full.astype(jnp.int32), score)
 
 

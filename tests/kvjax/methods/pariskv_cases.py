@@ -10,28 +10,12 @@ import numpy as np
 
 from kvjax.cache.storage import empty_cache
 from kvjax.methods.pariskv import hashing
-from kvjax.protocol.method import LayerSpec, Step
-from tests.harness import drive, example, frequencies
-from tests.kvjax.cases import compare
+from kvjax.protocol.method import Step
 from tests.oracles import pariskv as plain
 
 SINK, LOCAL, BUFFER, BUDGET = (plain.KNOBS[x] for x in ("num_sink", "num_local", "buffer", "budget"))  # 2, 4, 4, 5
 DENSE = plain.KNOBS["dense_below"]  # 17
 DIMS = (8, 16, 64, 128)
-
-
-def against_oracle(q, k, v, lengths, inv_freq=None, fields=None, **knobs):
-    """Drive the method and its oracle on the same rows; ``fields`` are the method's only. Returns the `harness.Drive`."""
-    inv_freq = frequencies(q.shape[-1]) if inv_freq is None else inv_freq
-    method = example("pariskv", **knobs, **(fields or {}))
-    got = drive(method, q, k, v, lengths, prompt=int(max(lengths)), inv_freq=inv_freq)
-    compare("pariskv", {**plain.KNOBS, **knobs}, q, k, v, lengths, inv_freq, got)
-    return got
-
-
-def spec(dim, **sizes):
-    sizes = {"batch": 1, "num_kv_heads": 1, "group_size": 1, "prompt_slots": 8, "max_new_tokens": 8, **sizes}
-    return LayerSpec(head_dim=dim, dtype="float32", **sizes)
 
 
 def store(k, v, room=0):

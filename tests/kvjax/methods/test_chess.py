@@ -132,9 +132,7 @@ def check(knobs, data, lengths, driven, active=None):
     return traces
 
 
-@pytest.mark.parametrize(
-    "name", [x if x == "printed" or "together" in x else pytest.param(x, marks=pytest.mark.thorough) for x in READINGS]
-)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.thorough] * (x != "together")) for x in READINGS])
 def test_every_reading_equals_the_oracle(name):
     """Keys have a large mean in common, as a model's keys do, so that centring moves every list."""
     q, k, v, logits = recording(24, 2, 2, 2, 16)
@@ -151,18 +149,6 @@ def test_the_oracles_constants_are_the_methods():
     assert vars(Chess()).keys() >= PRINTED.keys() and all(vars(Chess())[x] != value for x, value in PRINTED.items())
 
 
-@pytest.mark.parametrize("reading", [{"centred": False}, {"candidates": "all"}, {"hierarchy": False}, {"anchor_pages": 6}])
-def test_readings_choose_other_pages(reading):
-    """Every reading lists other pages than the default, on keys with a mean in common."""
-    _, k, _, _ = recording(24, 2, 2, 2, 16)
-    k = np.asarray(k, np.float64) + np.random.default_rng(6).normal(size=(2, 1, 2, 1, 16)) * 4
-    tree = {name: value for name, value in oracle.KNOBS.items() if name not in ("trigger", "interval")}
-    tree["ratios"] = (0.7, 0.7, 0.6)
-    rows = [(k[:, row], 90) for row in range(ROWS)]
-    lists = [[oracle.select(*row, normalize=False, **tree, **knobs) for row in rows] for knobs in ({}, reading)]
-    assert sum(first != other for first, other in zip(*lists)) > 1
-
-
 def test_centring_finds_the_page_that_resembles_the_newest():
     """A short page of the newest subject loses to long pages by the raw product, and wins once the mean is subtracted."""
     rng = np.random.default_rng(8)
@@ -171,15 +157,17 @@ def test_centring_finds_the_page_that_resembles_the_newest():
     vectors = common * np.linspace(0.9, 1.1, 40)[:, None] + pages
     vectors[5] += topic
     anchor = common + topic
-    shape = page_tree.Shape(page_size=4, fan=None)
-    nodes = page_tree.Nodes(mean_keys=jnp.asarray(vectors[None], jnp.float32), shape=shape)
-    mean = page_tree.mean_page(nodes, jnp.array([40]))
+
+    @jax.jit
+    def best(vectors, anchor):
+        nodes = page_tree.Nodes(mean_keys=vectors, shape=page_tree.Shape(page_size=4, fan=None))
+        mean = page_tree.mean_page(nodes, jnp.array([40]))
+        scores = [page_tree.score_nodes(nodes, anchor - centre)[0] for centre in (0, mean)]
+        return mean, [page_tree.best_pages(score, jnp.ones((1, 40), bool), (0.5, 0.5, 0.1)) for score in scores]
+
+    mean, found = best(*(np.float32(x[None]) for x in (vectors, anchor)))
     np.testing.assert_allclose(mean[0], vectors.mean(axis=0), rtol=1e-5)
-    everywhere = jnp.ones((1, 40), bool)
-    for centre, found in ((0, {39}), (mean, {5})):
-        score = page_tree.score_nodes(nodes, jnp.asarray(anchor[None], jnp.float32) - centre)[0]
-        best = page_tree.best_pages(score, everywhere, (0.5, 0.5, 0.1))
-        assert set(np.flatnonzero(best[0]).tolist()) == found
+    assert [np.flatnonzero(pages[0]).tolist() for pages in found] == [[39], [5]]
 
 
 def test_candidates_alone_are_counted_and_ranked():
@@ -208,15 +196,6 @@ def test_what_a_reconstruction_reads_is_counted():
     np.testing.assert_allclose(measure(cache).metadata_bytes / row_bytes, nodes * rebuilt / 2)
 
 
-@pytest.mark.parametrize("rope", ["post", "pre"])
-@pytest.mark.thorough
-def test_page_vectors_equal_the_oracles(rope):
-    knobs = {"page_vec_rope": rope}
-    data = recording(11, 2, 2, 2, 16)
-    data = (data[0], data[1] * np.array([1, 7])[:, None, None, None, None].astype(np.float32), *data[2:])
-    compare(knobs, data)
-
-
 def test_devices_that_divide_heads_have_parts_of_a_page_vector():
     """In the order of the heads, so a saved cache has the same vectors on every mesh."""
     _, key, value, *_ = recording(14, 2, 2, 2, 16)
@@ -227,8 +206,12 @@ def test_devices_that_divide_heads_have_parts_of_a_page_vector():
         stored = zip(key[:, :, heads], value[:, :, heads], strict=True)
         return [PlainCache(key=k, value=v, position=position, cursor=cursor) for k, v in stored]
 
-    pages = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), (key.shape[1], 3))
-    whole, *parts = (page_tree.page_vectors(layers(heads), pages, 4, None) for heads in (slice(None), slice(1), slice(1, 2)))
+    @jax.jit
+    def vectors():
+        pages = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), (key.shape[1], 3))
+        return [page_tree.page_vectors(layers(heads), pages, 4, None) for heads in (slice(None), slice(1), slice(1, 2))]
+
+    whole, *parts = vectors()
     np.testing.assert_array_equal(jnp.concatenate(parts, axis=2), whole)
 
 
@@ -245,12 +228,11 @@ def thresholds(data):
     return {"tau_entropy": found[0], "tau_varentropy": found[1]}
 
 
-@pytest.mark.parametrize(
-    "trigger", ["and", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("or", "never", "fixed"))]
-)  # below are many steps of "or"; the other tests have the default, which is "fixed"
+@pytest.mark.parametrize("trigger", ["and", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("or", "never", "fixed"))])
 def test_every_trigger_reconstructs_when_the_oracle_does(trigger):
+    """With the printed form. The other tests have the trigger "fixed", and a slow one has many steps of "or"."""
     data = recording(12, 2, 2, 2, 16)
-    knobs = {"trigger": trigger, "interval": 3, **thresholds(data)}
+    knobs = {**PRINTED, "trigger": trigger, "interval": 3, **thresholds(data)}
     traces = compare(knobs, data)
     counts = [len(trace.reconstructed) for trace in traces]
     pages = sum(len(trace.statistics) for trace in traces)
@@ -258,21 +240,6 @@ def test_every_trigger_reconstructs_when_the_oracle_does(trigger):
         assert sum(counts) == 0
     else:
         assert 0 < sum(counts) < pages
-
-
-def test_and_or_differ_per_row():
-    """Rows of one batch fire at different steps, and "and" fires less than "or"."""
-    data = recording(12, 2, 2, 2, 16)
-    tau = thresholds(data)
-    player, _ = tape.record(*data)
-    fired = {
-        trigger: [
-            expected({"trigger": trigger, **tau}, player, data, row, n, STEPS).reconstructed for row, n in enumerate(LENGTHS)
-        ]
-        for trigger in ("and", "or")
-    }
-    assert 0 < sum(map(len, fired["and"])) < sum(map(len, fired["or"]))
-    assert len({tuple(steps) for steps in fired["or"]}) > 3
 
 
 @pytest.mark.parametrize("knobs", [{}, {"page_vec_rope": "pre"}])
@@ -368,7 +335,7 @@ def test_several_tokens_at_once_leave_the_list_of_a_prompt(name):
         pages = listed(seen, 0, row)
         described = rotated[1] if name == "printed" else k[:, row, :, :length].astype(np.float64)
         reading = {name: value for name, value in knobs.items() if name != "page_vec_rope"}
-        want = oracle.select(described, length, normalize=False, **tree, **reading)
+        want = oracle.select(described, length, **tree, **reading)
         assert pages == (want if more[row] else listed(before, 0, row))
         positions = [i for i in range(length + 1) if i // 4 in pages | {length // 4}]
         for layer in range(2):
@@ -380,12 +347,13 @@ def test_refuses_an_event_trigger_without_thresholds():
     data = recording(23, 1, 1, 1, 16)
     player, params = tape.record(*data)
     for trigger in ("and", "or"):
-        for tau in ({}, {"tau_varentropy": 1.0}):
-            with pytest.raises(ValueError, match="tau_entropy"):
+        for tau, missing in (
+            ({}, "tau_entropy"),
+            ({"tau_varentropy": 1.0}, "tau_entropy"),
+            ({"tau_entropy": 1.0}, "tau_varentropy"),
+        ):
+            with pytest.raises(ValueError, match=missing):
                 tape.read(player, params, LENGTHS, method(trigger=trigger, **tau), STEPS)
-        with pytest.raises(ValueError, match="tau_varentropy"):
-            tape.read(player, params, LENGTHS, method(trigger=trigger, tau_entropy=1.0), STEPS)
-    tape.read(player, params, LENGTHS, method(trigger="never"), STEPS)
 
 
 def cascade(score_grids, score_chunks, score_pages, counts, ratios, pages_per_chunk, chunks_per_grid):
@@ -396,7 +364,7 @@ def cascade(score_grids, score_chunks, score_pages, counts, ratios, pages_per_ch
     return np.asarray(run(*scores, candidate, ratios, pages_per_chunk, chunks_per_grid))
 
 
-@pytest.mark.parametrize("ratios", [(0.6, 0.5, 0.4), (0.1, 0.9, 0.2), (1.0, 1.0, 1.0), (1e-9, 1e-9, 1e-9)])
+@pytest.mark.parametrize("ratios", [(0.6, 0.5, 0.4), (1.0, 1.0, 1.0), (1e-9, 1e-9, 1e-9)])
 def test_the_cascade_keeps_the_best_of_every_count(ratios):
     """Every count up to 50, scores of both signs with many ties, and high scores where there is nothing."""
     rng, pages = np.random.default_rng(3), 50
@@ -414,20 +382,19 @@ def test_the_cascade_keeps_the_best_of_every_count(ratios):
         assert set(np.flatnonzero(got[count]).tolist()) == want, f"{count} pages"
 
 
-@pytest.mark.parametrize("preset, fraction", [("conservative", 0.735), ("moderate", 0.399), ("aggressive", 0.010)])
-def test_share_that_the_presets_keep(preset, fraction):
+def test_share_that_the_presets_keep():
     """64 grids of 64 pages, all scores positive, all negative, and around zero."""
-    ratios = oracle.PRESETS[preset]
     rng = np.random.default_rng(4)
-    for shift in (10, -10, 0):
-        scores = [rng.normal(size=(1, n)) + shift for n in (64, 512, 4096)]
-        want = oracle.cascade(*(score[0] for score in scores), ratios, 8, 8)
-        got = cascade(*scores, [4096], ratios, 8, 8)
-        assert set(np.flatnonzero(got[0]).tolist()) == want
-        assert len(want) / 4096 == pytest.approx(fraction, abs=5e-4)
+    scores = [rng.normal(size=(3, n)) + np.array([[10], [-10], [0]]) for n in (64, 512, 4096)]
+    for preset, fraction in (("conservative", 0.735), ("moderate", 0.399), ("aggressive", 0.010)):
+        got = cascade(*scores, [4096] * 3, oracle.PRESETS[preset], 8, 8)
+        for row in range(3):
+            want = oracle.cascade(*(score[row] for score in scores), oracle.PRESETS[preset], 8, 8)
+            assert set(np.flatnonzero(got[row]).tolist()) == want
+            assert len(want) / 4096 == pytest.approx(fraction, abs=5e-4)
 
 
-@pytest.mark.parametrize("ratio", ["0.05", "0.1", "0.2", "0.3", "0.6", "0.7", "0.9"])
+@pytest.mark.parametrize("ratio", ["0.05", "0.3", "0.7"])
 def test_counts_are_exact(ratio):
     """The ceiling of ratio * count in whole numbers, whatever float32 makes of the product."""
     whole = np.arange(0, 4096, Fraction(ratio).denominator)[1:]  # counts whose share is a whole number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import jax
@@ -12,14 +11,18 @@ import pytest
 
 from kvjax.methods import Full
 from kvjax.methods.mosaickv.method import MosaicKV
-from kvjax.protocol.method import Inputs, LayerSpec, num_bytes
+from kvjax.protocol.method import LayerSpec, num_bytes
 from tests.harness import drive, frequencies, random_tokens, small
-from tests.kvjax.cases import drive_alike
-from tests.kvjax.methods.mosaickv_cases import ALIKE, bases, check, rows
+from tests.kvjax.cases import STEPS, against_oracle, drive_alike, feed_layer, prefill_layer
 from tests.oracles import mosaickv
 from tests.oracles.plain import rotate_all
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("mosaickv")]
+
+
+def bases(state, row):
+    """What the oracle takes from an implementation: keyword arguments of `mosaickv.Row`."""
+    return {name: np.asarray(getattr(state, name)[row]) for name in mosaickv.STATE}
 
 
 # ---- the static strategy against the oracle ----------------------------------------------------------------------
@@ -28,8 +31,8 @@ pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group(
 @pytest.mark.thorough
 def test_one_block_when_the_fraction_is_less():
     """A tenth of eight blocks is one block; selection reads the block's own kept coordinates, not its tokens'."""
-    knobs = {**mosaickv.KNOBS, "fraction": 0.01}
-    (trace,), got = check(knobs, rows([32], steps=ALIKE), [32], steps=ALIKE, capacity=0.3)
+    data = random_tokens(0, 1, 2, 2, 32 + STEPS, 16)
+    got, (trace,) = against_oracle("mosaickv", data, [32], fields={"capacity": 0.3}, fraction=0.01)
     assert [len(trace.attended[0][h]) for h in range(2)] == [4 + 1] * 2
     seen = got.attended[:, 0].sum(axis=(1, 2))
     assert seen[7] == 2 * (4 + 8) and seen[8] == 2 * (4 + 1)  # the buffer was flushed
@@ -37,21 +40,20 @@ def test_one_block_when_the_fraction_is_less():
 
 @pytest.mark.thorough
 def test_fraction_is_traced_below_its_capacity():
-    data = rows([9, 40])
+    data = random_tokens(0, 2, 2, 2, 40 + STEPS, 16)
     for fraction in (0.1, 0.45):
-        check({**mosaickv.KNOBS, "fraction": fraction}, data, [9, 40], capacity=0.5)
-    q, k, v = data
-    many = jax.vmap(lambda f: run_steps(small(MosaicKV, **{**mosaickv.KNOBS, "fraction": f}, capacity=0.5), q, k, v, 40))
+        against_oracle("mosaickv", data, [9, 40], fields={"capacity": 0.5}, fraction=fraction)
+    many = jax.vmap(lambda f: run_steps(small(MosaicKV, **{**mosaickv.KNOBS, "fraction": f}, capacity=0.5), data, 40))
     swept = many(jnp.asarray([0.1, 0.45], jnp.float32))
     for at, fraction in enumerate((0.1, 0.45)):
-        alone = run_steps(small(MosaicKV, **{**mosaickv.KNOBS, "fraction": fraction}, capacity=0.5), q, k, v, 40)
+        alone = run_steps(small(MosaicKV, **{**mosaickv.KNOBS, "fraction": fraction}, capacity=0.5), data, 40)
         np.testing.assert_allclose(swept[at], alone, atol=1e-5, rtol=0)
 
 
-def run_steps(method, q, k, v, prompt):
+def run_steps(method, data, prompt):
     """Outputs of one decode step behind a dense prompt."""
-    state = read(method, q, k, v, prompt, room=1)
-    return method.attend(state, inputs(q, k, v, prompt, 1))[0]
+    state = prefill_layer(method, data, np.full(len(data[0]), prompt), prompt=prompt, room=1)
+    return feed_layer(method, state, data, np.full((len(data[0]), 1), prompt))[0]
 
 
 # ---- bases --------------------------------------------------------------------------------------------------------
@@ -59,7 +61,7 @@ def run_steps(method, q, k, v, prompt):
 
 @pytest.mark.parametrize("dim", [16, pytest.param(64, marks=pytest.mark.thorough)])
 def test_bases_keep_scores_and_commute_with_means(dim):
-    q, k, v = rows([40], dim=dim, steps=ALIKE)
+    q, k, v = random_tokens(0, 1, 2, 2, 40 + STEPS, dim)
     got = drive_alike(small(MosaicKV, **mosaickv.KNOBS), q, k, v, [40], frequencies(dim))
     keys, queries = rotate_all(k[0], frequencies(dim)), rotate_all(q[0], frequencies(dim))
     for name, tokens in zip(mosaickv.STATE, (keys, v[0].astype(np.float64)), strict=True):
@@ -78,54 +80,17 @@ def test_bases_keep_scores_and_commute_with_means(dim):
 # ---- storage ------------------------------------------------------------------------------------------------------
 
 
-def specification(prompt, room, *, batch=1, heads=1, groups=1, dim=16, dtype="float32"):
-    return LayerSpec(
-        batch=batch,
-        num_kv_heads=heads,
-        group_size=groups,
-        head_dim=dim,
-        dtype=dtype,
-        prompt_slots=prompt,
-        max_new_tokens=room,
-    )
-
-
-def inputs(q, k, v, first, count, start=None, active=None):
-    """`Inputs` for tokens [first, first + count) of every row; the tokens of inactive rows are padding."""
-    batch, dim = q.shape[0], q.shape[-1]
-    position = jnp.broadcast_to(jnp.arange(first, first + count, dtype=jnp.int32)[None], (batch, count))
-    if active is not None:
-        position = jnp.where(jnp.asarray(active)[:, None], position, -1)
-    return Inputs(
-        query=jnp.asarray(q[..., first : first + count, :]),
-        key=jnp.asarray(k[..., first : first + count, :]),
-        value=jnp.asarray(v[..., first : first + count, :]),
-        position=position,
-        tokens=position,
-        inv_freq=jnp.asarray(frequencies(dim)),
-        shared=None,
-        start=start,
-    )
-
-
-def read(method, q, k, v, prompt, room):
-    """State after a prompt of the same length in every row."""
-    batch, heads, groups, _, dim = q.shape
-    spec = specification(prompt, room, batch=batch, heads=heads, groups=groups, dim=dim)
-    _, state = method.attend(method.init(spec), inputs(q, k, v, 0, prompt, start=0))
-    return method.finish(state, spec)
-
-
-def kept_after(method, spec):
-    """Shapes of the state that decoding keeps."""
+def kept_after(method, prompt):
+    """Shapes of the state that decoding keeps after a prompt."""
+    sizes = {"batch": 1, "num_kv_heads": 2, "group_size": 4, "head_dim": 128, "dtype": "bfloat16"}
+    spec = LayerSpec(**sizes, prompt_slots=prompt, max_new_tokens=64)
     return jax.eval_shape(lambda: method.finish(method.init(spec), spec))
 
 
 @pytest.mark.parametrize("prompt", [16384, 131072])
 def test_uncompressed_cache_is_gone_after_the_prompt(prompt):
-    spec = specification(prompt, 64, heads=2, groups=4, dim=128, dtype="bfloat16")
-    state = kept_after(MosaicKV(channels=0.25), spec)
-    assert num_bytes(state) <= 0.40 * num_bytes(kept_after(Full(), spec))
+    state = kept_after(MosaicKV(channels=0.25), prompt)
+    assert num_bytes(state) <= 0.40 * num_bytes(kept_after(Full(), prompt))
     for leaf in jax.tree.leaves(state):
         assert not (leaf.shape[-1:] == (128,) and leaf.shape[-2] >= prompt), f"a leaf {leaf.shape} holds the prompt"
         assert math.prod(leaf.shape) <= 2 * prompt * 32 * 1.01, f"a leaf {leaf.shape} is larger than the packed keys"
@@ -135,12 +100,12 @@ def test_uncompressed_cache_is_gone_after_the_prompt(prompt):
 def test_extend_is_dense_and_flushes():
     """Three tokens at once over the packed prompt and the buffer, which they fill; then a step over what was packed."""
     prompt, count = 37, 3  # 5 tokens in a buffer of 8
-    q, k, v = random_tokens(4, 2, 2, 2, 48, 16)
-    method = small(MosaicKV, **mosaickv.KNOBS)
-    before = read(method, q, k, v, prompt, room=8)
-    out, state = method.attend(before, inputs(q, k, v, prompt, count, active=[True, False]))
+    q, k, v = data = random_tokens(4, 2, 2, 2, 48, 16)
+    method, at = small(MosaicKV, **mosaickv.KNOBS), np.array([np.arange(prompt, prompt + count + 1), [-1] * (count + 1)])
+    before = prefill_layer(method, data, [prompt] * 2, prompt=prompt, room=8)
+    out, state = feed_layer(method, before, data, at[:, :count])
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1], b[1]), state, before)
-    step, _ = method.attend(state, inputs(q, k, v, prompt + count, 1, active=[True, False]))
+    step, _ = feed_layer(method, state, data, at[:, count:])
     inv_freq = frequencies(16)
     turned, keys = rotate_all(q[0], inv_freq), rotate_all(k[0], inv_freq)
     row = mosaickv.Row(keys, v[0].astype(np.float64), prompt, all_knobs(mosaickv.KNOBS), **bases(before, 0))
@@ -153,18 +118,7 @@ def test_extend_is_dense_and_flushes():
 
 def all_knobs(knobs):
     """Every knob that the oracle's `Row` reads, at its default unless given."""
-    defaults = {
-        "reduce": "max",
-        "keep_first_block": False,
-        "truncate": False,
-        "rotate": True,
-        "per_vector": True,
-        "strategy": "static",
-        "max_loss": 0.1,
-        "max_variance": 0.5,
-        "lifetime": 8192,
-    }
-    return {**defaults, **knobs}
+    return {"strategy": "static", "max_loss": 0.1, "max_variance": 0.5, "lifetime": 8192, **knobs}
 
 
 @pytest.mark.thorough
@@ -184,20 +138,3 @@ def test_state_after_two_thousand_tokens_equals_state_rebuilt():
             np.testing.assert_allclose(got.outputs[step, 0], want, atol=1e-4, rtol=0)
             for h in range(2):
                 assert set(np.flatnonzero(got.attended[step, 0, h]).tolist()) == attended[h]
-
-
-# ---- refusals -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("field, value", [("capacity", 0.05), ("buffer", 20)])
-def test_knobs_are_refused(field, value):
-    with pytest.raises(ValueError, match=rf"MosaicKV: .*{field}") as error:
-        small(MosaicKV, **{field: value})
-    assert str(value) in str(error.value)
-
-
-def test_a_rank_of_no_channel_is_refused():
-    method = MosaicKV(channels=0.25)
-    with pytest.raises(ValueError, match="MosaicKV: channels must leave 1 to 8 of head_dim=8, got 0 .channels=0.05."):
-        dataclasses.replace(method, channels=0.05).init(specification(64, 8, dim=8))
-    assert method.init(specification(64, 8, dim=8)) is not None

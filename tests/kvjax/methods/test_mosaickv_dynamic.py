@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.harness import random_tokens
-from tests.kvjax.methods.mosaickv_cases import check, rows
+from tests.kvjax.cases import against_oracle
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("mosaickv_dynamic")]
 
@@ -58,7 +58,7 @@ def still(dim):
 def test_dynamic_strategy_follows_the_oracle():
     """Plans differ between heads and segments, output segments are finalised, and every step attends as it should."""
     data, lengths = uneven()
-    traces, _ = check(DYNAMIC, data, lengths, steps=DYNAMIC_STEPS, inv_freq=still(32))
+    _, traces = against_oracle("mosaickv", data, lengths, still(32), **DYNAMIC)
     for trace in traces:
         assert len(trace.finalised) >= 2
         assert any(plans[0] != plans[1] for plans in trace.plans)
@@ -74,6 +74,7 @@ def test_dynamic_strategy_follows_the_oracle():
         {"max_loss": 1.0, "max_variance": 0.0},
         {"max_variance": 10.0, "max_loss": 0.2},
         {"segment": 32, "lifetime": 1e6},
+        {"lifetime": 10.0},
     ],
     ids=str,
 )
@@ -82,7 +83,7 @@ def test_every_dynamic_knob_equals_the_oracle(changed):
     data, lengths = uneven()
     steps = 70
     q, k, v = (x[..., : max(lengths) + steps, :] for x in data)
-    traces, _ = check({**DYNAMIC, **changed}, (q, k, v), lengths, steps=steps, inv_freq=still(32))
+    _, traces = against_oracle("mosaickv", (q, k, v), lengths, still(32), **{**DYNAMIC, **changed})
     plans = {plan for trace in traces for plans in trace.plans for plan in plans}
     if changed.get("max_loss") == 0.0:
         assert {(rank, group) for rank, group, _ in plans} == {(12, 1)}
@@ -90,27 +91,3 @@ def test_every_dynamic_knob_equals_the_oracle(changed):
         assert plans == {(4, 4, 4)}
     if changed.get("max_variance") == 10.0:
         assert {block for _, _, block in plans} == {16}
-
-
-@pytest.mark.thorough
-def test_a_longer_lifetime_finalises_later():
-    """The running loss only grows, so a higher threshold is passed later."""
-    data, lengths = uneven()
-    ends = []
-    for lifetime in (10.0, 120.0, 1e6):
-        traces, _ = check({**DYNAMIC, "lifetime": lifetime}, data, lengths, steps=DYNAMIC_STEPS, inv_freq=still(32))
-        ends.append([trace.finalised[0][1] if trace.finalised else 10**9 for trace in traces])
-    for soon, late in zip(ends, ends[1:]):
-        assert all(a <= b for a, b in zip(soon, late)) and soon != late
-
-
-@pytest.mark.thorough
-def test_dynamic_without_a_prompt_segment_still_attends():
-    """A prompt shorter than the buffer: un-rotated until the first flush that loses anything is finalised at once."""
-    (trace,), got = check(DYNAMIC, rows([5], dim=32, steps=60), [5], steps=60)
-    assert trace.finalised == [(0, 16), (16, 32), (32, 48), (48, 64)]
-    for step in range(60):
-        buffered = (5 + step) % 16 + 1
-        packed = 5 + step + 1 - buffered
-        granules = max(1, math.ceil(0.3 * packed / 4 - 1e-6)) if packed else 0
-        assert (got.attended[step, 0].sum(axis=1) == buffered + 4 * granules).all()

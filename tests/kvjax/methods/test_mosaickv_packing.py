@@ -40,8 +40,7 @@ def pack(y, rank, group):
 unpack = jax.jit(unpacked, static_argnums=2)
 
 
-@pytest.mark.parametrize("group", [1, 2, 4])
-@pytest.mark.parametrize("dim, rank", [(16, 4), (64, 16), (128, 32), (16, 16), (8, 4)])
+@pytest.mark.parametrize("dim, rank, group", [(16, 4, 1), (16, 4, 2), (16, 4, 4), (16, 16, 1), (128, 32, 4)])
 def test_packing_round_trip(dim, rank, group):
     """Unpacking gives the vector with all but its largest coordinates zero; ties and zero vectors go to low channels."""
     y = samples(dim)
@@ -49,10 +48,10 @@ def test_packing_round_trip(dim, rank, group):
     assert values.shape == (len(y), rank) and values.dtype == jnp.float32
     assert bitmap.shape == (len(y), dim // 8) and bitmap.dtype == jnp.uint8
     np.testing.assert_array_equal(np.unpackbits(np.asarray(bitmap), axis=1).sum(axis=1), rank)
-    want = np.stack([mosaickv.prune(x.astype(np.float64), rank, group, dim) for x in y])
+    want = np.stack([mosaickv.prune(x.astype(np.float64), rank, group) for x in y])
     np.testing.assert_array_equal(unpack(values, bitmap, dim), want.astype(np.float32))
     mask = unpack(jnp.ones_like(values), bitmap, dim)
-    picked = [mosaickv.largest(x.astype(np.float64) ** 2, rank, group, dim) for x in y]
+    picked = [mosaickv.largest(x.astype(np.float64) ** 2, rank, group) for x in y]
     for row, channels in zip(np.asarray(mask), picked, strict=True):
         assert np.flatnonzero(row).tolist() == channels
     order = np.take_along_axis(y, np.array(picked), axis=1)
@@ -60,7 +59,7 @@ def test_packing_round_trip(dim, rank, group):
 
 
 def test_packing_takes_any_leading_axes_and_dtype():
-    y = jnp.asarray(samples(16)[:24].reshape(2, 3, 4, 16), jnp.bfloat16)
+    y = samples(16)[:24].reshape(2, 3, 4, 16).astype(jnp.bfloat16)
     values, bitmap = pack(y, 4, 1)
     assert values.shape == (2, 3, 4, 4) and values.dtype == jnp.bfloat16 and bitmap.shape == (2, 3, 4, 2)
     flat_values, flat_bitmap = pack(y.reshape(24, 16), 4, 1)
@@ -77,18 +76,16 @@ def energy(y, rank, group=1):
 
 def test_own_channels_keep_at_least_the_energy_of_common_ones():
     """For every vector, and for every choice of common channels that a uniform mask could make."""
-    y = samples(32)
-    for rank in (4, 8, 12):
-        for channels in (np.argsort(-(y**2).sum(axis=0))[:rank], np.arange(rank), np.arange(32 - rank, 32)):
-            assert (energy(y, rank) >= np.sum(y[:, channels].astype(np.float64) ** 2, axis=1) - 1e-6).all()
+    y, rank = samples(16), 4
+    for channels in (np.argsort(-(y**2).sum(axis=0))[:rank], np.arange(rank), np.arange(16 - rank, 16)):
+        assert (energy(y, rank) >= np.sum(y[:, channels].astype(np.float64) ** 2, axis=1) - 1e-6).all()
 
 
 def test_loss_is_monotone_in_rank_and_group():
-    y = samples(32)
-    for group in (1, 2, 4):
-        kept = [energy(y, rank, group) for rank in (4, 8, 12, 32)]
+    y = samples(16)
+    for group in (1, 4):
+        kept = [energy(y, rank, group) for rank in (4, 8, 16)]
         assert all((more >= less).all() for less, more in zip(kept, kept[1:]))
         np.testing.assert_allclose(kept[-1], np.sum(y.astype(np.float64) ** 2, axis=1), rtol=1e-6)
-    for rank in (4, 8, 12):
-        kept = [energy(y, rank, group) for group in (4, 2, 1)]
-        assert all((fine >= coarse - 1e-6).all() for coarse, fine in zip(kept, kept[1:]))
+    kept = [energy(y, 4, group) for group in (4, 2, 1)]
+    assert all((fine >= coarse - 1e-6).all() for coarse, fine in zip(kept, kept[1:]))
