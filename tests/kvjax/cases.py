@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -136,6 +137,11 @@ def drive_alike(method: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: Any
     return drive(method, q, k, v, np.array(lengths)[rows], prompt=int(LENGTHS.max()), inv_freq=inv_freq, **options)
 
 
+def of_state(module: Any, state: Any, row: int) -> dict[str, np.ndarray]:
+    """What an oracle is given of a row's state, see `tests.oracles`."""
+    return {name: np.asarray(operator.attrgetter(at)(state)[row]) for name, at in vars(module).get("STATE", {}).items()}
+
+
 def compare(
     name: str, knobs: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: Any, got: Drive, tolerance: float = 1e-4
 ) -> list[Any]:
@@ -144,7 +150,7 @@ def compare(
     steps, heads = len(got.outputs), k.shape[1]
     for row, length in enumerate(lengths):
         end = length + steps
-        given = {field: np.asarray(getattr(got.state, field)[row]) for field in vars(module).get("STATE", ())}
+        given = of_state(module, got.state, row)
         want = module.run(q[row, :, :, :end], k[row, :, :end], v[row, :, :end], int(length), inv_freq, **knobs, **given)
         np.testing.assert_allclose(got.prompt[row, :, :, :length], want.prompt, atol=tolerance, rtol=0)
         for step in range(steps):

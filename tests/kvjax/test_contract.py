@@ -45,9 +45,10 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 SLOTTED = [x for x in ALL if x in ONE_LAYER or (x not in METHODS and any_example(x.values[0]).slotted)]
 # A choice for speed.
-# One method of each kind: it evicts tokens, or retrieves pages, or packs layers and tokens. Coded tokens and sentences are
-# retrieved as pages are, and their oracles say which.
-MOST_UNLIKE = ("tova", "quest", "mosaickv")
+# Two methods that are most unlike, and a wrapper: they evict tokens, retrieve pages, or do one after the other. Coded tokens
+# and sentences are retrieved as pages are, and their oracles say which.
+MOST_UNLIKE = ("tova", "quest")
+SLOW = ("mosaickv", "chess")  # one packs layers and tokens, the other spans layers: twice as many programs, each longer
 # Quest and the examples of wrappers around it: a choice, because their tests know Quest's budget and index.
 SELECTING = [group(name) for name in ("quest", "stages", "dense_below", "twilight")]
 
@@ -81,9 +82,10 @@ def test_every_method_has_an_oracle_and_an_example():
 # ---- one layer ----------------------------------------------------------------------------------------------------
 
 
-def whole(params):
-    """Parameters of a law of the whole model: besides `MOST_UNLIKE` one that spans layers, and a wrapper."""
-    return repeated(params, but=(*MOST_UNLIKE, "chess", "stages"))
+def whole(params, but=(*MOST_UNLIKE, "stages")):
+    """Parameters of a law of the whole model: those in ``but`` run by default, and those in `SLOW` as slow tests."""
+    slow = [pytest.param(*x.values, marks=[*x.marks, pytest.mark.slow]) for x in params if x.values[0] in SLOW]
+    return slow + repeated([x for x in params if x.values[0] not in SLOW], but=but)
 
 
 # Each law of `kvjax.testing.laws` and the examples that it is shown by; what `law` and `repeated` leave out runs thoroughly.
@@ -95,7 +97,7 @@ LAWS = {
     laws.equal_query_heads_attend_as_one: law(SLOTTED),
     laws.prompt_chunks_do_not_change_results: repeated(SLOTTED, but=("tova",)),  # test_offload.py reads others in chunks
     laws.outputs_are_attention_over_the_chosen: law(SLOTTED),
-    laws.everything_kept_equals_full: repeated(ALL, but=MOST_UNLIKE),
+    laws.everything_kept_equals_full: whole(ALL, but=MOST_UNLIKE),
     laws.setting_does_something: whole([x for x in ALL if x.values[0] not in ("full", "verified")]),  # they answer as Full
     laws.ragged_rows_equal_alone: whole(ALL),
     laws.generating_in_two_calls_equals_one: whole(METHODS),
@@ -103,7 +105,7 @@ LAWS = {
     laws.decoding_keeps_structure_shapes_and_dtypes: law(ALL),
     laws.bfloat16_is_kept: law(ALL),
     laws.resident_bytes_are_the_arrays: whole(ALL),
-    laws.ragged_questions_equal_alone: repeated(METHODS, but=MOST_UNLIKE),
+    laws.ragged_questions_equal_alone: whole(METHODS, but=MOST_UNLIKE),
 }
 OPTIONS = {
     # A basis of fewer different tokens than channels is not unique, so MosaicKV's shortest row may pack new tokens otherwise.
