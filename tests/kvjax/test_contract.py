@@ -22,6 +22,7 @@ from kvjax.wrappers import Stages
 from tests.harness import (
     ALL,
     METHODS,
+    MOST_UNLIKE,
     NAMES,
     ONE_LAYER,
     WRAPPERS,
@@ -38,6 +39,7 @@ from tests.harness import (
     repeated,
     stored,
     tiny_params,
+    whole,
 )
 from tests.kvjax.cases import base, go_on, model, subject
 
@@ -45,10 +47,6 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 SLOTTED = [x for x in ALL if x in ONE_LAYER or (x not in METHODS and any_example(x.values[0]).slotted)]
 # A choice for speed.
-# Two methods that are most unlike, and a wrapper: they evict tokens, retrieve pages, or do one after the other. Coded tokens
-# and sentences are retrieved as pages are, and their oracles say which.
-MOST_UNLIKE = ("tova", "quest")
-SLOW = ("mosaickv", "chess")  # one packs layers and tokens, the other spans layers: twice as many programs, each longer
 # Quest and the examples of wrappers around it: a choice, because their tests know Quest's budget and index.
 SELECTING = [group(name) for name in ("quest", "stages", "dense_below", "twilight")]
 
@@ -80,12 +78,6 @@ def test_every_method_has_an_oracle_and_an_example():
 
 
 # ---- one layer ----------------------------------------------------------------------------------------------------
-
-
-def whole(params, but=(*MOST_UNLIKE, "stages")):
-    """Parameters of a law of the whole model: those in ``but`` run by default, and those in `SLOW` as slow tests."""
-    slow = [pytest.param(*x.values, marks=[*x.marks, pytest.mark.slow]) for x in params if x.values[0] in SLOW]
-    return slow + repeated([x for x in params if x.values[0] not in SLOW], but=but)
 
 
 # Each law of `kvjax.testing.laws` and the examples that it is shown by; what `law` and `repeated` leave out runs thoroughly.

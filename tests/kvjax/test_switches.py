@@ -16,7 +16,7 @@ import pytest
 
 import kvjax
 from kvjax.api.measure import measure
-from tests.harness import ALL, any_example, example, group, law, read, repeated, tiny_params
+from tests.harness import ALL, any_example, example, group, law, read, repeated, tiny_params, whole
 from tests.kvjax.cases import base, go_on, model
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def everything(name):
     return jax.eval_shape(run, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
 
 
-@pytest.mark.parametrize("name", repeated(ALL, but=("quest", "mosaickv", "tova", "chess")))
+@pytest.mark.parametrize("name", whole(ALL))
 def test_every_method_has_32_bits_under_x64(name):
     tiny_params()
     with jax.enable_x64(True):
