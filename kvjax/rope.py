@@ -9,13 +9,12 @@ sine (YaRN, longrope), and frequencies that change with the length (dynamic NTK,
 rotation by their sum. So `prepare` rotates by the difference to the table, and every method and kernel rotates by the table.
 
 Where frequencies change with the length, a token is rotated with the frequencies for its row's length at that time, and **a
-stored key stays as it was rotated**. Transformers, which caches rotated keys, does the same under dynamic NTK. Its Phi-3,
-whose files have longrope, reads the whole text again where it crosses the original context: a text that grows across it has
-other logits here, while texts that stay on one side have the same. All tokens of a prompt use the
-prompt's length, all tokens of an `extend` the length after it, and a decoded token the length that includes it. A row has its
-own length; transformers uses the length of the longest row for the whole batch, and its dynamic NTK remembers longer texts of
-earlier calls. Methods that renumber tokens (`extrapolates`) see no position beyond their budget: they keep the frequencies of
-short texts.
+stored key stays as it was rotated**. Transformers, which caches rotated keys, does the same under dynamic NTK. Under longrope
+all frequencies change at once, at a `border`. Transformers' Phi-3 reads the whole text again there; here a text is refused
+before it grows across (`kvjax.decoding.checks.check_room`). All tokens of a prompt use the prompt's length, all tokens of an
+`extend` the length after it, and a decoded token the length that includes it. A row has its own length; transformers uses
+the length of the longest row for the whole batch, and its dynamic NTK remembers longer texts of earlier calls. Methods that
+renumber tokens (`extrapolates`) see no position beyond their budget: they keep the frequencies of short texts.
 
 Source: RoFormer (arXiv:2104.09864); layout and the ``llama3`` rule as in Llama 3.1's reference settings; the other rules as
 ``modeling_rope_utils`` of transformers 5.23 computes them.
@@ -109,6 +108,13 @@ def attention_factor(scaling: Any = None) -> float:
 def depends_on_length(scaling: Any = None) -> bool:
     """Tell whether the frequencies change with the length of the text."""
     return _kind(scaling) in ("dynamic", "longrope")
+
+
+def border(scaling: Any = None) -> int | None:
+    """Return the tokens of the longest text with the short factors of "longrope"; None if nothing changes there."""
+    if _kind(scaling) != "longrope" or tuple(scaling.short_factor) == tuple(scaling.long_factor):
+        return None
+    return scaling.original_max_position_embeddings
 
 
 def prepare(

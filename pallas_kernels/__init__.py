@@ -14,8 +14,6 @@ are in a folder of that method (``choose/pariskv/collision``). An operation has 
 operations read.
 """
 
-from __future__ import annotations
-
 import importlib
 import pathlib
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ attention. It also takes the axis of heads only behind the axis of slots, which 
 private to JAX, so it is looked up when it is called: where JAX has moved it, other implementations still run.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -4,8 +4,6 @@ The name of an axis says what is sharded over it: over ``data`` the rows of a ba
 columns of the weights, over ``slots`` the slots of each row.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import Array, lax

@@ -8,8 +8,6 @@ A cache whose rows are in host memory is offloaded (`Rows`). It keeps copies of 
 ``sinks`` slots, and behind them a ring of the newest rows (`copy_row`, `has_copy`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -5,8 +5,6 @@ ones, and cuDNN no fused attention. Pallas' Triton back end also lowers for AMD'
 there. TPUs have kernels of their own, which nobody has run on one yet either.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Numerics that implementations share: precision of products, shares, rotary embedding, merged attention."""
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

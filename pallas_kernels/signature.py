@@ -33,8 +33,6 @@ A declaration has dtypes, then axes; either may be missing, or be that of anothe
 member, and another object has ``"field: declaration"`` for its fields. Codes count as the array that they stand for.
 '''
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

@@ -7,8 +7,6 @@ an operation that computes logits (`pallas_kernels.dispatch.Operation.logits`) d
 Source: Gemma 2 (arXiv:2408.00118), section 2.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -76,8 +76,7 @@ def code_files(split: str) -> tuple[CodeFile, ...]:
     check_split(split)
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     files = []
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts):
-        parts = path.relative_to(root).parts
+    for parts, path in sorted((path.parts[len(root.parts) :], path) for path in root.rglob("*.py")):
         name = parts[0].removesuffix(".py")
         # Folders such as config-3.13-x86_64-linux-gnu hold what a build wrote.
         skipped = _SKIPPED & {name, *parts[:-1]} or name.startswith("_sysconfigdata") or "-" in name

@@ -47,6 +47,11 @@ def every_word() -> tuple[str, ...]:
     return tuple(sorted({word for kind in ("noun", "adjective", "verb") for word in _word_list(kind)}))
 
 
+@functools.cache
+def _words_of(kind: str, split: str) -> tuple[str, ...]:
+    return tuple(word for word in _word_list(kind) if held_out(word) == (split == "eval"))
+
+
 class Words:
     """The source of keys and values of one split.
 
@@ -60,8 +65,7 @@ class Words:
     def __init__(self, split: str) -> None:
         check_split(split)
         self._held_out = split == "eval"
-        self.adjectives = tuple(w for w in _word_list("adjective") if held_out(w) == self._held_out)
-        self.nouns = tuple(w for w in _word_list("noun") if held_out(w) == self._held_out)
+        self.adjectives, self.nouns = _words_of("adjective", split), _words_of("noun", split)
 
     @functools.cached_property
     def plain_nouns(self) -> list[str]:

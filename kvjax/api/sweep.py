@@ -28,7 +28,7 @@ from kvjax.api.text import rows_of, texts_of
 from kvjax.cache import Cache
 from kvjax.cache.quantised import check_kv_dtype
 from kvjax.decoding.bits import in_32_bits
-from kvjax.decoding.checks import as_jax, check_fits, check_model, check_sizes, check_vocabulary
+from kvjax.decoding.checks import as_jax, check_border, check_fits, check_model, check_sizes, check_vocabulary
 from kvjax.decoding.decode import Call, Decoded, all_done, decode_once, run_extend, start_decode
 from kvjax.decoding.prefill import run_prefill
 from kvjax.decoding.sampling import Sampler
@@ -122,6 +122,7 @@ def sweep(
     for method in settings:
         check_sizes(method, config)
         check_fits(length, max_new_tokens + asked.shape[1], config, method)
+        check_border(config, method, length, max_new_tokens + asked.shape[1])
         if method.offload:
             raise ValueError(f"sweep keeps all caches on the device: offload must be False, got {describe(method)}")
     padded, length, asked, ask_length = place_rows(plan, padded, length, asked, ask_length)

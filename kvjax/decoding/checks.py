@@ -19,8 +19,9 @@ from kvjax.mesh.sharding import check_plan, readable
 from kvjax.protocol.describe import at_once, describe, is_known, on_device
 from kvjax.protocol.fields import shown
 from kvjax.protocol.method import Method, with_inner
-from kvjax.protocol.typing import Model, has_sinks, values_are_keys
+from kvjax.protocol.typing import Model, has_sinks, layer_ropes, values_are_keys
 from kvjax.registry import classes, extrapolating
+from kvjax.rope import border
 
 
 def check_vocabulary(tokens: Array, model: Model) -> None:
@@ -113,12 +114,32 @@ def check_room(cache: Cache, tokens: int | Array) -> None:
             f"{length.max()} tokens and {int(wanted.max())} more exceed the model's "
             f"max_position_embeddings={cache.model.max_position_embeddings}"
         )
+    check_border(cache.model, cache.method, length, wanted)
     for layer, room in enumerate(free):
         if room is not None and (short := wanted - room).max() > 0:
             row = int(short.argmax())
             raise ValueError(
                 f"the cache has room for {int(room[row])} more tokens in row {row} (layer {layer}), got {int(wanted[row])}; "
                 "prefill with a larger max_new_tokens"
+            )
+
+
+def check_border(model: Model, method: Method, length: Array | np.ndarray, wanted: Array | np.ndarray | int) -> None:
+    """Refuse rows of ``length`` int32 [B] tokens that grow by ``wanted`` int32 [B] or [] across a `kvjax.rope.border`.
+
+    Their stored keys would keep the factors of a short text beside keys with those of a long one.
+    """
+    if not is_known(length, wanted):
+        return
+    length, wanted = np.broadcast_arrays(*jax.device_get((length, wanted)))
+    for most in {border(rope.scaling) for rope in layer_ropes(model)} - {None}:
+        crosses = (length <= most) & (length + wanted > most)
+        if crosses.any() and not method.extrapolates:
+            row = int(crosses.argmax())
+            raise ValueError(
+                f"row {row} has {length[row]} tokens, and {wanted[row]} more cross original_max_position_embeddings={most}, "
+                f"where longrope changes the rotation of all keys; expected at most {most - length[row]} more. Prefill a "
+                "longer text whole, or take the long factors from the start: short_factor=long_factor in config.rope_scaling"
             )
 
 

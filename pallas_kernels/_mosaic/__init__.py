@@ -1,3 +1,1 @@
 """Shared parts of kernels for TPUs, which Pallas compiles with Mosaic."""
-
-from __future__ import annotations

@@ -1,7 +1,5 @@
 """Kernels for TPUs under ``jax.vmap``: the mapped axis joins the rows of the batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The limits of kernels for TPUs: dtypes, head dims, pieces of arrays that are whole tiles, and where arrays lie."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

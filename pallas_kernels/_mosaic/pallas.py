@@ -1,7 +1,5 @@
 """Pallas and its Mosaic back end for TPUs, or stand-ins where JAX has none: see `pallas_kernels.machine.back_end`."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from pallas_kernels.machine import PALLAS, PALLAS_TPU, back_end

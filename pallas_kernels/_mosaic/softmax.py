@@ -1,7 +1,5 @@
 """The running softmax of kernels for TPUs: rescaled sums as in FlashAttention-2, in float32, as arrays with two axes."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

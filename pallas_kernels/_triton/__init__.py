@@ -1,3 +1,1 @@
 """Shared parts of Triton kernels: the calls that launch them, and steps that the bodies of several kernels take."""
-
-from __future__ import annotations

@@ -5,8 +5,6 @@ Compilers assume that assembly has no side effects. They keep two pieces in orde
 as an operand.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

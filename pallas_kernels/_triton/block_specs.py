@@ -3,8 +3,6 @@
 A block spec only offsets the pointer of an operand: the kernel sees a ref of the rest of the array.
 """
 
-from __future__ import annotations
-
 import jax
 
 from pallas_kernels._triton.pallas import pl

@@ -3,8 +3,6 @@
 That back end is deprecated, but nothing else in JAX gathers rows on a Hopper GPU.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -20,8 +20,6 @@ A cache in float8_e4m3fn has no exact digits. Its keys become float16, which has
 times a power of two; its values become bfloat16 like those in int8, because weights need the range.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

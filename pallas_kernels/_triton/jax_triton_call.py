@@ -3,8 +3,6 @@
 The package has no batching rule, so its kernels work neither under ``vmap`` nor interpreted.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -4,8 +4,6 @@ The additions have the same order as in the plain version, whatever the block. A
 order a compiler cannot choose, so everything is added up in pairs. Only divisions may round differently.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

@@ -4,8 +4,6 @@ The first search is over the greatest key of each chunk, the second over the key
 The b best keys are all in the b chosen chunks: a key in another chunk has b keys before it, one in each chosen chunk.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

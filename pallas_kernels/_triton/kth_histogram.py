@@ -3,8 +3,6 @@
 It is inline assembly (see `assembly`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -4,8 +4,6 @@ They are written for values inside a Pallas Triton kernel, but they are plain fu
 order is the order of the float32 scores.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The running softmax of one program, inside kernels: FlashAttention-2's rescaled sums, in float32."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

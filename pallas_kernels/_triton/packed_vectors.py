@@ -11,8 +11,6 @@ has one byte of the bitmap. As many values stand before a channel's value as the
 threads read from the same cache line. The eight channels of a thread lie next to each other, as a matrix product needs them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Pallas and its Triton back end, or stand-ins where JAX has none: see `pallas_kernels.machine.back_end`."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from pallas_kernels.machine import PALLAS, PALLAS_TRITON, back_end

@@ -1,13 +1,11 @@
 """Checks of the codes that a GPU's kernels can read, and the blocks of codes that kernels multiply."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._triton.offsets import check_bytes
+from pallas_kernels._triton.checks import check_bytes
 from pallas_kernels.formats.quantised import Quantised, group_of
 from pallas_kernels.host import Rows
 from pallas_kernels.machine import KERNELS_FROM, current_machine

@@ -1,7 +1,5 @@
 """Lists of sinks, best slots and near slots, written by programs that each read a block of slots (PQCache, MagicPIG)."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from pallas_kernels._triton.pallas import pl, plt

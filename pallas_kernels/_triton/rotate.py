@@ -4,8 +4,6 @@
 many registers. `angles` and `rotated_pair` use the library functions, where registers are not scarce.
 """
 
-from __future__ import annotations
-
 import math
 
 import jax

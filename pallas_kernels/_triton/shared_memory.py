@@ -5,8 +5,6 @@ only after compilation. The kernels' estimates were fitted to the amounts that T
 is added to them; tests/compile_only/test_methods.py compares them again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from pallas_kernels.machine import current_machine

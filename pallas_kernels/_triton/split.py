@@ -1,7 +1,5 @@
 """How split-K attention divides its work: one description for every kernel that reads keys and values in blocks."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,3 +1,1 @@
 """Layouts of stored data that several operations read and write; `shapes` is what timed shapes are declared in."""
-
-from __future__ import annotations

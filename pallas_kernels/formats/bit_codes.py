@@ -4,8 +4,6 @@ The least number of codes that fills whole bytes is one group: two codes of 12 b
 code has the lowest bits of the first byte.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

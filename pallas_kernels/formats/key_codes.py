@@ -4,8 +4,6 @@ The codes of a vector do not depend on how many other vectors are encoded with i
 order. A product that is added to a sum is exact, so it does not matter whether a compiler fuses the two operations.
 """
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax

@@ -5,8 +5,6 @@ changes nothing. A vector whose number of channels is no power of two is mixed i
 of two that divides this number.
 """
 
-from __future__ import annotations
-
 import math
 
 import jax

@@ -5,8 +5,6 @@ word ``c // 32`` (uint8 [D/8] where D is no multiple of 32). It is expressed in 
 projected onto the basis of every segment before it meets packed vectors. Source of the format: MosaicKV (arXiv:2607.00760).
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import Array, lax

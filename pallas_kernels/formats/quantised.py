@@ -22,8 +22,6 @@ model's own keys and values. Sums are in float32. If the codes are mixed, the qu
 value (`pallas_kernels._triton.code_products`): then sums are exact.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

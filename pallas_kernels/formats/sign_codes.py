@@ -1,7 +1,5 @@
 """Locality-sensitive hashing by signs: the bits of a vector say on which side of random planes it lies (SOCKET, MagicPIG)."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import Array

@@ -5,8 +5,6 @@ described by a file of ``targets``, with the facts that XLA asks a device for. T
 H100; the facts of all other cards are from NVIDIA's data sheets.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Products with weights in 8 and 4 bits for accelerators that need not be here; see `tests.compile_only.test_methods`."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -17,6 +15,8 @@ from pallas_kernels.formats.coded_matrix import CodedMatrix, taken
 from pallas_kernels.layer.coded_product import coded_product, few_vectors
 from tests.compile_only.compiling import launches
 from tests.compile_only.test_methods import needs
+
+pytestmark = pytest.mark.xdist_group("compile_only")  # one worker has the compilers and their memory
 
 COUNT, WIDTH = 14336, 4096
 TABLE = CodedMatrix(
@@ -37,7 +37,6 @@ def held(machine, run, *args):
     return machine.compile(run, *args).memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.xdist_group("compile_only")
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("rows", [1, *(pytest.param(rows, marks=pytest.mark.thorough) for rows in (4, 16))])
 def test_a_few_rows_on_an_h100_are_one_kernel_that_spills_nothing(bits, rows):
@@ -46,22 +45,6 @@ def test_a_few_rows_on_an_h100_are_one_kernel_that_spills_nothing(bits, rows):
     assert f"coded_product_{bits}" in compiled.as_text() and compiled.memory_analysis().temp_size_in_bytes == held
 
 
-@pytest.mark.xdist_group("compile_only")
-@pytest.mark.thorough
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("rows", [2, 4])
-def test_norm_gates_and_sum_in_passing_spill_nothing_either(bits, rows):
-    x, scale = jax.ShapeDtypeStruct((rows, WIDTH), jnp.bfloat16), jax.ShapeDtypeStruct((WIDTH,), jnp.bfloat16)
-    gates = jax.tree.map(lambda part: jax.ShapeDtypeStruct((2, COUNT // 2, part.shape[1]), part.dtype), matrix(bits))
-
-    def run(x, gates, scale, residual):
-        return coded_product(x, gates, scale=scale, eps=1e-5, gated=True, residual=residual)
-
-    residual = jax.ShapeDtypeStruct((rows, COUNT // 2), jnp.bfloat16)
-    assert held(needs("h100"), run, x, gates, scale, residual) == 0
-
-
-@pytest.mark.xdist_group("compile_only")
 @pytest.mark.parametrize("weight_dtype", ["int8", pytest.param("int4", marks=pytest.mark.thorough)])
 def test_a_layer_of_a_step_launches_four_products_and_three_kernels_of_attention(weight_dtype):
     """A launch takes more than a microsecond: see `docs/notebook/weights.md`."""
@@ -77,7 +60,6 @@ def test_a_layer_of_a_step_launches_four_products_and_three_kernels_of_attention
     assert [name.split("/")[-2] for _, name in launches(step) if "layers_1" in name] == [*attention, product, product]
 
 
-@pytest.mark.xdist_group("compile_only")
 @pytest.mark.parametrize("name", ["h100", "t4", "tpu_v5e"])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("rows", [1, 64])
@@ -87,7 +69,6 @@ def test_plain_products_hold_no_decoded_copy(name, bits, rows):
     assert held(needs(name), run, x, matrix(bits)) < 2 * COUNT * WIDTH / 3
 
 
-@pytest.mark.xdist_group("compile_only")
 @pytest.mark.parametrize("name", ["h100", "t4", "tpu_v5e"])
 def test_a_table_of_codes_is_neither_copied_nor_decoded(name):
     head = functools.partial(coded_product, dtype=jnp.float32)
@@ -95,7 +76,6 @@ def test_a_table_of_codes_is_neither_copied_nor_decoded(name):
     assert held(needs(name), taken, TABLE, jax.ShapeDtypeStruct((1, 1), jnp.int32)) < 2**24
 
 
-@pytest.mark.xdist_group("compile_only")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method", "kv_dtype"),

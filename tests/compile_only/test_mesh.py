@@ -2,10 +2,8 @@
 
 As test_methods.py. `kvjax.api.programs.lower_programs` lowers the programs for stand-ins on a mesh. By default this is a
 small model under two methods; with ``--thorough`` it is Llama-3.1-8B at 128K tokens under every method, with two of its 32
-layers, and with all of them.
+layers.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
@@ -23,9 +21,11 @@ from kvjax.api.programs import lower_programs
 from kvjax.mesh.sharding import plan_of
 from models import param_shapes, shapes, sharding
 from tests.compile_only import compiling
-from tests.compile_only.compiling import SPILLING, crossing, device_bytes
+from tests.compile_only.compiling import crossing, device_bytes
 from tests.compile_only.test_methods import CONFIG, KNOBS, NAMES
 from tests.harness import small
+
+pytestmark = pytest.mark.xdist_group("compile_only")  # one worker has the compilers and their memory
 
 MACHINES = {"h100": 2, "tpu_v5e": 8}
 MOST = {"h100": 72, "tpu_v5e": 14}  # GiB that a program may need on a device, of 80 and 16
@@ -57,10 +57,7 @@ def compiled(machine, name, config, prompt):
     with found.assumed():
         read, generate = lower_programs(params, config=config, methods=[method], **sizes)
     _, cache, *_ = generate.args_info[0]
-    # Spilled registers are looked for in programs of few layers. That of all layers spills some under AdaKV.
-    few = config.num_layers < LLAMA.num_layers
-    options = {option: value for option, value in found.options.items() if few or option != SPILLING}
-    programs = (x.compile(compiler_options=options) for x in (read, generate))
+    programs = (x.compile(compiler_options=found.options) for x in (read, generate))
     return *programs, _bytes((params, cache))
 
 
@@ -102,13 +99,11 @@ def check(machine, name, config, prompt):
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1 << 20, "an array of the cache is not donated"
     if machine == "tpu_v5e" and name in ON_TPU:
         assert "tpu_custom_call" in generate.as_text(), "no kernel of ours"
-    # Plain JAX stores the scores of all tokens. With many layers, so are the vectors of all pages under Chess.
-    if config.num_layers < LLAMA.num_layers and (machine == "h100" or name in ON_TPU):
+    if machine == "h100" or name in ON_TPU:  # plain JAX stores the scores of all tokens
         stored = 2 * prompt * config.num_kv_heads * config.head_dim * 2 / MACHINES[machine]  # keys and values of a layer
         assert memory.temp_size_in_bytes < stored / 2, "a part of the cache is copied"
 
 
-@pytest.mark.xdist_group("compile_only")
 @pytest.mark.parametrize("spec", [PartitionSpec("tp"), PartitionSpec()])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_parameters_on_accelerators_without_a_plan_are_refused(machine, spec):
@@ -123,7 +118,6 @@ def test_parameters_on_accelerators_without_a_plan_are_refused(machine, spec):
         plan_of(params)
 
 
-@pytest.mark.xdist_group("compile_only")
 @pytest.mark.parametrize("name", ["full", "tokenselect"])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_small_programs_send_only_small_arrays(machine, name):
@@ -131,7 +125,6 @@ def test_small_programs_send_only_small_arrays(machine, name):
 
 
 @pytest.mark.thorough
-@pytest.mark.xdist_group("compile_only")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_two_layers_of_an_8b_model_at_128k(machine, name):
@@ -140,12 +133,3 @@ def test_two_layers_of_an_8b_model_at_128k(machine, name):
     check(machine, name, config, PROMPT)
     needed = max(map(device_bytes, compiled(machine, name, config, PROMPT)[:2])) + more_layers(machine, name, config)
     assert needed < MOST[machine] << 30
-
-
-@pytest.mark.thorough
-@pytest.mark.xdist_group("compile_only")
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("machine", MACHINES)
-def test_all_layers_of_an_8b_model_at_128k(machine, name):
-    check(machine, name, LLAMA, PROMPT)
-    assert max(map(device_bytes, compiled(machine, name, LLAMA, PROMPT)[:2])) < MOST[machine] << 30

@@ -4,8 +4,6 @@
 skipped, saying so, elsewhere. Nothing is run.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re
@@ -34,6 +32,8 @@ from pallas_kernels.host import Rows
 from pallas_kernels.store.store_token import store_token
 from tests.compile_only.compiling import target
 from tests.harness import ELSEWHERE, small
+
+pytestmark = pytest.mark.xdist_group("compile_only")  # one worker has the compilers and their memory
 
 # Heads as in Llama-3.1-8B; the rest is small, since it is not what is looked at.
 CONFIG = ModelConfig(
@@ -98,7 +98,6 @@ def decode_step(machine, name, tokens, kv_dtype=None):
     return machine.compile(run_step, param_shapes(CONFIG), cache, *one, donate_argnums=1)
 
 
-@pytest.mark.xdist_group("compile_only")
 def test_a_kernel_that_spills_registers_is_refused():
     machine = needs("h100")
 
@@ -112,16 +111,29 @@ def test_a_kernel_that_spills_registers_is_refused():
         machine.compile(run, square)
 
 
-@pytest.mark.xdist_group("compile_only")
-@pytest.mark.parametrize("name", BY_DEFAULT)
-def test_decode_step_for_an_h100_uses_kernels_copies_no_cache_and_spills_nothing(name):
-    compiled = decode_step(needs("h100"), name, PROMPT)
+OTHER_CARDS = [
+    pytest.param(card, name, marks=[pytest.mark.thorough] * (name != "full")) for card in ("a100", "l4") for name in NAMES
+]
+
+
+@pytest.mark.parametrize(
+    ("card", "name"), [*(pytest.param("h100", *x.values, marks=x.marks) for x in BY_DEFAULT), *OTHER_CARDS]
+)
+def test_a_decode_step_uses_kernels_copies_no_cache_and_spills_nothing(card, name):
+    compiled = decode_step(needs(card), name, PROMPT)
     assert "triton" in compiled.as_text(), "no kernel of ours"
     share = 2 if name == "retrievalattention" else 4  # its query heads have scores of all tokens each
     assert compiled.memory_analysis().temp_size_in_bytes < STORE / share
 
 
-@pytest.mark.xdist_group("compile_only")
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.thorough] * (x != "full")) for x in NAMES])
+def test_before_ampere_everything_is_plain_jax(name):
+    """Prompt and decode step, under every method."""
+    machine = needs("t4")
+    texts = decode_step(machine, name, 1024).as_text(), machine.compile(prefill(name, 512), *arguments(1024)).as_text()
+    assert not any("triton" in text or "__cudnn$fmha" in text for text in texts)
+
+
 def test_no_kernel_finishes_the_layers_of_a_prompt_together():
     """XLA would make the page bounds of several layers in one kernel, and compile it for minutes if there are 32 of them."""
     config = dataclasses.replace(CONFIG, num_layers=6, windows=(None,) * 6)
@@ -130,14 +142,12 @@ def test_no_kernel_finishes_the_layers_of_a_prompt_together():
     assert max(part.count(" reduce(") for part in re.split(r"\n(?=%|ENTRY)", text)) == 2  # least and greatest of a page
 
 
-@pytest.mark.xdist_group("compile_only")
 def test_a_ring_of_queries_is_never_turned_round():
     """What an eviction does with the queries decides how XLA keeps them, and a step would pay for a change of layout."""
     found = re.findall(r"bf16\[1,8,4,255,128\](\{[\d,]+\})", decode_step(needs("h100"), "triattention", PROMPT).as_text())
     assert set(found) == {"{4,3,2,1,0}"}
 
 
-@pytest.mark.xdist_group("compile_only")
 @pytest.mark.parametrize(
     ("name", "kv_dtype"),
     [(name, "float8_e4m3fn") for name in ("full", "quest")]
@@ -152,7 +162,6 @@ def test_decode_step_on_codes_for_an_h100_reads_the_codes(name, kv_dtype):
     assert compiled.memory_analysis().temp_size_in_bytes < STORE / 4
 
 
-@pytest.mark.xdist_group("compile_only")
 @pytest.mark.parametrize("kv_dtype", [None, pytest.param("int8", marks=pytest.mark.thorough)])
 def test_an_extend_of_few_tokens_for_an_h100_uses_the_decode_kernel_and_copies_no_cache(kv_dtype):
     machine, tokens = needs("h100"), 6
@@ -164,7 +173,6 @@ def test_an_extend_of_few_tokens_for_an_h100_uses_the_decode_kernel_and_copies_n
     assert compiled.memory_analysis().temp_size_in_bytes < STORE / 4
 
 
-@pytest.mark.xdist_group("compile_only")
 @pytest.mark.parametrize("kind", KV_DTYPES)
 def test_kernels_of_offloaded_codes_compile_for_an_h100(kind):
     """Attention to listed slots and pages, and storing a token. The rows of host memory are stand-ins in device memory."""
@@ -198,7 +206,6 @@ def test_kernels_of_offloaded_codes_compile_for_an_h100(kind):
     assert "triton" in machine.compile(store, new, query, inv_freq, newest, copies, position, newest, host).as_text()
 
 
-@pytest.mark.xdist_group("compile_only")
 def test_chunked_prefill_for_an_h100_attends_through_cudnn_and_copies_no_cache():
     machine = needs("h100")
     chunk = 2048
@@ -208,7 +215,6 @@ def test_chunked_prefill_for_an_h100_attends_through_cudnn_and_copies_no_cache()
     assert compiled.memory_analysis().temp_size_in_bytes < 16 * chunk * widest
 
 
-@pytest.mark.xdist_group("compile_only")
 @pytest.mark.parametrize(("name", "stores"), [("infllm", 2), ("keydiff", 2), ("streamingllm", 2), ("selfextend", 3)])
 def test_a_chunk_over_bounded_slots_for_an_h100_attends_through_cudnn_and_waits_for_nothing(name, stores):
     """No logits are in memory. A loop within the loop over chunks would wait for the device in each layer."""
@@ -218,7 +224,6 @@ def test_a_chunk_over_bounded_slots_for_an_h100_attends_through_cudnn_and_waits_
     assert compiled.memory_analysis().temp_size_in_bytes < stores * STORE  # SelfExtend rotates a copy of all keys
 
 
-@pytest.mark.xdist_group("compile_only")
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["full", "snapkv"])
 def test_a_batch_is_read_in_the_memory_of_a_row(name):
@@ -231,7 +236,6 @@ def test_a_batch_is_read_in_the_memory_of_a_row(name):
     assert compiled.memory_analysis().temp_size_in_bytes < 16 * chunk * widest + layers * row
 
 
-@pytest.mark.xdist_group("compile_only")
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sparse_prompt_for_an_h100_uses_its_kernel_and_takes_no_more_memory_than_a_dense_one(kind):
@@ -245,7 +249,6 @@ def test_a_sparse_prompt_for_an_h100_uses_its_kernel_and_takes_no_more_memory_th
     assert used < 1.25 * usual
 
 
-@pytest.mark.xdist_group("compile_only")
 @pytest.mark.parametrize("name", BY_DEFAULT)
 def test_prefill_and_decode_step_compile_for_a_tpu(name):
     machine = needs("tpu_v5e")
@@ -253,7 +256,6 @@ def test_prefill_and_decode_step_compile_for_a_tpu(name):
     decode_step(machine, name, 1024)
 
 
-@pytest.mark.xdist_group("compile_only")
 def test_small_projections_of_a_single_row_are_matrix_products_on_a_gpu():
     """XLA would multiply and reduce, in bfloat16, without `models.layers.modules.multiplied`."""
     params, x = param_shapes(CONFIG)["layers_0"]["mlp"], jax.ShapeDtypeStruct((1, 1, CONFIG.hidden_size), jnp.bfloat16)
@@ -263,7 +265,6 @@ def test_small_projections_of_a_single_row_are_matrix_products_on_a_gpu():
     assert plain.as_text().count(" dot(") == 0
 
 
-@pytest.mark.xdist_group("compile_only")
 def test_a_step_on_a_tpu_reads_gate_and_up_where_they_are():
     """There an array [d, 2, F] is laid out in other tiles than [d, 2F]: a reshape would copy the weights in every step."""
     params, x = param_shapes(CONFIG)["layers_0"]["mlp"], jax.ShapeDtypeStruct((1, 1, CONFIG.hidden_size), jnp.bfloat16)
@@ -271,7 +272,6 @@ def test_a_step_on_a_tpu_reads_gate_and_up_where_they_are():
     assert " copy(" not in compiled.as_text()
 
 
-@pytest.mark.xdist_group("compile_only")
 @pytest.mark.parametrize("name", [x for x in BY_DEFAULT if x.values[0] in OFFLOADED])
 def test_offloaded_programs_compile_for_a_tpu(name):
     """Prompt, one step, and the token loop with its syncs of host memory."""

@@ -3,8 +3,6 @@
 As test_methods.py. Heads are as in Llama-3.1-8B.
 """
 
-from __future__ import annotations
-
 import math
 import re
 
@@ -13,6 +11,8 @@ import pytest
 from pallas_kernels.formats.shapes import full
 from tests.compile_only.test_methods import CONFIG, PROMPT, STORE, decode_step, needs
 from tests.pallas_kernels.operations import arguments, public, sized
+
+pytestmark = pytest.mark.xdist_group("compile_only")  # one worker has the compilers and their memory
 
 thorough = pytest.mark.thorough
 STEPS = {  # the kernels of a decode step, one for each of two layers
@@ -39,7 +39,6 @@ def moved(compiled, elements):
     return found
 
 
-@pytest.mark.xdist_group("compile_only")
 @pytest.mark.parametrize("prompt", [4 * PROMPT + 64, *(pytest.param(x, marks=thorough) for x in (PROMPT, PROMPT + 64))])
 @pytest.mark.parametrize("name", ["full", *(pytest.param(x, marks=thorough) for x in ("quest", "chess"))])
 def test_a_decode_step_uses_kernels_and_copies_no_cache(name, prompt):
@@ -72,7 +71,6 @@ SHAPES = [  # group, head_dim, dtype, KV heads, slots or pages
 ]
 
 
-@pytest.mark.xdist_group("compile_only")
 @thorough
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -84,6 +84,7 @@ def few_tasks():
         yield
 
 
+@pytest.mark.slow  # reading the harness takes 20 seconds
 @pytest.mark.usefixtures("few_tasks")
 @pytest.mark.parametrize("name", TASKS)
 def test_recorded_answers_to_tasks_of_the_harness_get_what_they_deserve(name, tmp_path):
@@ -94,12 +95,14 @@ def test_recorded_answers_to_tasks_of_the_harness_get_what_they_deserve(name, tm
     assert all(0 <= value <= 1 for text in answers for value in measures(made, text).values())
 
 
+@pytest.mark.slow  # reading the harness takes 20 seconds
 @pytest.mark.usefixtures("few_tasks")
 def test_a_task_has_further_measures(tmp_path):
     (made,) = read(f"lm-eval:gsm8k={write(tmp_path / 'own.jsonl', TASKS['gsm8k'][0])}")
     assert measures(made, "1018") == {"exact_match,strict-match": 0, "exact_match,flexible-extract": 1}
 
 
+@pytest.mark.slow  # reading the harness takes 20 seconds
 @pytest.mark.usefixtures("few_tasks")
 @pytest.mark.parametrize(
     "task, record, told",

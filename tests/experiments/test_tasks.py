@@ -46,9 +46,9 @@ def sample(name: str, length: int = 2048, seed: int = 0, **options) -> tasks.Sam
     return document(name, length, seed, **options).samples()[0]
 
 
-def request(name: str, length: int = 1024, kind: str | None = None, seed: int = 0, split: str = "train", **more):
-    stack = tasks.haystack_for(name, kind, count, split)
-    return tasks.Request(name, random.Random(seed), length, count, stack, words.Words(split), **more)
+def request(name: str, length: int = 1024, kind: str | None = None, seed: int = 0, split: str = "train", size=count, **more):
+    stack = tasks.haystack_for(name, kind, size, split)
+    return tasks.Request(name, random.Random(seed), length, size, stack, words.Words(split), **more)
 
 
 # Groups
@@ -111,21 +111,23 @@ def test_a_sample_follows_from_its_seed_and_fits_with_a_coarse_tokenizer_too(nam
 
 @pytest.mark.parametrize("name", SHARED)
 def test_many_questions_share_one_context(name):
-    length = 8192 if name in CODE else 2048  # a kilobyte of code may define one function
-    one = document(name, length, num_questions=5)
+    # A kilobyte of code may define one function, and takes the tokenizer seconds.
+    length, size = (8192, coarse) if name in CODE else (2048, count)
+    one = document(name, length, num_questions=5, count_tokens=size)
     assert len(one.questions) == 5 and len({q.question + q.answer_prefix for q in one.questions}) == 5
     for asked in one.samples():
         assert asked.context == one.context
         assert tasks.score(name, asked.target, asked.answers) == 1.0
-        assert count(asked.prompt) + asked.max_new_tokens <= length
-    trained = tasks.make_document(request(name, length, num_questions=5, training=True))
+        assert size(asked.prompt) + asked.max_new_tokens <= length
+    trained = tasks.make_document(request(name, length, size=size, split="eval", num_questions=5, training=True))
     texts = ((q.question + q.answer_prefix, q.target) for q in trained.questions)
-    assert length - 250 < count(trained.context) + sum(count(asked) + count(target) + 1 for asked, target in texts) <= length
+    assert length - 250 < size(trained.context) + sum(size(asked) + size(target) + 1 for asked, target in texts) <= length
 
 
 def test_prompts_are_drawn_as_they_were_when_scores_were_recorded(monkeypatch):
     """With words of our own and without prose, which change with their packages; code is the running Python's."""
     adjectives, nouns = (tuple(f"{kind}{a}{b}" for a in "abcdefgh" for b in "abcdefghijklmnopqrst") for kind in ("x", "y"))
+    monkeypatch.setattr(words, "_words_of", words._words_of.__wrapped__)
     monkeypatch.setattr(words, "_word_list", lambda kind: nouns if kind == "noun" else adjectives)
     monkeypatch.setattr(words, "held_out", lambda text: text[-1].lower() in "acegikmoqs02468")
     monkeypatch.setattr(words, "every_word", lambda: tuple(f"{a}{b}{c}" for a in "abcdefgh" for b in nouns for c in "kl"))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax import rope
+from kvjax.decoding.checks import check_room
 from kvjax.decoding.passes import layer_inputs
 from kvjax.methods import Full, MosaicKV, Quest, StreamingLLM, TokenSelect
 from kvjax.methods.chess.method import Chess
 from kvjax.protocol.typing import Rope
+from kvjax.testing.model import TinyModel
 from kvjax.wrappers import PerLayer
 from models import DynamicScaling, LongRopeScaling, ModelConfig, YarnScaling
 from tests import goldens, tape
@@ -110,6 +114,27 @@ def given(scaling, method):
 def test_methods_that_renumber_tokens_keep_short_frequencies(scaling):
     assert (np.asarray(given(scaling, StreamingLLM(budget=8)).key) == 1).all()
     assert np.abs(np.asarray(given(scaling, Full()).key) - 1).max() > 0.1
+
+
+def test_a_text_does_not_grow_across_the_border_of_longrope():
+    """Stored keys would keep the short factors; what renumbers tokens, or has the same factors on both sides, goes on."""
+    model = TinyModel(num_layers=1, head_dim=DIM, max_position_embeddings=64, rope_scaling=LONG)
+    params, text = model.random_params(0), [[3] * 14, [5] * 9]
+    same = dataclasses.replace(LONG, long_factor=LONG.short_factor)
+    cache = kvjax.prefill(params, text, config=model, max_new_tokens=24, pad_multiple=1)
+    check_room(cache, 2)
+    for call in (
+        lambda: kvjax.extend(params, cache, [[1, 2, 3], [1]]),
+        lambda: kvjax.generate(params, cache, max_new_tokens=9, limits=[0, 9]),
+        lambda: kvjax.stream(params, cache, max_new_tokens=3),
+        lambda: kvjax.sweep(params, text, config=model, methods=["full"], max_new_tokens=3),
+    ):
+        with pytest.raises(ValueError, match="original_max_position_embeddings=16.*expected at most [27] more"):
+            call()
+    for case in ({"text": [[3] * 17] * 2}, {"method": small(StreamingLLM, budget=8)}, {"scaling": same}):
+        model = dataclasses.replace(model, rope_scaling=case.get("scaling", LONG))
+        where = {"config": model, "max_new_tokens": 24, "pad_multiple": 1, "method": case.get("method", "full")}
+        check_room(kvjax.prefill(params, case.get("text", text), **where), 5)
 
 
 def test_methods_get_queries_and_keys_with_the_attention_factor():

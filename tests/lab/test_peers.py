@@ -9,6 +9,8 @@ import sys
 import jax
 import pytest
 
+from experiments.cli import read_record
+from experiments.lab import attention_peers
 from experiments.lab.peers import __main__ as peers
 from experiments.lab.peers.report import peer_tables
 from experiments.lab.peers.settings import PRESSES, PeersSettings
@@ -166,3 +168,14 @@ def test_a_row_without_memory_is_a_row(command, monkeypatch):
     printed, record = command("--methods", "full", "--caches", "dynamic")
     (row,) = record["metrics"]
     assert row["out_of_memory"] and row["value"] is None and "out of memory" in printed
+
+
+def test_one_call_of_attention_is_timed_and_right(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        attention_peers, "WORK", {"all": attention_peers.Work(2, 64), "pages": attention_peers.Work(1, 64, 2, 4)}
+    )
+    monkeypatch.setattr(attention_peers, "ITERATIONS", 1)
+    assert attention_peers.main(["--out", str(tmp_path / "r.json")]) == 0
+    rows = read_record(tmp_path / "r.json")["metrics"]
+    assert [(row["work"], row["side"]) for row in rows] == [("all", "kvjax"), ("pages", "kvjax")]
+    assert all(row["relative_error"] < 1e-2 for row in rows) and rows[1]["bytes_read"] == 2 * 2 * 8 * 8 * 128

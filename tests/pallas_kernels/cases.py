@@ -1,7 +1,5 @@
 """Implementations, tolerances, programs, inputs and oracles that several kernel tests share."""
 
-from __future__ import annotations
-
 import functools
 from importlib.util import find_spec
 
@@ -11,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.dispatch import Implementation, added_implementation
-from pallas_kernels.host import Rows, copy_row, has_copy
+from pallas_kernels.host import Rows, copy_row
 from tests.pallas_kernels.operations import public, table
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -29,9 +27,23 @@ every_body_and_thorough_tpu = pytest.mark.parametrize("name", [*NAMES, pytest.pa
 # For laws that hold for the plain implementation if JAX is right, such as that of `jax.vmap`.
 every_kernel = pytest.mark.parametrize("name", [pytest.param("xla", marks=thorough), *NAMES[1:]])
 # For such laws of kernels that take long to interpret: by default kernels that take less show them.
-_GPU_NAMES = [*(pytest.param(x, marks=thorough) for x in NAMES[:2]), NAMES[2]]
-on_gpu = pytest.mark.parametrize("name", _GPU_NAMES)
-on_gpu_and_thorough_tpu = pytest.mark.parametrize("name", [*_GPU_NAMES, pytest.param("interpreted_tpu", marks=thorough)])
+on_gpu = pytest.mark.parametrize("name", [*(pytest.param(x, marks=thorough) for x in NAMES[:2]), NAMES[2]])
+
+
+def in_dtypes(bodies, *dtypes):
+    """Parametrise by body and dtype: on a GPU all dtypes, elsewhere the first, and thoroughly the others."""
+    made = []
+    for name, marks in map(name_and_marks, bodies.args[1]):
+        for index, dtype in enumerate(dtypes or ("float32", "bfloat16")):
+            made.append(pytest.param(name, dtype, marks=[*marks, *[thorough] * (index > 0 and name != "pallas_triton")]))
+    return pytest.mark.parametrize(("name", "dtype"), made)
+
+
+def name_and_marks(body):
+    return (body, ()) if isinstance(body, str) else (body.values[0], body.marks)
+
+
+every_body_and_dtype = in_dtypes(every_body)
 
 
 @functools.cache
@@ -144,14 +156,14 @@ def one_by_one(run, *calls, rtol=1e-6, atol=1e-6):
 SINKS = 2  # first slots of which an offloaded cache in these tests has copies
 
 
-def near(x, cursor, rows):
-    """The copies [B, H, R, D] on the device of x [B, H, S, D], with R = ``rows``; NaN in rows without a copy."""
-    kept = np.full((*x.shape[:2], rows, x.shape[3]), np.nan, np.float32)
-    for b, end in enumerate(np.asarray(cursor)):
-        for slot in range(min(int(end), x.shape[2])):
-            if bool(has_copy(jnp.int32(slot), jnp.int32(end), SINKS, rows)):
-                kept[b, :, int(copy_row(jnp.int32(slot), SINKS, rows))] = x[b, :, slot].astype(jnp.float32)
-    return jnp.asarray(kept, x.dtype)
+def near(x, cursor, rows, sinks=SINKS, fill=np.nan):
+    """The copies [B, H, R, D] on the device of x [B, H, S, D], with R = ``rows``; ``fill`` in rows without a copy."""
+    slot, end = np.arange(x.shape[2]), np.asarray(cursor)
+    row, x = np.asarray(copy_row(jnp.asarray(slot), sinks, rows)), np.asarray(x)
+    kept = np.full((*x.shape[:2], rows, x.shape[3]), fill, x.dtype)
+    for b, copied in enumerate((slot < end[:, None]) & ((slot < sinks) | (slot >= end[:, None] - (rows - sinks)))):
+        kept[b][:, row[copied]] = x[b][:, copied]
+    return jnp.asarray(kept)
 
 
 def offloaded(cursor):

@@ -1,8 +1,8 @@
 """Settings of all kernel tests: many small programs, so compile them quickly; bodies that are tried everywhere."""
 
-from __future__ import annotations
-
 import pytest
+
+from tests.pallas_kernels.cases import NEEDS_GPU, ON_GPU
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -12,13 +12,21 @@ def compile_quickly(quick_compile):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc):
-    """Add the bodies that a module's table calls `everywhere` to each test that takes the interpreted kernel."""
+    """Add the bodies that a module's table calls `everywhere` to each test that takes the interpreted kernel.
+
+    Where there is no GPU, leave out what needs one, if anything is left: a third of all tests.
+    """
     tables = {at: x for at, x in vars(metafunc.module).items() if isinstance(x, dict) and "xla" in x}
     used = [tables[at] for at in metafunc.function.__code__.co_names if at in tables] or tables.values()
     more = dict.fromkeys(name for table in used for name, run in table.items() if getattr(run, "everywhere", False))
     marks = metafunc.definition.own_markers
     for index, mark in enumerate(marks):
-        if mark.name == "parametrize" and mark.args[0] == "name" and more:
+        if mark.name == "parametrize" and mark.args[0] in ("name", ("name", "dtype")) and more:
             names = [getattr(value, "values", (value,))[0] for value in mark.args[1]]
+            added = more if mark.args[0] == "name" else [(name, "float32") for name in more]
             if "interpreted" in names:
-                marks[index] = pytest.mark.parametrize("name", [*mark.args[1], *more]).mark
+                marks[index] = pytest.mark.parametrize(mark.args[0], [*mark.args[1], *added]).mark
+        if marks[index].name == "parametrize" and not ON_GPU:
+            values = [x for x in marks[index].args[1] if NEEDS_GPU not in getattr(x, "marks", ())]
+            if 0 < len(values) < len(marks[index].args[1]):
+                marks[index] = pytest.mark.parametrize(marks[index].args[0], values, **marks[index].kwargs).mark

@@ -1,7 +1,5 @@
 """All operations by name, with arguments of any sizes: what the laws of all operations start from."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib
@@ -36,9 +34,10 @@ def timed(name):
     return importlib.import_module(place).TIMED if importlib.util.find_spec(place) else None
 
 
-def small(name):
-    """Return a small shape of an operation."""
-    return untimed.SHAPES[name].at() if timed(name) is None else timed(name).listed(tiny=True)[0]
+def small(name, wide=False, **sizes):
+    """Return a small shape of an operation, in which these sizes differ; ``wide``: heads have all of their channels."""
+    shape = untimed.SHAPES[name].at() if timed(name) is None else timed(name).listed(tiny=True, wide=wide)[0]
+    return shape.timed.at(**{**vars(shape.sizes), **sizes})
 
 
 def sized(name, **sizes):
@@ -59,6 +58,13 @@ def sized(name, **sizes):
 def arguments(shape):
     """Return the shapes and dtypes of the arrays of a shape by name."""
     return jax.eval_shape(shape.draw, jax.random.key(0))
+
+
+def named(value):
+    """A text that is the same in every worker: a function's has its address."""
+    if isinstance(value, dict):
+        return ",".join(f"{key}={named(x)}" for key, x in value.items())
+    return getattr(value, "__name__", "partial") if callable(value) else str(value)
 
 
 class Chosen(Exception):

@@ -1,7 +1,5 @@
 """The few instructions of PTX that some kernels use: NumPy runs one statement at a time, for all threads of a program."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

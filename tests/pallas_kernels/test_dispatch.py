@@ -1,7 +1,5 @@
 """The rules of dispatch."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

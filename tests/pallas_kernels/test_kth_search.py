@@ -1,7 +1,5 @@
 """The steps of a search for the k-th largest: keys, the search, its first step by bins, ranks."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

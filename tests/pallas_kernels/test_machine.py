@@ -1,7 +1,5 @@
 """Which machine calls choose for: what the devices say, what a context says, and the switch to plain JAX."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import threading

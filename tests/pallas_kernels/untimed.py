@@ -1,7 +1,5 @@
 """Small arguments of the operations that have no timed shapes, declared as the timed shapes are."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from pallas_kernels.choose.pqcache.code_select import code_bits

@@ -1,7 +1,5 @@
 """Causal attention of whole sequences by cuDNN's flash attention."""
 
-from __future__ import annotations
-
 import jax
 
 from pallas_kernels._cudnn import check as check

@@ -1,7 +1,5 @@
 """Causal attention of whole sequences in plain JAX, in blocks of queries where sequences are long."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

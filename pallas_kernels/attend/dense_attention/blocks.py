@@ -5,8 +5,6 @@ nearly empty costs as much as its tokens, not as its capacity. Under ``vmap`` wi
 runs to the largest bound and its slices become gathers: pass an unbatched ``limit`` there.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -5,8 +5,6 @@ array of that size: neither logits nor probabilities are in memory. Keys and val
 There is no loop, so the host waits for no number that the device computes.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Blocked exact attention over a cache with holes, in plain JAX: FlashAttention-2's loop over blocks of keys."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -4,8 +4,6 @@ With half the bytes or fewer, instructions would limit it unless each code takes
 So its softmax is in powers of two, and the denominator is added up over slots only at the end.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

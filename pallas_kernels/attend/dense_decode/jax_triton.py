@@ -1,7 +1,5 @@
 """The kernel of `pallas_triton` through jax-triton."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from pallas_kernels._triton.jax_triton_call import launch, package

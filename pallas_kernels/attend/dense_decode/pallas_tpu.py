@@ -4,9 +4,6 @@ Grid (B, blocks). A block has the slots of all KV heads, so that positions are r
 memory: blocks behind it repeat the index of the last block below it, and a block in fast memory is not read again.
 """
 
-from __future__ import annotations
-
-import dataclasses
 import functools
 
 import jax
@@ -14,32 +11,9 @@ import jax.numpy as jnp
 
 from pallas_kernels._mosaic import softmax
 from pallas_kernels._mosaic.batching import rows_together
-from pallas_kernels._mosaic.limits import LANES, check_cache, check_dtypes, check_heads, where_it_is
+from pallas_kernels._mosaic.blocks import Config, default_config
+from pallas_kernels._mosaic.limits import check_cache, check_dtypes, check_heads, where_it_is
 from pallas_kernels._mosaic.pallas import pl, plt
-
-_BLOCK_BYTES = 1 << 20  # of the keys of a block; values take as much, and two blocks are in fast memory
-_MOST = 2048  # slots of a block
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """How the work is divided.
-
-    Attributes:
-        block: slots per step, a multiple of 128.
-    """
-
-    block: int = 512
-
-    def __post_init__(self):
-        if self.block < LANES or self.block % LANES:
-            raise ValueError(f"Config: got block={self.block}, expected a multiple of {LANES}")
-
-
-def default_config(key: jax.Array) -> Config:
-    """Choose a config for keys [B, H, S, D]: blocks of a megabyte."""
-    fits = _BLOCK_BYTES // (key.shape[1] * key.shape[3] * key.dtype.itemsize)
-    return Config(block=min(max(fits // LANES, 1) * LANES, _MOST))
 
 
 def _kernel(

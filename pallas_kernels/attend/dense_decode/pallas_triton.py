@@ -11,8 +11,6 @@ Several queries of a row are rows of the same products, as if the group had so m
 rows, and one token's query heads are a few. So the cache is read once, and each query masks the tokens behind its position.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -23,6 +21,7 @@ import jax.numpy as jnp
 from pallas_kernels._triton import online_softmax
 from pallas_kernels._triton.assembly import kept
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.checks import check_dtypes, check_head_dim
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.quantised import check_codes, rows_and_scale
 from pallas_kernels._triton.rotate import rotated
@@ -139,22 +138,9 @@ def _kernel(*refs, structure, scale, block, interpret, early=None):
 
 
 def dense_decode(
-    query,
-    key,
-    value,
-    *,
-    position,
-    limit,
-    scale,
-    partials=None,
-    gap=None,
-    rotation=None,
-    query_position=None,
-    parts=False,
-    mass=False,
-    config: Config | None = None,
-    interpret=False,
-):
+    query, key, value, *, position, limit, scale, partials=None, gap=None, rotation=None, query_position=None, parts=False,
+    mass=False, config: Config | None = None, interpret=False,
+):  # fmt: skip
     """Attend with one or a few queries per head to all tokens below a limit; ``interpret=True`` runs anywhere, slowly."""
     (rows, heads, *members, width), dim = query.shape, value.shape[3]
     group, lists, slots = math.prod(members), rows * heads, key.shape[2]
@@ -204,31 +190,14 @@ def dense_decode(
     return out.reshape(rows, heads, *members, dim), lse.reshape(rows, heads, *members), *more
 
 
-def check(
-    query,
-    key,
-    value,
-    *,
-    position,
-    limit,
-    scale,
-    partials=None,
-    gap=None,
-    rotation=None,
-    query_position=None,
-    parts=False,
-    mass=False,
-):
+def check(query, key, value, *, rotation=None, query_position=None, **_):
     """Raise ``NotImplementedError`` for dtypes, widths, groups and caches that the kernel does not take."""
     if query_position is not None and math.prod(query.shape[2:4]) > MOST_ROWS:
         heads, queries = query.shape[2:4]
         raise NotImplementedError(f"got {queries} queries of {heads} query heads, expected at most {MOST_ROWS} in all")
-    dtypes = {str(x.dtype) for x in (query, key, value)}
-    if dtypes not in ({"bfloat16"}, {"float16"}, {"float32"}):
-        raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected one of bfloat16, float16, float32 for all")
+    check_dtypes(query, key, value)
     width, (slots, dim) = key.shape[3], value.shape[2:]
-    if dim < 16 or dim > 256 or dim & (dim - 1):
-        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
+    check_head_dim(dim)
     if width % LEAST or not 0 < width <= 256:
         raise NotImplementedError(f"got keys of {width} numbers, expected a multiple of {LEAST} up to 256")
     if rotation is not None and (width & (width - 1) or width < 2 * LEAST):

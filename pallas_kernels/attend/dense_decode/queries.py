@@ -1,7 +1,5 @@
 """Several queries of a row as rows of one product, in kernels: query t of query head g is row ``g * T + t``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Decode attention over a cache in plain JAX: dense attention, of one query at a position behind all tokens."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from pallas_kernels.attend.dense_attention import dense_attention

@@ -1,7 +1,5 @@
 """Rotary embedding of stored keys at places relative to a query."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

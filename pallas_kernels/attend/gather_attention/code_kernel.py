@@ -8,8 +8,6 @@ two digits of a query, which need the largest number of the query before anythin
 If codes are mixed, the kernel mixes the query and its part of the output itself: XLA would take two launches for each.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Lists of slots and pages inside kernels: which rows a program reads, and how."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -5,8 +5,6 @@ memory (HBM). The kernel copies the pages of a block into fast memory (VMEM) whi
 lists. Each page is copied with a row of 128 positions that holds its own: no fewer positions can be copied.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

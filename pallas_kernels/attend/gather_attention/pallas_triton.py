@@ -7,8 +7,6 @@ converts page numbers to slots, and reads nothing for masked entries. Keys and v
 host memory; a row that has a copy on the device is read there.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -18,6 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels._triton import online_softmax
 from pallas_kernels._triton.assembly import kept
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.checks import check_dtypes, check_head_dim
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.quantised import check_codes, nibbles, unpacked
 from pallas_kernels._triton.rotate import rotated
@@ -138,21 +137,9 @@ def _kernel(*refs, names, structure, scale, block, splits, page_size, sinks, int
 
 
 def gather_attention(
-    query,
-    key,
-    value,
-    slots,
-    mask,
-    *,
-    scale,
-    config: Config | None = None,
-    interpret=False,
-    page_size=1,
-    rows=None,
-    partials=None,
-    logits=False,
-    **optional,
-):
+    query, key, value, slots, mask, *, scale, config: Config | None = None, interpret=False, page_size=1, rows=None,
+    partials=None, logits=False, **optional,
+):  # fmt: skip
     """Attend to the listed slots only; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, group, dim = query.shape
     lists, listed = batch * heads, slots.shape[2] * page_size
@@ -208,12 +195,9 @@ def gather_attention(
 
 def check(query, key, value, slots, mask, *, place=None, rows=None, **_):
     """Raise ``NotImplementedError`` for dtypes, head dims and groups that the kernel does not take."""
-    dtypes = {str(x.dtype) for x in (query, key, value)}
-    if dtypes not in ({"bfloat16"}, {"float16"}, {"float32"}):
-        raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected one of bfloat16, float16, float32 for all")
+    check_dtypes(query, key, value)
     dim, least = query.shape[-1], 16 if place is None else 32
-    if dim < least or dim > 256 or dim & (dim - 1):
-        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from {least} to 256")
+    check_head_dim(dim, least)
     check_codes(key, value, rows=rows, packed=True)
     if place is not None and isinstance(key, Quantised) and key.mixed:
         raise NotImplementedError(f"got {key.name} codes of keys to rotate, expected codes that are not mixed")

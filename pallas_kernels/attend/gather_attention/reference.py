@@ -1,7 +1,5 @@
 """Decode attention over index lists in plain JAX: gather the listed rows, then attend in float32."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

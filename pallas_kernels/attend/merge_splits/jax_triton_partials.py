@@ -1,7 +1,5 @@
 """Partial results of split-K attention through jax-triton: their shapes, and how they join."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

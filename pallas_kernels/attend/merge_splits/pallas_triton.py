@@ -4,8 +4,6 @@ In jnp the merge takes three to four launches, and each launch costs as much as 
 receives needs the merged softmax too, so further programs of the same kernel compute it.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """The merge of split-K partials in plain JAX."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from pallas_kernels.numerics import merge_partials

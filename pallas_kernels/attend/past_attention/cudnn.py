@@ -1,7 +1,5 @@
 """Attention over the first slots of a cache through cuDNN's flash attention, which reads the cache without a copy."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from pallas_kernels._cudnn import check as check

@@ -1,7 +1,5 @@
 """Attention over the first slots of a cache in plain JAX: dense attention in which all other slots count as empty."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from pallas_kernels.attend.dense_attention import dense_attention

@@ -4,8 +4,6 @@ cuDNN's causal mask begins at the first key. So a chunk's attention is merged fr
 causal attention over its own keys.
 """
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import lax
 

@@ -1,7 +1,5 @@
 """Attention of a prompt chunk in plain JAX: dense attention with the positions that the chunk implies."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from pallas_kernels.attend.dense_attention import dense_attention

@@ -5,8 +5,6 @@ then the listed blocks as slices of the cache, then the columns row by row. The 
 lists, begin first. Only its own block can hold tokens that are not real: everything else is read without a mask.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -14,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.checks import check_dtypes, check_head_dim
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.shared_memory import LEAST_BLOCK, fitting_block
 from pallas_kernels.numerics import LOG2_E, product_precision
@@ -181,11 +180,9 @@ def sparse_attention(
 
 def check(query, key, value, *, block, **_):
     """Raise ``NotImplementedError`` for dtypes and sizes that the kernel does not take."""
-    if str(query.dtype) not in ("bfloat16", "float16", "float32"):
-        raise NotImplementedError(f"got dtype {query.dtype}, expected bfloat16, float16 or float32")
+    check_dtypes(query)
     dim = query.shape[-1]
-    if dim < 16 or dim > 256 or dim & (dim - 1):
-        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
+    check_head_dim(dim)
     if block < LEAST_BLOCK or block > 128 or block & (block - 1):
         raise NotImplementedError(f"got blocks of {block} tokens, expected a power of two from {LEAST_BLOCK} to 128")
     fitted(Config(), query, block)

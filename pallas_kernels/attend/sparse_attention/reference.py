@@ -3,8 +3,6 @@
 The memory is bounded, but the work is as much as for dense attention.
 """
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import lax
 

@@ -4,8 +4,6 @@ Each program lists one stretch of a row. It must know how many true entries stan
 program counts the whole row; in a long row, which is too much to read again, a first kernel counts every stretch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """The true entries of masks as lists, in plain JAX."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 

@@ -1,7 +1,5 @@
 """The kernels for long rows of `pallas_triton`, through jax-triton."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

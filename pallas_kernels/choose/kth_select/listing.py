@@ -1,7 +1,5 @@
 """The last steps of a selection by one program: search the threshold among its entries, and write the list."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import lax
 

@@ -1,7 +1,5 @@
 """Selection in plain JAX: sort, and list the chosen entries in slot order."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

@@ -1,7 +1,5 @@
 """Sum and norm as one Pallas Triton kernel, a program per row; XLA takes three launches of a microsecond and a half each."""
 
-from __future__ import annotations
-
 import functools
 import math
 

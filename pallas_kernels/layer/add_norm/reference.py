@@ -1,7 +1,5 @@
 """The sum of two arrays and its norm, in plain JAX."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import lax
 

@@ -16,8 +16,6 @@ integers, and the finished products by the factor of the norm. Half of the rows 
 what they multiply. A residual is added to what is written.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The product of up to 16 vectors through jax-triton: one kernel on tensor cores, which reads every code once."""
 
-from __future__ import annotations
-
 import math
 
 import jax

@@ -8,8 +8,6 @@ exactly. The product of a group is multiplied by the group's scale; what 128 and
 numbers in the group times (minimum - 128 * scale).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -3,13 +3,11 @@
 One to four vectors go through integer dot products (`few_vectors`), five to sixteen through tensor cores (`many_vectors`).
 """
 
-from __future__ import annotations
-
 import math
 
 import jax.numpy as jnp
 
-from pallas_kernels._triton.offsets import check_bytes
+from pallas_kernels._triton.checks import check_bytes
 from pallas_kernels.formats.coded_matrix import CHUNK, GROUP
 from pallas_kernels.layer.coded_product import few_vectors, many_vectors
 

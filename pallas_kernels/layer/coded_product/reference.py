@@ -1,7 +1,5 @@
 """The product with a matrix in 8 or 4 bits in plain JAX. No decoded copy of the whole matrix is made."""
 
-from __future__ import annotations
-
 import math
 
 import jax

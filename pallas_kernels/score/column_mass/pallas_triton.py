@@ -4,14 +4,13 @@ Each program has a block of slots and goes through the queries that can see it, 
 decode step has one block of queries. In a prompt, the first slots are seen by most queries; their programs begin first.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.checks import check_dtypes
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels.numerics import LOG2_E, finite_or_zero, product_precision
@@ -97,8 +96,7 @@ def column_mass(query, key, lse, *, query_position, key_position, scale, limit, 
 def check(query, key, lse, *, query_position, key_position, scale, limit, block, reduce):
     """Raise ``NotImplementedError`` for dtypes and sizes that the kernel does not take."""
     dim = query.shape[4]
-    if str(query.dtype) not in ("bfloat16", "float16", "float32"):
-        raise NotImplementedError(f"got {query.dtype}, expected bfloat16, float16 or float32")
+    check_dtypes(query)
     if dim < 16 or dim > 256 or dim & (dim - 1) or not key.shape[2]:
         raise NotImplementedError(f"got head_dim {dim} and {key.shape[2]} slots, expected a power of two from 16 to 256")
     _tile(query)

@@ -1,7 +1,5 @@
 """Attention probability of every slot, in plain JAX: a loop over blocks of keys."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

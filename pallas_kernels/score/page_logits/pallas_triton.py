@@ -3,8 +3,6 @@
 So all programs have work, whatever part of the pages is in use. Each program writes the log-sum-exp of its own pages.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -13,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.checks import check_dtypes
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels._triton.split import Config
@@ -97,8 +96,7 @@ def page_logits(query, vector, limit, held=None, *, scale, config: Config | None
 
 def check(query, vector, limit, held=None, *, scale):
     """Raise ``NotImplementedError`` for dtypes and head dims that the kernel does not take."""
-    if str(query.dtype) not in ("bfloat16", "float16", "float32"):
-        raise NotImplementedError(f"got dtype {query.dtype}, expected bfloat16, float16 or float32")
+    check_dtypes(query)
     dim, pages = vector.shape[3], vector.shape[2]
     if dim < 16 or dim > 256 or dim & (dim - 1) or not pages:
         raise NotImplementedError(f"got {pages} pages of {dim}, expected head_dim a power of two from 16 to 256")

@@ -1,7 +1,5 @@
 """Logits of pages in plain JAX: a matrix product, and a sum in one part."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -4,42 +4,16 @@ Grid (B, blocks of pages). A block has the pages of all KV heads. The numbers of
 behind them repeat the index of the last block in use, and a block in fast memory is not read again.
 """
 
-from __future__ import annotations
-
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels._mosaic.batching import rows_together
-from pallas_kernels._mosaic.limits import LANES, check_cache, check_dtypes, check_heads, where_it_is
+from pallas_kernels._mosaic.blocks import Config, default_config
+from pallas_kernels._mosaic.limits import check_cache, check_dtypes, check_heads, where_it_is
 from pallas_kernels._mosaic.pallas import pl, plt
 from pallas_kernels._mosaic.softmax import products
-
-_BLOCK_BYTES = 1 << 20  # of one bound of a block; two blocks of each are in fast memory
-_MOST = 2048  # pages of a block
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """How the work is divided.
-
-    Attributes:
-        block: pages per step, a multiple of 128.
-    """
-
-    block: int = 512
-
-    def __post_init__(self):
-        if self.block < LANES or self.block % LANES:
-            raise ValueError(f"Config: got block={self.block}, expected a multiple of {LANES}")
-
-
-def default_config(low: jax.Array) -> Config:
-    """Choose a config for bounds [B, H, P, D]: blocks of a megabyte."""
-    fits = _BLOCK_BYTES // (low.shape[1] * low.shape[3] * low.dtype.itemsize)
-    return Config(block=min(max(fits // LANES, 1) * LANES, _MOST))
 
 
 def _kernel(used_ref, most_ref, query_ref, *refs, bounded, added, reduce, newest, block):

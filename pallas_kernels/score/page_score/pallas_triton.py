@@ -5,8 +5,6 @@ group with a block of pages. The sum over the group is linear in the query: the 
 multiplied with one float32 vector.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -14,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.checks import check_head_dim
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels.numerics import product_precision
@@ -179,6 +178,5 @@ def check_scores(query, low, high):
     if not dtypes <= {"bfloat16", "float16", "float32"}:
         raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected bfloat16, float16 or float32")
     dim = query.shape[-1]
-    if dim < 16 or dim > 256 or dim & (dim - 1):
-        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
+    check_head_dim(dim)
     fitted(Config(), query, low, high)

@@ -1,7 +1,5 @@
 """Page scores in plain JAX: two matrix products in float32."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """Scores of vectors by the Pallas Triton kernel of `page_score`, without an upper bound."""
 
-from __future__ import annotations
-
 from pallas_kernels.score.page_score.pallas_triton import Config, check_scores, scores
 
 

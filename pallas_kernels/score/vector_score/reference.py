@@ -1,7 +1,5 @@
 """Scores of vectors in plain JAX: one matrix product in float32."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

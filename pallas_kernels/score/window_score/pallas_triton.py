@@ -5,8 +5,6 @@ and the sum of each row over its share of the slots. In the second kernel, grid 
 adds up the probabilities of its block of slots.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -14,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.checks import check_dtypes, check_head_dim
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels.numerics import finite_or_zero, product_precision
@@ -182,11 +181,9 @@ def window_score(
 
 def check(query, key, *, query_position, key_position, scale, axis):
     """Raise ``NotImplementedError`` for dtypes and sizes that the kernels do not take."""
-    if str(query.dtype) not in ("bfloat16", "float16", "float32"):
-        raise NotImplementedError(f"got dtype {query.dtype}, expected bfloat16, float16 or float32")
+    check_dtypes(query)
     group, window, dim = query.shape[2:]
-    if dim < 16 or dim > 256 or dim & (dim - 1):
-        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
+    check_head_dim(dim)
     if _tile(group, window) > MOST_QUERIES:
         raise NotImplementedError(f"got {group} heads of {window} queries, expected at most {MOST_QUERIES} together")
     fitted(Config(), query)

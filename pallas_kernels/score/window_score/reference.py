@@ -1,7 +1,5 @@
 """Attention probabilities of a window of queries in plain JAX: two loops over blocks of keys."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

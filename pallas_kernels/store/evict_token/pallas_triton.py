@@ -7,15 +7,13 @@ time. So a head's program may read the row's cursor before or after it was moved
 behind the slots in use holds a token.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels._triton.call import triton_call
-from pallas_kernels._triton.offsets import check_bytes
+from pallas_kernels._triton.checks import check_bytes
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels.formats.quantised import Quantised
 

@@ -1,7 +1,5 @@
 """Online eviction in plain JAX."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

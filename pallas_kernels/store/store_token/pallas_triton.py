@@ -4,8 +4,6 @@ One program per row of the batch: no other program reads the row's cursor, so it
 are passed as one array. They are slices of one projection, and so XLA passes the projection without copying them apart.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

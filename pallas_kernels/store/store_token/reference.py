@@ -1,7 +1,5 @@
 """The store of a token in plain JAX: a slice update for one row, a scatter for several; both write in place."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax.numpy as jnp

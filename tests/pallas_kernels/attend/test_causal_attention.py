@@ -1,7 +1,5 @@
 """Causal attention of whole sequences, and its gradient, against float64 NumPy; cuDNN where there is a GPU."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

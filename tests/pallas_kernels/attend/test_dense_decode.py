@@ -1,7 +1,5 @@
 """`dense_decode` against float64 NumPy; kernels run interpreted here, that for GPUs compiled on a GPU."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -9,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attend.dense_decode import Rotation, dense_decode, pallas_tpu, pallas_triton
+from pallas_kernels.attend.dense_decode import Rotation, pallas_tpu, pallas_triton
 from pallas_kernels.numerics import merge_partials
 from tests.pallas_kernels.cases import (
     SCALE,
@@ -17,12 +15,12 @@ from tests.pallas_kernels.cases import (
     close,
     compiled,
     every_body,
+    every_body_and_dtype,
     every_body_and_thorough_tpu,
     every_body_and_tpu,
     implementations,
+    in_dtypes,
     joined,
-    on_gpu_and_thorough_tpu,
-    one_by_one,
     one_shape,
     softmax_attention,
 )
@@ -47,25 +45,24 @@ def cache(seed, group=3, dim=32, slots=75, dtype="float32", rows=3, heads=2, hol
     return arrays, {"position": jnp.asarray(position), "limit": jnp.asarray(limit)}, seen
 
 
-@every_body_and_tpu
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@in_dtypes(every_body_and_tpu)
 @pytest.mark.parametrize(
     ("group", "dim", "slots"),
     one_shape((3, 32, 75), (1, 64, 75), (4, 128, 64), (3, 32, 17), (8, 64, 130), (4, 128, 300), (1, 128, 128)),
 )
-def test_attention_equals_float64(name, dtype, group, dim, slots):
+def test_attention_and_what_each_slot_receives_equal_float64(name, dtype, group, dim, slots):
+    """Blocks of 16 do not divide 75 slots, so the last one begins early; of one row all slots are hidden."""
     arrays, rest, seen = cache(slots, group, dim, slots, dtype)
-    run = compiled(DENSE[name], scale=SCALE)
-    out, lse = run(*arrays, **rest)
-    expected = softmax_attention(*arrays, seen[:, :, None])
-    assert out.dtype == dtype and lse.dtype == jnp.float32
-    close((out, lse), expected[:2], dtype)
-    assert not np.any(out[1]) and np.all(lse[1] == -np.inf)
-    alike((out, lse), run(*arrays, **rest))
+    run = compiled(DENSE[name], scale=SCALE, mass=True)
+    got = out, lse, mass = run(*arrays, **rest)
+    assert out.dtype == dtype and lse.dtype == mass.dtype == jnp.float32
+    *expected, weight = softmax_attention(*arrays, seen[:, :, None])
+    close(got, (*expected, weight.sum(axis=2)), dtype)
+    assert not np.any(out[1]) and np.all(lse[1] == -np.inf) and not np.any(np.asarray(mass)[~seen])
+    alike(got, run(*arrays, **rest))
 
 
-@every_body
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@every_body_and_dtype
 @pytest.mark.parametrize(
     ("width", "dim", "slots", "splits"),
     one_shape((80, 32, 75, 3), (16, 64, 40, 1), (112, 128, 100, 5), (64, 32, 16, 2), (240, 256, 33, 2)),
@@ -110,27 +107,11 @@ def test_parts_join_to_the_whole(name):
     arrays, rest, _ = cache(4)
     out, lse = compiled(DENSE[name], scale=SCALE, parts=True)(*arrays, **rest)
     assert out.dtype == lse.dtype == jnp.float32 and out.shape[2] == (3 if name == "interpreted" else lse.shape[2])
-    whole = merge_partials(jnp.moveaxis(out, 2, 0), jnp.moveaxis(lse, 2, 0))
+    whole = jax.jit(merge_partials)(np.moveaxis(out, 2, 0), np.moveaxis(lse, 2, 0))
     alike(compiled(DENSE["xla"], scale=SCALE)(*arrays, **rest), whole, rtol=1e-5, atol=1e-5)
 
 
-@every_body
-@pytest.mark.parametrize(("group", "slots", "splits"), one_shape((3, 75, 3), (1, 40, 1), (4, 300, 5), (8, 256, 2)))
-def test_what_each_slot_receives(name, group, slots, splits):
-    """Blocks of 16 do not divide 75 slots, so the last one begins early; of one row all slots are hidden."""
-    arrays, rest, seen = cache(5, group, slots=slots)
-    config = pallas_triton.Config(block=16, splits=splits)
-    run = implementations("dense_decode", config=config)[name]
-    out, lse, mass = compiled(run, scale=SCALE, mass=True)(*arrays, **rest)
-    weight = softmax_attention(*arrays, seen[:, :, None])[2]
-    assert mass.dtype == jnp.float32 and mass.shape == seen.shape
-    close(mass, weight.sum(axis=2), "float32")
-    assert not np.any(np.asarray(mass)[~seen])
-    alike((out, lse), compiled(run, scale=SCALE)(*arrays, **rest), rtol=1e-6, atol=1e-6)
-
-
-@every_body
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@every_body_and_dtype
 @pytest.mark.parametrize(("group", "dim", "slots"), one_shape((3, 32, 75), (4, 128, 300)))
 def test_keys_rotated_when_read_equal_complex_numbers(name, dtype, group, dim, slots):
     """Against complex numbers in float64; in one row all tokens are before the position, in another none is."""
@@ -171,48 +152,3 @@ def test_a_limit_beyond_the_cache_or_below_zero_is_clipped(name):
     run = functools.partial(compiled(DENSE[name], scale=SCALE), *arrays, position=rest["position"])
     plain = run(limit=rest["limit"])
     alike(plain, run(limit=jnp.asarray([2**31 - 1, -(2**31), 38], jnp.int32)))
-
-
-@on_gpu_and_thorough_tpu
-def test_mapped_and_looped_calls_equal_calls_one_by_one(name):
-    pairs = [cache(seed)[:2] for seed in (1, 2)]
-    fn = compiled(DENSE[name], scale=SCALE)
-    one_by_one(lambda arrays, rest: fn(*arrays, **rest), *pairs)
-    (query, key, value), rest = pairs[0]
-    # The output of a row that sees nothing is 0, so the last query is 0 there too.
-    loop = jax.jit(lambda q, key, value, rest: jax.lax.fori_loop(0, 3, lambda _, q: fn(q, key, value, **rest)[0], q))
-    last = loop(query, key, value, rest)
-    for _ in range(3):
-        query = fn(query, key, value, **rest)[0]
-    np.testing.assert_allclose(last, query, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.thorough  # another kernel shows it, and below partials are merged
-def test_splits_and_blocks_change_nothing_but_rounding():
-    arrays, rest, _ = cache(2)
-    whole = compiled(DENSE["xla"], scale=SCALE)(*arrays, **rest)
-    for block, splits in CUTS:
-        config = pallas_triton.Config(block=block, splits=splits)
-        parts = compiled(implementations("dense_decode", config=config)["interpreted"], scale=SCALE)(*arrays, **rest)
-        alike(whole, parts, rtol=1e-5, atol=1e-5)
-
-
-def test_default_config_fills_the_gpu_once():
-    assert pallas_triton.default_config(8, 131072).splits == 33
-    assert pallas_triton.default_config(64, 131072).splits == 4
-    assert pallas_triton.default_config(8, 100).splits == 2
-    assert pallas_triton.default_config(128, 131072) == pallas_triton.Config(splits=2)
-    assert pallas_triton.default_config(128, 1160) == pallas_triton.Config(block=128, num_warps=8)
-    assert pallas_triton.default_config(1000, 131072).splits == 1
-
-
-def test_merge_partials_of_disjoint_parts():
-    (query, key, value), rest, _ = cache(5, slots=80)
-    whole = dense_decode(query, key, value, **rest, scale=SCALE)
-    parts = []
-    for first, last in ((0, 33), (33, 80)):
-        piece = key[:, :, first:last], value[:, :, first:last]
-        position, limit = rest["position"][:, :, first:last], rest["limit"] - first
-        parts.append(dense_decode(query, *piece, position=position, limit=limit, scale=SCALE))
-    parts.append((jnp.full_like(whole[0], jnp.nan), jnp.full_like(whole[1], -jnp.inf)))  # an empty part
-    alike(whole, jax.jit(merge_partials)(*(jnp.stack(x) for x in zip(*parts))), rtol=1e-5, atol=1e-6)

@@ -4,8 +4,6 @@ The interpreter keeps the memories of a TPU apart. Fast memory is NaN before a c
 when the kernel waits for it. A read outside of an array, or while the array is written, is an error.
 """
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,41 +11,27 @@ from jax.experimental.pallas import tpu as plt
 
 from pallas_kernels.attend.gather_attention import pallas_tpu
 from tests.pallas_kernels.attend.test_gather_attention import pages
-from tests.pallas_kernels.cases import SCALE, alike, close, compiled, one_by_one, softmax_attention, thorough
+from tests.pallas_kernels.cases import SCALE, close, compiled, one_shape, softmax_attention
 
 SMALL = pallas_tpu.Config(block=128, buffers=2)
 TPU = plt.InterpretParams(detect_races=True)
 
 
-def attend(args, position, page_size, config=SMALL, interpret=True):
-    run = compiled(pallas_tpu.gather_attention, scale=SCALE, page_size=page_size, config=config, interpret=interpret)
-    return run(*args, position=position)
-
-
-def expected(args, seen):
-    return softmax_attention(*args[:3], seen[:, :, None])[:2]
-
-
-CASES = [  # dtype, page size, listed pages, slots, one list for all heads, group, dim, config
-    ("float32", 64, 3, 328, False, 4, 128, SMALL),
-    *(
-        pytest.param(*x, marks=thorough)
-        for x in (
-            ("float32", 16, 9, 200, False, 4, 128, SMALL),
-            ("float32", 8, 20, 176, False, 3, 128, pallas_tpu.Config(block=128, buffers=3)),
-            ("bfloat16", 16, 5, 96, True, 1, 128, SMALL),
-            ("bfloat16", 16, 30, 512, False, 8, 64, SMALL),
-            ("bfloat16", 32, 9, 328, False, 4, 128, SMALL),
-            ("float32", 32, 6, 256, True, 8, 64, pallas_tpu.Config()),
-            ("bfloat16", 64, 5, 520, False, 1, 128, pallas_tpu.Config(block=256, buffers=5)),
-            ("bfloat16", 128, 3, 512, False, 4, 256, SMALL),
-            ("float32", 256, 3, 900, True, 4, 128, SMALL),
-        )
+@pytest.mark.parametrize(
+    ("dtype", "page_size", "listed", "slots", "shared", "group", "dim", "config"),
+    one_shape(
+        ("float32", 64, 3, 328, False, 4, 128, SMALL),
+        ("float32", 16, 9, 200, False, 4, 128, SMALL),
+        ("float32", 8, 20, 176, False, 3, 128, pallas_tpu.Config(block=128, buffers=3)),
+        ("bfloat16", 16, 5, 96, True, 1, 128, SMALL),
+        ("bfloat16", 16, 30, 512, False, 8, 64, SMALL),
+        ("bfloat16", 32, 9, 328, False, 4, 128, SMALL),
+        ("float32", 32, 6, 256, True, 8, 64, pallas_tpu.Config()),
+        ("bfloat16", 64, 5, 520, False, 1, 128, pallas_tpu.Config(block=256, buffers=5)),
+        ("bfloat16", 128, 3, 512, False, 4, 256, SMALL),
+        ("float32", 256, 3, 900, True, 4, 128, SMALL),
     ),
-]
-
-
-@pytest.mark.parametrize(("dtype", "page_size", "listed", "slots", "shared", "group", "dim", "config"), CASES)
+)
 def test_attention_equals_float64(dtype, page_size, listed, slots, shared, group, dim, config):
     """Rows with lists of several lengths, an empty list, holes, a last page that is cut; NaN in all that is not seen."""
     args, position, seen = pages(page_size, page_size, shared, listed, slots=slots, dim=dim, group=group)
@@ -57,24 +41,11 @@ def test_attention_equals_float64(dtype, page_size, listed, slots, shared, group
     if shared:
         seen[1] = False
     args = [*(x.astype(dtype) for x in args[:3]), args[3], jnp.asarray(mask)]
-    out, lse = attend(args, position, page_size, config, TPU)
+    run = compiled(pallas_tpu.gather_attention, scale=SCALE, page_size=page_size, config=config, interpret=TPU)
+    out, lse = run(*args, position=position)
     assert out.dtype == dtype and lse.dtype == jnp.float32
-    close((out, lse), expected(args, seen), dtype)
+    close((out, lse), softmax_attention(*args[:3], seen[:, :, None])[:2], dtype)
     assert not np.any(out[1, 0]) and np.all(lse[1, 0] == -np.inf)
-
-
-@pytest.mark.thorough
-def test_blocks_and_buffers_change_nothing_but_rounding():
-    args, position, _ = pages(2, 16, False, 24, slots=400, dim=128)
-    whole = attend(args, position, 16, pallas_tpu.Config())
-    for block, buffers in ((128, 2), (256, 4), (512, 8)):
-        alike(whole, attend(args, position, 16, pallas_tpu.Config(block, buffers)), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.thorough
-def test_a_mapped_call_equals_calls_one_by_one():
-    calls = [pages(seed, 16, False, slots=96, rows=1, dim=128)[:2] for seed in (1, 2)]
-    one_by_one(lambda args, position: attend(args, position, 16, interpret=True), *calls)
 
 
 def test_an_empty_list_gives_zeros():

@@ -1,7 +1,5 @@
 """`low_rank_attention` against float64 NumPy; the Pallas kernel runs interpreted here and compiled on a GPU."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,10 +12,10 @@ from tests.pallas_kernels.cases import (
     close,
     compiled,
     every_body,
+    every_body_and_dtype,
     implementations,
     joined,
     on_gpu,
-    one_by_one,
     one_shape,
     rotated,
     softmax_attention,
@@ -72,8 +70,7 @@ def oracle(args, rest, seen):
 SHAPES = one_shape((3, 32, 48, 4, 7, 50), (1, 64, 160, 8, 12, 200), (8, 128, 16, 3, 5, 20), (4, 128, 160, 1, 40, 64))
 
 
-@every_body
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@every_body_and_dtype
 @pytest.mark.parametrize(("group", "dim", "rank", "page", "listed", "slots"), SHAPES)
 def test_attention_equals_float64(name, dtype, group, dim, rank, page, listed, slots):
     args, rest, seen = problem(slots, group, dim, rank, page, listed, slots, dtype)
@@ -97,12 +94,6 @@ def test_nothing_beside_blocks_and_splits(name, block, splits):
     got = compiled(run, scale=SCALE, page_size=16)(*args, **rest)
     close(got, oracle(args, rest, seen), "float32")
     assert not np.any(got[0][0, 1]) and np.all(got[1][0, 1] == -np.inf)
-
-
-@on_gpu
-def test_a_mapped_call_equals_calls_one_by_one(name):
-    run = compiled(RUN[name], scale=SCALE, page_size=4)
-    one_by_one(lambda args, rest: run(*args, **rest), problem(1)[:2], problem(2)[:2])
 
 
 @pytest.mark.parametrize("name", ["xla", pytest.param("pallas_triton", marks=on_gpu.args[1][2].marks)])

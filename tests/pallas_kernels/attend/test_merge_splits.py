@@ -1,12 +1,10 @@
 """`merge_splits` against float64 NumPy, on every implementation."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.pallas_kernels.cases import close, compiled, every_body, implementations, one_by_one, one_shape
+from tests.pallas_kernels.cases import close, compiled, every_body_and_dtype, implementations, one_shape
 
 MERGE = implementations("merge_splits")
 
@@ -21,9 +19,8 @@ def partials(seed, parts, dim=64, lists=3, group=3):
     return jnp.asarray(out), jnp.asarray(lse)
 
 
-@every_body
+@every_body_and_dtype
 @pytest.mark.parametrize(("parts", "dim"), one_shape((5, 80), (1, 64), (49, 128)))
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_merge_equals_float64(name, parts, dim, dtype):
     out, lse = partials(parts, parts, dim)
     merged, whole = compiled(MERGE[name], dtype=dtype)(out, lse)
@@ -35,8 +32,3 @@ def test_merge_equals_float64(name, parts, dim, dtype):
     with np.errstate(divide="ignore"):
         close(whole, np.log(total), "float32")
     assert not np.any(merged[1]) and np.all(whole[1] == -np.inf)
-
-
-@every_body
-def test_a_mapped_call_equals_calls_one_by_one(name):
-    one_by_one(compiled(MERGE[name], dtype="float32"), partials(1, 5, 80), partials(2, 5, 80), rtol=1e-5)

@@ -1,7 +1,5 @@
 """`sparse_attention` against float64 NumPy, on every implementation; interpreted where there is no GPU."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re
@@ -12,7 +10,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attend.sparse_attention import pallas_triton, reference
-from tests.pallas_kernels.cases import SCALE, close, compiled, every_kernel, implementations, softmax_attention, thorough
+from tests.pallas_kernels.cases import (
+    SCALE,
+    close,
+    compiled,
+    every_kernel,
+    implementations,
+    in_dtypes,
+    softmax_attention,
+    thorough,
+)
 
 RUN = implementations("sparse_attention", config=pallas_triton.Config(tile=16))
 
@@ -67,8 +74,7 @@ def expected(query, key, value, seen):
     return softmax_attention(query, key[:, :, None], value[:, :, None], seen)[:2]
 
 
-@every_kernel
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
+@in_dtypes(every_kernel)
 @pytest.mark.parametrize(
     ("start", "tokens", "block"),
     [

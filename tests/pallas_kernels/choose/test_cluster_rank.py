@@ -1,7 +1,5 @@
 """`cluster_rank` against float64 NumPy: every implementation; clusters without tokens, without room, or not in use."""
 
-from __future__ import annotations
-
 import functools
 import math
 
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels._triton.split import Config
-from tests.pallas_kernels.cases import close, compiled, every_body, every_kernel, implementations, one_by_one, one_shape
+from tests.pallas_kernels.cases import close, compiled, every_body_and_dtype, every_kernel, implementations, one_shape
 
 SCALE = 0.3
 RANK = implementations("cluster_rank", config=Config(block=16, splits=3), part=16)
@@ -44,12 +42,11 @@ def expected(query, centroid, size, best, considered, room, capacity):
     return logits, listed, ends, sorted(order[: share[1]]), sorted(fits)
 
 
-@every_body
+@every_body_and_dtype
 @pytest.mark.parametrize(
     ("count", "best", "considered", "room", "capacity"),
     one_shape((50, 0.2, 0.5, 35, 12), (50, 0.2, 0.5, 400, 8), (64, 1.0, 1.0, 100, 70), (33, 0.01, 0.01, 1, 1)),
 )
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 def test_ranks_equal_float64(name, count, best, considered, room, capacity, dtype):
     arrays = clusters(count, count, dtype=dtype)
     logits, listed, ends, among, exact = compiled(RANK[name], capacity=capacity, room=room)(
@@ -85,12 +82,3 @@ def test_of_equal_clusters_the_first_have_room(name):
     np.testing.assert_array_equal(ends[0, 0], [3, 6, *[9] * 18])
     np.testing.assert_array_equal(np.flatnonzero(considered[0, 0]), range(20))
     np.testing.assert_array_equal(np.flatnonzero(exact[0, 0]), range(3))
-
-
-@pytest.mark.thorough
-@every_kernel
-def test_a_mapped_call_equals_calls_one_by_one(name):
-    """Mapped over the shares alone."""
-    arrays, run = clusters(1, 40), compiled(RANK[name], capacity=10, room=40)
-    shares = [(jnp.float32(best), jnp.float32(considered)) for best, considered in ((0.1, 0.3), (0.25, 0.9))]
-    one_by_one(lambda *x: run(*arrays, *x)[1:], *shares, rtol=0, atol=0)

@@ -1,12 +1,10 @@
 """`cluster_tokens` against loops: every implementation; entries without tokens, and more tokens than fit."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations, one_by_one, one_shape
+from tests.pallas_kernels.cases import compiled, every_body, implementations, one_shape
 
 TOKENS = implementations("cluster_tokens", block=16)
 
@@ -43,9 +41,3 @@ def test_tokens_equal_loops(name, entries, first, most, newest):
         want = [s if s < count[r] else -1 for s in range(first)] + own + ahead
         np.testing.assert_array_equal(np.where(mask[r, h], slots[r, h], -1), want)
         assert not np.any(np.asarray(slots[r, h])[~np.asarray(mask[r, h])])
-
-
-@pytest.mark.thorough
-@every_kernel
-def test_a_mapped_call_equals_calls_one_by_one(name):
-    one_by_one(compiled(TOKENS[name], first=2, most=30, newest=5), lists(1, 7), lists(2, 7), rtol=0, atol=0)

@@ -1,7 +1,5 @@
 """`code_select` against float64 NumPy: every implementation; equal scores, ragged rows, poisoned codes behind the end."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -11,7 +9,7 @@ import pytest
 
 from pallas_kernels.choose.pqcache.code_select import pallas_triton as kernel
 from pallas_kernels.formats import bit_codes
-from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations, one_shape
+from tests.pallas_kernels.cases import compiled, every_body_and_dtype, every_kernel, implementations, one_shape
 
 SELECT = implementations("code_select", config=kernel.Config(block=64))
 
@@ -45,14 +43,13 @@ def expected(query, centroids, numbers, stop, length, wanted, first, capacity, r
     return np.where(mask, sum(parts, []), 0), mask
 
 
-@every_body
+@every_body_and_dtype
 @pytest.mark.parametrize(
     ("count", "parts", "slots", "first", "capacity", "room"),
     one_shape(
         (4, 2, 300, 3, 40, 9), (5, 2, 500, 0, 100, 0), (3, 3, 200, 70, 1, 4), (2, 1, 130, 1, 200, 70), (8, 2, 64, 2, 7, 5)
     ),
 )
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 def test_lists_equal_float64(name, count, parts, slots, first, capacity, room, dtype):
     query, centroids, ids, numbers = coded(count + slots, count, parts, slots, dtype=dtype)
     length = np.array([slots, slots * 3 // 4, first + 1, max(first - 1, 0)])
@@ -70,30 +67,14 @@ def test_lists_equal_float64(name, count, parts, slots, first, capacity, room, d
 @every_kernel
 def test_of_equal_scores_the_lower_slots_are_listed(name):
     """All slots have one code; nothing is wanted in the second row, and a NaN query finds nothing that it may not."""
-    query, centroids = jnp.ones((2, 1, 2, 8)).at[1].set(jnp.nan), jnp.ones((2, 1, 2, 4, 4))
-    ids = bit_codes.pack(jnp.zeros((2, 1, 256), jnp.int32), 4)
-    stop, length, wanted = jnp.array([250, 250]), jnp.array([255, 255]), jnp.array([90, 0])
-    listed, mask = compiled(SELECT[name], first=2, capacity=100, room=6)(query, centroids, ids, stop, length, wanted)
-    np.testing.assert_array_equal(listed[0, 0, :102], [*range(92), *[0] * 10])
-    np.testing.assert_array_equal(listed[:, 0, 102:], [[*range(250, 255), 0]] * 2)
-    np.testing.assert_array_equal(mask.sum(axis=2), [[97], [7]])
-
-
-@pytest.mark.thorough
-@every_kernel
-def test_sixteen_rows_equal_rows_alone_and_mapped_rows(name):
-    """A row has the list that it has alone, also where the rows are an axis of `jax.vmap`."""
-    query, centroids, ids, _ = coded(5, 4, 2, 300, rows=16)
-    stop = jnp.arange(16, dtype=jnp.int32) * 15 + 4
-    args = query, centroids, ids, stop, stop + 20, jnp.arange(16, dtype=jnp.int32) * 5
-    run = functools.partial(SELECT[name], first=4, capacity=50, room=20)
-    together = jax.jit(run)(*args)
-    apart = jax.jit(jax.vmap(run))(*(x[:, None] for x in args))
-    for one, many in zip(together, apart, strict=True):
-        np.testing.assert_array_equal(one, many[:, 0])
-    alone = jax.jit(run)(*(x[9:10] for x in args))
-    for one, many in zip(alone, together, strict=True):
-        np.testing.assert_array_equal(one[0], many[9])
+    query, centroids, ids, _ = coded(304, 4, 2, 300)
+    query, centroids, ids = (np.ones_like(x) * value for x, value in ((query, 1), (centroids, 1), (ids, 0)))
+    query[1] = np.nan
+    stop, length, wanted = (np.array([x, y, x, y], np.int32) for x, y in ((250, 250), (255, 255), (30, 0)))
+    listed, mask = compiled(SELECT[name], first=3, capacity=40, room=9)(query, centroids, ids, stop, length, wanted)
+    np.testing.assert_array_equal(listed[0, 0, :43], [*range(33), *[0] * 10])
+    np.testing.assert_array_equal(listed[:, 0, 43:], [[*range(250, 255), *[0] * 4]] * 4)
+    np.testing.assert_array_equal(np.asarray(mask)[:, 0].sum(axis=1), [38, 8, 38, 8])
 
 
 @pytest.mark.thorough

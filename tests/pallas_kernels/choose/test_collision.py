@@ -1,6 +1,6 @@
 """Collision votes of every implementation against NumPy loops: tables, votes, the cut and the list."""
 
-from __future__ import annotations
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.choose.pariskv.collision import Part, pallas_triton
 from pallas_kernels.choose.pariskv.collision.votes import portion
-from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, implementations, on_gpu, one_by_one, thorough
+from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, implementations, on_gpu, thorough
 
 PIECES = ((60, 0.5, 0.5), (100, 0.3, 0.25), (150, 0.25, 0.2), (None, 0.2, 0.1))  # zone below, tiers of, candidates
 TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
@@ -107,7 +107,10 @@ def test_candidates_equal_loops(name, sizes):
 
 
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=NEEDS_GPU)])
-@pytest.mark.parametrize("limits", [(264, 2508), (0, 2508), (0, 0)], ids=["four warps", "two rivals", "four rivals"])
+@pytest.mark.parametrize(
+    "limits",
+    [pytest.param((264, 2508), id="four warps"), *(pytest.param((0, x), id=str(x), marks=thorough) for x in (2508, 0))],
+)
 def test_clusters_of_one_score_and_block_stand_in_order(limits, interpret, monkeypatch):
     """Of neighbouring clusters that tie the lower one stands first, however many rivals a program compares at once."""
     for name, limit in zip(("SMALL", "AT_ONCE"), limits, strict=True):
@@ -117,7 +120,8 @@ def test_clusters_of_one_score_and_block_stand_in_order(limits, interpret, monke
     query = jnp.where((jnp.arange(32) % 8 > 1)[None, None, None], arrays[0], 0.0)
     size = 64 if interpret else 128
     config = pallas_triton.Config(block=size, tile=size)
-    _, slots, count = pallas_triton.collision(query, *arrays[1:], first=3, capacity=40, config=config, interpret=interpret)
+    run = functools.partial(pallas_triton.collision, first=3, capacity=40, config=config, interpret=interpret)
+    _, slots, count = jax.jit(run)(query, *arrays[1:])
     for b, h in np.ndindex(zone.shape[:2]):
         want = oracle(rotated(query[b, h], None), np.asarray(arrays[3][b, h]), zone[b, h], 40)
         np.testing.assert_array_equal(slots[b, h, : count[b, h]], want)
@@ -131,27 +135,22 @@ def test_candidates_of_parts_equal_the_whole(name, sizes):
     """Parts of 67 slots, so that the last one has empty slots; the zone of some rows does not reach all of them."""
     (query, signs, counts, ids, position, stop, shares), zone = problem(1, **sizes)
     want_query, want, number = run(name, first=3, capacity=40)(query, signs, counts, ids, position, stop, shares)
-    each = 67
-    number_of_parts = -(-ids.shape[2] // each)
-    grow = (0, 0), (0, 0), (0, each * number_of_parts - ids.shape[2])
-    ids, position = jnp.pad(ids, (*grow, (0, 0))), jnp.pad(position, grow, constant_values=-1)
-    parts = [slice(i * each, (i + 1) * each) for i in range(number_of_parts)]
+    each, parts = 67, -(-ids.shape[2] // 67)
+    grow = (0, 0), (0, 0), (0, each * parts - ids.shape[2])
+    ids, position = np.pad(ids, (*grow, (0, 0))), np.pad(position, grow, constant_values=-1)
+    once = implementations("collision", config=SMALL)[name]
 
-    def of_part(i, every):
-        part = Part(begin=jnp.int32(i * each), number=jnp.int32(i), every=every)
-        mine = ids[:, :, parts[i]], position[:, :, parts[i]]
-        once = implementations("collision", config=SMALL)[name]  # without `jax.jit`: the function sees numbers
-        return once(query, signs, counts, *mine, stop, shares, first=3, capacity=40, part=part)
+    def of_part(i, ids, position):
+        part = Part(begin=i * each, number=i, every=lambda x: jax.lax.all_gather(x, "parts"))
+        return once(query, signs, counts, ids, position, stop, shares, first=3, capacity=40, part=part)
 
-    own = []  # a first round tells what each part sends
-    for i in range(number_of_parts):
-        of_part(i, lambda x: own.append(x) or jnp.stack([x] * number_of_parts))
-    results = [of_part(i, lambda x: jnp.stack(own)) for i in range(number_of_parts)]
-    for rotated_query, slots, _ in results:
-        np.testing.assert_array_equal(rotated_query, want_query)
-        assert slots.shape[2] == 40
+    divided = (np.stack(np.split(x, parts, axis=2)) for x in (ids, position))
+    number_of_part = jnp.arange(parts, dtype=jnp.int32)
+    queries, slots, n = jax.jit(jax.vmap(of_part, axis_name="parts"))(number_of_part, *divided)
+    np.testing.assert_array_equal(queries, np.broadcast_to(want_query, queries.shape))
+    assert slots.shape[3] == 40
     for b, h in np.ndindex(zone.shape[:2]):
-        listed = [np.asarray(slots[b, h, : int(n[b, h])]) + i * each for i, (_, slots, n) in enumerate(results)]
+        listed = [np.asarray(slots[i, b, h, : int(n[i, b, h])]) + i * each for i in range(parts)]
         np.testing.assert_array_equal(np.concatenate(listed), want[b, h, : int(number[b, h])])
 
 
@@ -166,26 +165,6 @@ def test_equal_votes_choose_the_first_keys_of_the_zone(name):
         _, slots, count = run(name, first=3, capacity=capacity)(query, signs, counts, ids, *rest)
         assert np.all(np.asarray(count) == want)
         assert np.all(np.asarray(slots[..., :want]) == np.arange(3, 3 + want))
-
-
-@pytest.mark.thorough  # other kernels show it by default
-@pytest.mark.parametrize("sizes", [(128, 64, 1), (512, 128, 8)])
-def test_blocks_of_any_size_agree_interpreted(sizes):
-    arrays, zone = problem(3)
-    _, want, count = run("xla", first=3, capacity=40)(*arrays)
-    _, slots, same = run("interpreted", pallas_triton.Config(*sizes), first=3, capacity=40)(*arrays)
-    np.testing.assert_array_equal(same, count)
-    for b, h in np.ndindex(zone.shape[:2]):
-        np.testing.assert_array_equal(slots[b, h, : count[b, h]], want[b, h, : count[b, h]])
-
-
-@on_gpu
-def test_a_mapped_call_equals_calls_one_by_one(name):
-    def listed(*arrays):
-        query, slots, count = run(name, first=3, capacity=20)(*arrays)
-        return query, jnp.where(jnp.arange(20)[None, None] < count[..., None], slots, 0), count
-
-    one_by_one(listed, *(problem(seed, rows=1, heads=1, stop=(150,))[0] for seed in (4, 5)), atol=0)
 
 
 def test_portion_is_exact():

@@ -1,7 +1,5 @@
 """True entries of masks as lists, against NumPy: every implementation, any division of the work."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

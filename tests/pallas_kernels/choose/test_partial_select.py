@@ -1,14 +1,12 @@
 """`partial_select` against NumPy, on every implementation; interpreted where there is no GPU. All numbers are exact."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.choose.kth_select import pallas_triton as kth
 from pallas_kernels.score.infinigen.partial_score import pallas_triton as scores
-from tests.pallas_kernels.cases import NAMES, compiled, every_kernel, implementations, one_by_one, one_shape, thorough
+from tests.pallas_kernels.cases import NAMES, compiled, implementations, one_shape, thorough
 
 SCALE = 0.25
 # The usual division takes long to interpret, and the short one has all of its branches.
@@ -90,11 +88,3 @@ def test_a_short_list_is_cut_and_a_long_one_holds_all(name):
     for capacity in (4, 160):
         got = run(name, capacity=capacity, query_heads=12)(*args, jnp.float32(100), jnp.int32(200))
         same(got, oracle(*args, 100.0, 200, capacity))
-
-
-@thorough
-@every_kernel
-def test_a_mapped_call_equals_calls_one_by_one(name):
-    numbers = [(jnp.float32(alpha), jnp.int32(budget)) for alpha, budget in ((0.5, 20), (2.0, 7))]
-    calls = [(*problem(seed), *number) for seed, number in zip((1, 2), numbers, strict=True)]
-    one_by_one(run(name, capacity=21, query_heads=12), *calls, rtol=0, atol=0)

@@ -1,13 +1,11 @@
 """`sentence_cut` against loops in NumPy, on every implementation; interpreted where there is no GPU."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.choose.sentencekv.sentence_cut import CLOSES, JOINS, Rules
-from tests.pallas_kernels.cases import compiled, every_body, every_kernel, implementations, one_by_one
+from tests.pallas_kernels.cases import compiled, every_body, implementations
 
 CUT = implementations("sentence_cut")
 PAPER, CODE = Rules(sinks=3, recent=4, open_cap=9, whole=0), Rules(sinks=3, recent=4, open_cap=0, whole=1)
@@ -80,12 +78,3 @@ def test_sentences_of_no_number_rank_last(name, budget):
     arrays, cursor = sentences(3)
     arrays[0] = arrays[0].at[:, :, 0].set(-jnp.inf).at[:, :, 4].set(jnp.nan)
     check_cut(name, arrays, cursor, (3, 3, 3), (JOINS,) * 3, budget, PAPER)
-
-
-@every_kernel
-def test_mapping_all_arguments_equals_calls_one_by_one(name):
-    """The budget is mapped over too."""
-    sets = [sentences(seed, rows=1) for seed in (1, 2)]
-    event, length = jnp.full((1,), JOINS, jnp.int32), jnp.full((1, 2), 2, jnp.int32)
-    calls = [(*arrays, length, cursor, event, jnp.int32(budget)) for (arrays, cursor), budget in zip(sets, (16, 31))]
-    one_by_one(compiled(CUT[name], rules=PAPER), *calls, rtol=0, atol=0)

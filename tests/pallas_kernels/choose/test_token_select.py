@@ -1,7 +1,5 @@
 """The operations around TokenSelect's vote: every implementation against float64 NumPy."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -13,11 +11,10 @@ from pallas_kernels.choose.tokenselect.token_list import TOKEN_LIST
 from pallas_kernels.query.tokenselect.chunk_query import CHUNK_QUERY
 from pallas_kernels.query.tokenselect.rotated_rows import ROTATED_ROWS
 from pallas_kernels.query.tokenselect.step_query import STEP_QUERY
-from tests.pallas_kernels.cases import every_body, one_shape, rotated
+from tests.pallas_kernels.cases import every_body, every_body_and_dtype, one_shape, rotated
 
 INV_FREQ = (1 / 50 ** (np.arange(8) / 8)).astype(np.float32)
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.02}
-dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
 def run(name, operation, *args, **static):
@@ -27,8 +24,7 @@ def run(name, operation, *args, **static):
     return jax.jit(functools.partial(body, **static))(*map(jnp.asarray, args))
 
 
-@every_body
-@dtypes
+@every_body_and_dtype
 @pytest.mark.parametrize(("heads", "group"), one_shape((3, 2), (2, 4), (3, 1)))
 def test_step_query_says_which_rows_select_and_rotates_for_both_uses(name, heads, group, dtype):
     """Rows that miss, hit, were never selected for, are short, and stand still."""
@@ -62,8 +58,7 @@ def test_step_query_says_which_rows_select_and_rotates_for_both_uses(name, heads
         np.testing.assert_allclose(np.asarray(got.rotated[row], np.float64), want, atol=TOLERANCE[dtype])
 
 
-@every_body
-@dtypes
+@every_body_and_dtype
 @pytest.mark.parametrize("tokens", [45, pytest.param(2, marks=pytest.mark.thorough)])
 def test_chunk_query_rotates_every_token_and_averages_the_real_ones(name, tokens, dtype):
     query = jnp.asarray(np.random.default_rng(6).normal(size=(3, 2, 3, tokens, 16)), dtype)
@@ -100,8 +95,7 @@ def test_token_list_has_no_gap(name, keep):
             assert np.asarray(token[row]).tolist() == want + [0] * (token.shape[1] - len(want))
 
 
-@every_body
-@dtypes
+@every_body_and_dtype
 def test_rotated_rows_are_the_listed_ones(name, dtype):
     rng = np.random.default_rng(8)
     key, value = (jnp.asarray(rng.normal(size=(2, 3, 50, 16)), dtype) for _ in range(2))

@@ -1,7 +1,5 @@
 """Sum and norm in one launch against NumPy; its derivative against finite differences."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -33,16 +31,6 @@ def test_sum_and_norm_equal_numpy(name, shape, dtype):
     np.testing.assert_allclose(np.asarray(normed, np.float64), expected, rtol=tolerance, atol=1e-6)
 
 
-def test_rows_do_not_mix_also_when_mapped():
-    x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 32)), jnp.float32).at[2].set(jnp.nan)
-    run = compiled(RUN["interpreted"])
-    whole = run(x, x, x[0])
-    for row in (0, 1, 3):
-        np.testing.assert_array_equal(whole[1][row], run(x[row], x[row], x[0])[1])
-    mapped = jax.vmap(run, in_axes=(0, 0, None))(x, x, x[0])
-    np.testing.assert_array_equal(mapped[1], whole[1])
-
-
 def test_derivatives_equal_finite_differences():
     rng = np.random.default_rng(2)
     x, update, scale = (jnp.asarray(rng.normal(size=n), jnp.float32) for n in ((3, 8), (3, 8), (8,)))
@@ -51,4 +39,4 @@ def test_derivatives_equal_finite_differences():
         after, normed = add_norm(*args, EPS)
         return jnp.sum(jnp.sin(after)) + jnp.sum(normed**3)
 
-    jax.test_util.check_grads(loss, (x, update, scale), order=1, modes=("fwd", "rev"), rtol=2e-2)
+    jax.test_util.check_grads(jax.jit(loss), (x, update, scale), order=1, modes=("fwd", "rev"), rtol=2e-2)

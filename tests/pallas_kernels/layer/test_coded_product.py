@@ -1,7 +1,5 @@
 """Products with matrices in 8 and 4 bits against float64; what is stored and how; what the compiled program holds."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -14,7 +12,16 @@ import pytest
 
 from pallas_kernels.formats.coded_matrix import CHUNK, GROUP, CodedMatrix, decoded, levels, packed, taken
 from pallas_kernels.layer.coded_product import coded_product, few_vectors
-from tests.pallas_kernels.cases import NAMES, NEEDS_GPU, NEEDS_JAX_TRITON, compiled, every_body, implementations, one_shape
+from tests.pallas_kernels.cases import (
+    NAMES,
+    NEEDS_GPU,
+    NEEDS_JAX_TRITON,
+    compiled,
+    every_body,
+    implementations,
+    one_shape,
+    thorough,
+)
 
 RUN = implementations("coded_product") | {"jax_triton": functools.partial(coded_product, implementation="jax_triton")}
 RUN = {name: functools.partial(run, dtype=jnp.float32) for name, run in RUN.items()}
@@ -62,7 +69,7 @@ def test_few_vectors_keep_small_numbers_beside_large_ones_and_pass_nan_on(kind):
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.normal(size=(4, 256)) * 2.0 ** rng.integers(-20, 20, (4, 1)), jnp.bfloat16)
     x = x.at[0, 100:].set(0).at[1, 3].set(jnp.nan).at[3, 255].set(jnp.inf)
-    got = np.asarray(RUN["interpreted"](x, matrix), np.float64)
+    got = np.asarray(compiled(RUN["interpreted"])(x, matrix), np.float64)
     assert np.isnan(got[[1, 3]]).all()
     expected = np.asarray(x, np.float64)[[0, 2]] @ numbers.T
     error = np.abs(got[[0, 2]] - expected).max(axis=1) / np.abs(expected).max(axis=1)
@@ -106,36 +113,23 @@ def test_norm_gates_and_sum_in_passing_equal_float64_and_nan_stays_in_its_row(na
     assert error < (2e-2 if name == "xla" else 2e-4)  # plain JAX rounds the norm to bfloat16, as a norm of its own does
 
 
-# Of the products of Llama-3.1-8B: rows, width, and the sizes of programs in 8 and in 4 bits.
-FASTEST = {
-    "qkv": (6144, 4096, (8, 512, 4), (16, 256, 8)),
-    "out": (4096, 4096, (4, 512, 4), (8, 256, 8)),
-    "gate_up": (28672, 4096, (16, 256, 8), (16, 256, 8)),
-    "down": (4096, 14336, (8, 512, 8), (8, 256, 8)),
-    "head": (128256, 4096, (8, 1024, 4), (8, 256, 4)),
-}
+# Of the products of Llama-3.1-8B the sizes of programs: bits, rows of a block, and words of a span.
+PRODUCTS = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]  # rows, width
+SIZES = [(8, 8, 512), (4, 16, 256), (8, 4, 512), (8, 16, 256), (8, 8, 1024), (4, 8, 256)]
 
 
-@pytest.mark.parametrize("name", FASTEST)
-def test_one_vector_has_the_sizes_that_were_fastest_for_its_matrix(name):
-    rows, width, *fastest = FASTEST[name]
-    assert [tuple(few_vectors.sizes(1, bits, rows, width).values()) for bits in (8, 4)] == fastest
-
-
-@pytest.mark.parametrize(
-    ("kind", "block", "span"),
-    sorted({(f"{bits} bits", *each[place][:2]) for each in FASTEST.values() for bits, place in ((8, 2), (4, 3))}),
-)
-def test_each_of_these_sizes_equals_float64_with_gates_and_a_last_program_that_is_not_full(kind, block, span):
-    count, width = 2 * (block // 2 + 1), span * (4 if kind == "8 bits" else 8)
-    matrix, numbers, _ = draw(kind, count, width)
+@pytest.mark.parametrize(("bits", "block", "span"), [*SIZES[:2], *(pytest.param(*x, marks=thorough) for x in SIZES[2:])])
+def test_each_of_these_sizes_equals_float64_with_gates_and_a_last_program_that_is_not_full(bits, block, span):
+    assert (block, span) in {tuple(few_vectors.sizes(1, bits, *x).values())[:2] for x in PRODUCTS}
+    count, width = 2 * (block // 2 + 1), span * 32 // bits
+    matrix, numbers, _ = draw(f"{bits} bits", count, width)
     rng, small = np.random.default_rng(1), 1 / (numbers.std() * width**0.5)  # gates are numbers of about 1
     x = jnp.asarray(rng.normal(size=(1, width)), jnp.bfloat16)
     scale = jnp.asarray(rng.normal(size=width) * small, jnp.bfloat16)
     residual = jnp.asarray(rng.normal(size=(1, count // 2)), jnp.float32)
     expected = passed(x, numbers=numbers, gated=True, scale=scale, residual=residual)
     how = {"dtype": jnp.float32, "eps": 1e-6, "gated": True, "interpret": True}
-    got = few_vectors.coded_product(x, matrix, scale, residual, block=block, span=span, **how)
+    got = compiled(few_vectors.coded_product, block=block, span=span, **how)(x, matrix, scale, residual)
     np.testing.assert_allclose(got, expected, rtol=2e-4, atol=2e-4 * np.abs(expected).max())
 
 

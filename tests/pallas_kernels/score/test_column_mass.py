@@ -1,12 +1,9 @@
 """`column_mass` against float64 NumPy; `test_dense_attention` has the XLA path after `dense_attention`."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.column_mass import column_mass
 from tests.pallas_kernels.cases import compiled, every_body, implementations, one_shape
 
 RUN = implementations("column_mass")
@@ -40,9 +37,3 @@ def test_mass_equals_float64(name, group, tokens, slots, dtype, reduce):
     got = compiled(RUN[name], scale=0.3, reduce=reduce)(query, key, lse, **positions)
     want = getattr(np, reduce)(weight / np.where(total > 0, total, 1), axis=(2, 3))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-2 if dtype == "bfloat16" and name == "xla" else 1e-5)
-
-
-def ask(dim, **options):
-    key, position = jnp.zeros((3, 2, 21, dim)), jnp.zeros((3, 2, 21), jnp.int32)
-    query, lse, asked = jnp.zeros((3, 2, 1, 2, dim)), jnp.zeros((3, 2, 1, 2)), jnp.zeros((3, 2), jnp.int32)
-    return column_mass(query, key, lse, query_position=asked, key_position=position, scale=1.0, **options)

@@ -1,19 +1,16 @@
 """`dissimilarity` against float64 NumPy, on every implementation; interpreted where there is no GPU."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.pallas_kernels.cases import compiled, every_body, implementations, one_shape
+from tests.pallas_kernels.cases import compiled, every_body_and_dtype, implementations, one_shape
 
 RUN = implementations("dissimilarity")
 
 
-@every_body
+@every_body_and_dtype
 @pytest.mark.parametrize("slots", one_shape(70, 5, 64))
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_scores_equal_float64(name, slots, dtype):
     rng = np.random.default_rng(slots)
     position = rng.integers(-1, 3, (2, 3, slots))

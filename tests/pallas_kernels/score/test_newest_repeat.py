@@ -1,16 +1,13 @@
 """`newest_repeat` against float64 NumPy, on every implementation; the Pallas kernel runs interpreted without a GPU."""
 
-from __future__ import annotations
-
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.score.rkv.newest_repeat import pallas_triton, reference
-from tests.pallas_kernels.cases import NAMES, compiled, implementations, one_shape
+from tests.pallas_kernels.cases import NAMES, compiled, implementations, in_dtypes, one_shape
 
 RUN = implementations("newest_repeat", config=pallas_triton.Config(block=16, tile=16, strip=32))
 RUN = RUN | {"tiles": functools.partial(reference.newest_repeat, whole=1, tiles=(16, 12))}  # the last begin in those before
@@ -45,8 +42,7 @@ def oracle(key, valid, threshold):
     return out
 
 
-@with_tiles
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@in_dtypes(with_tiles)
 @pytest.mark.parametrize("slots", one_shape(75, 64, 33, 7, 1))
 def test_slots_equal_float64(name, dtype, slots):
     run = compiled(RUN[name])
@@ -59,21 +55,3 @@ def test_slots_equal_float64(name, dtype, slots):
             got = run(key, valid, threshold=jnp.float32(threshold))
             assert got.dtype == jnp.int32
             np.testing.assert_array_equal(got, oracle(key, valid, np.float32(threshold)), f"{kind} {threshold}")
-
-
-@with_tiles
-def test_mapped_thresholds_and_keys_equal_calls_one_by_one(name):
-    """A sweep maps the threshold alone."""
-    key, valid = problem(3, "random", 40)
-    thresholds = jnp.asarray([0, 0.4, 0.7], jnp.float32)
-
-    def run(key, valid, threshold):
-        return RUN[name](key, valid, threshold=threshold)
-
-    want = [oracle(key, valid, x) for x in np.asarray(thresholds)]
-    assert len({x.tobytes() for x in want}) == 3
-    np.testing.assert_array_equal(jax.jit(jax.vmap(run, (None, None, 0)))(key, valid, thresholds), want)
-    both = [problem(seed, "repeats", 40) for seed in (1, 2, 3)]
-    got = jax.jit(jax.vmap(run))(*(jnp.stack(x) for x in zip(*both, strict=True)), thresholds)
-    for at, arrays in enumerate(both):
-        np.testing.assert_array_equal(got[at], oracle(*arrays, float(thresholds[at])))

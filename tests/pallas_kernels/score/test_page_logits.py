@@ -1,7 +1,5 @@
 """`page_logits` against float64 NumPy, on every implementation; interpreted where there is no GPU."""
 
-from __future__ import annotations
-
 import functools
 
 import jax.numpy as jnp
@@ -14,7 +12,7 @@ from tests.pallas_kernels.cases import (
     alike,
     close,
     compiled,
-    every_body,
+    every_body_and_dtype,
     every_kernel,
     implementations,
     one_by_one,
@@ -46,8 +44,7 @@ def oracle(query, vector, seen):
         return logits, np.log(np.exp(logits).sum(axis=3))
 
 
-@every_body
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
+@every_body_and_dtype
 @pytest.mark.parametrize(("group", "dim", "pages"), one_shape((3, 16, 90), (1, 64, 5), (8, 128, 200), (4, 32, 48)))
 def test_logits_and_denominators_equal_float64(name, dtype, group, dim, pages):
     (query, vector, limit), held, seen = problem(pages, group, dim, max(pages, 8), dtype)

@@ -1,8 +1,5 @@
 """`page_score` against float64 NumPy, on every implementation; interpreted where there is no GPU."""
 
-from __future__ import annotations
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +11,7 @@ from tests.pallas_kernels.cases import (
     every_body_and_thorough_tpu,
     every_body_and_tpu,
     implementations,
-    one_by_one,
+    in_dtypes,
     thorough,
 )
 
@@ -49,8 +46,7 @@ def oracle(query, low, high, limit, reduce, newest):
     return np.where(page == limit - 1, np.inf, score) if newest else score
 
 
-@every_body_and_thorough_tpu
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@in_dtypes(every_body_and_thorough_tpu)
 @pytest.mark.parametrize(
     ("group", "dim", "pages", "per_head", "newest"),
     [
@@ -83,19 +79,3 @@ def test_limit_in_slots_and_a_query_of_more_bits_than_the_bounds(name):
     query = query.astype(jnp.float32) * 1.001
     got = compiled(RUN[name], page_size=5)(query, low, high, jnp.maximum(5 * limit - 4, 0))
     np.testing.assert_allclose(got, oracle(query, low, high, limit, "max", False), rtol=2e-5, atol=1e-4)
-
-
-@every_body_and_thorough_tpu
-def test_a_mapped_call_equals_calls_one_by_one(name):
-    one_by_one(compiled(RUN[name]), *(problem(seed, rows=1) for seed in (1, 2)), atol=1e-5)
-
-
-def test_the_limit_of_pages_may_change_inside_a_loop():
-    query, low, high, _ = problem(3, rows=1)
-    low, high = jnp.nan_to_num(low), jnp.nan_to_num(high)
-
-    def body(step, total):
-        return total + RUN["interpreted"](query, low, high, jnp.full((1,), step), newest=True)
-
-    got = jax.lax.fori_loop(1, 4, body, jnp.zeros((1, 2, 50)))
-    assert (np.asarray(got[..., :1]) == np.inf).all() and (np.asarray(got[..., 3:]) == -np.inf).all()

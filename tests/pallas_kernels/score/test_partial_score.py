@@ -1,7 +1,5 @@
 """`partial_score` against float64 NumPy, on every implementation; interpreted where there is no GPU."""
 
-from __future__ import annotations
-
 import functools
 
 import jax.numpy as jnp
@@ -9,17 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.score.infinigen.partial_score import pallas_triton
-from tests.pallas_kernels.cases import (
-    SCALE,
-    alike,
-    compiled,
-    every_body,
-    every_kernel,
-    implementations,
-    one_by_one,
-    one_shape,
-    thorough,
-)
+from tests.pallas_kernels.cases import SCALE, alike, compiled, every_body_and_dtype, implementations, one_shape
 
 ALPHA = np.float32(1.5)
 RUN = implementations("partial_score", config=pallas_triton.Config(block=32, programs=18))
@@ -54,8 +42,7 @@ def oracle(query, key, position, cursor):
     return score, near, others.sum(axis=2)
 
 
-@every_body
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
+@every_body_and_dtype
 @pytest.mark.parametrize(("group", "channels", "slots"), one_shape((3, 5, 75), (1, 16, 16), (4, 25, 130), (12, 51, 33)))
 def test_scores_and_counts_equal_float64(name, dtype, group, channels, slots):
     args = problem(slots, group, channels, slots, dtype)
@@ -67,9 +54,3 @@ def test_scores_and_counts_equal_float64(name, dtype, group, channels, slots):
     assert np.all((least <= got[1]) & (got[1] <= most)) and np.sum(most - least) < 3 and most[0] > 0
     np.testing.assert_array_equal(got[2], stored)
     alike(got, run(*args, jnp.asarray(ALPHA)))
-
-
-@thorough
-@every_kernel
-def test_a_mapped_call_equals_calls_one_by_one(name):
-    one_by_one(compiled(RUN[name]), *((*problem(seed), jnp.float32(alpha)) for seed, alpha in ((1, 0.5), (2, 2.0))))

@@ -1,14 +1,12 @@
 """TokenSelect's vote: every implementation against float64 NumPy."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.score.tokenselect.token_vote import pallas_triton
-from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, implementations, on_gpu, one_by_one, one_shape
+from tests.pallas_kernels.cases import compiled, every_body, implementations, one_shape
 
 CONFIG = pallas_triton.Config(block=16, splits=2, merge_block=32)  # several steps, splits and merges in 101 tokens
 
@@ -74,24 +72,3 @@ def test_large_logits_and_one_loud_head(name):
     query = query.at[:, 0].multiply(300)
     vote = compiled(VOTE[name])(query, key, start=start, stop=stop)
     np.testing.assert_allclose(vote, oracle(query, key, start, stop), rtol=2e-3, atol=1e-7)
-
-
-@on_gpu
-def test_a_mapped_call_equals_calls_one_by_one(name):
-    run = compiled(VOTE[name])
-    calls = rows(1, bounds=((5, 77),)), rows(2, bounds=((0, 101),))
-    one_by_one(lambda query, key, start, stop: run(query, key, start=start, stop=stop), *calls, atol=0)
-
-
-def test_default_config_fills_the_gpu():
-    assert pallas_triton.default_config(8, 131072).splits == 64
-    assert pallas_triton.default_config(64, 131072).splits == 8
-    assert pallas_triton.default_config(1, 100).splits == 2
-    assert pallas_triton.default_config(1024, 131072).splits == 1
-
-
-@NEEDS_GPU
-def test_the_kernels_are_in_the_compiled_program():
-    query, key, start, stop = rows(4, dtype="bfloat16")
-    run = jax.jit(VOTE["pallas_triton"])
-    assert "token_vote_score" in run.lower(query, key, start=start, stop=stop).compile().as_text()

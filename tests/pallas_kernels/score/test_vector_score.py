@@ -1,14 +1,19 @@
 """`vector_score` against float64 NumPy, on every implementation; interpreted where there is no GPU."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.score.vector_score import pallas_tpu, pallas_triton
-from tests.pallas_kernels.cases import compiled, every_body, every_body_and_tpu, implementations, one_by_one, thorough
+from tests.pallas_kernels.cases import (
+    compiled,
+    every_body_and_dtype,
+    every_body_and_tpu,
+    implementations,
+    in_dtypes,
+    thorough,
+)
 
 TOLERANCE = 2e-5
 RUN = implementations("vector_score", config=pallas_triton.Config(block=16)) | {
@@ -36,8 +41,7 @@ def oracle(query, vector, limit, reduce):
     return np.where((np.arange(score.shape[-1]) < limit) & ~np.isnan(score), score, -np.inf)
 
 
-@every_body_and_tpu
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@in_dtypes(every_body_and_tpu)
 @pytest.mark.parametrize(
     ("group", "dim", "vectors", "per_head"),
     [(3, 16, 33, True), pytest.param(1, 128, 33, True, marks=thorough), pytest.param(4, 64, 300, False, marks=thorough)],
@@ -55,8 +59,7 @@ def test_sums_over_the_group_equal_float64(name, dtype, group, dim, vectors, per
         np.testing.assert_array_equal(got, run(query, vector, limit, **more))
 
 
-@every_body
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
+@every_body_and_dtype
 def test_tokens_between_two_slots_that_are_held(name, dtype):
     """Query heads apart; slots without a token are NaN, and so is one that has a token."""
     query, key, limit = problem(9, dtype=dtype)
@@ -68,8 +71,3 @@ def test_tokens_between_two_slots_that_are_held(name, dtype):
     want = np.where(held[:, :, None] & (np.arange(key.shape[2]) >= 5), want, -np.inf)
     np.testing.assert_allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE * 16)
     assert np.isfinite(want).any() and (want[..., : limit.max()] == -np.inf).any()
-
-
-@every_body
-def test_a_mapped_call_equals_calls_one_by_one(name):
-    one_by_one(compiled(RUN[name]), *(problem(seed, rows=1) for seed in (1, 2)), atol=1e-5)

@@ -1,7 +1,5 @@
 """`window_score` against float64 NumPy, on every implementation; the Pallas kernels run interpreted without a GPU."""
 
-from __future__ import annotations
-
 import functools
 
 import jax.numpy as jnp
@@ -9,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.score.window_score import pallas_triton, reference
-from tests.pallas_kernels.cases import NAMES, SCALE, compiled, implementations, one_by_one, one_shape
+from tests.pallas_kernels.cases import NAMES, SCALE, compiled, implementations, in_dtypes, one_shape
 
 RUN = implementations("window_score", config=pallas_triton.Config(block=16, splits=2))
 RUN = RUN | {"blocked": functools.partial(reference.window_score, block=16)}
@@ -40,8 +38,7 @@ def oracle(query, key, query_position, key_position):
     return (weight / np.maximum(weight.sum(-1, keepdims=True), 1e-300)).sum(3)
 
 
-@with_blocks
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@in_dtypes(with_blocks)
 @pytest.mark.parametrize(
     ("group", "window", "dim", "slots"), one_shape((3, 5, 16, 75), (4, 5, 64, 75), (3, 8, 16, 32), (1, 1, 128, 7))
 )
@@ -52,9 +49,3 @@ def test_probabilities_equal_float64(name, dtype, group, window, dim, slots):
     want = oracle(*arrays, **positions)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
     assert not np.asarray(got)[np.broadcast_to(np.asarray(positions["key_position"])[:, :, None] < 0, got.shape)].any()
-
-
-@with_blocks
-def test_a_mapped_call_equals_calls_one_by_one(name):
-    run = compiled(RUN[name], scale=SCALE)
-    one_by_one(lambda arrays, where: run(*arrays, **where), problem(1), problem(2), atol=1e-7)

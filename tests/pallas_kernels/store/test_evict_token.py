@@ -1,13 +1,10 @@
 """Online eviction against NumPy loops, on every implementation; interpreted where there is no GPU."""
 
-from __future__ import annotations
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.pallas_kernels.cases import alike, compiled, every_body, every_kernel, implementations
+from tests.pallas_kernels.cases import alike, compiled, every_body, implementations
 
 EVICT = implementations("evict_token")
 
@@ -69,10 +66,9 @@ KNOBS = {
 @pytest.mark.parametrize("label", KNOBS)
 def test_a_score_of_all_heads_equals_each_head_and_does_not_move(name, label):
     args, (score, _) = case()
-    got = evict(name, *args, score[:, :1], **KNOBS[label])
-    want = evict(name, *args, jnp.broadcast_to(score[:, :1], score.shape), **KNOBS[label])
-    assert got[4] is None and want[4] is not None
-    alike(got[:4], want[:4])
+    *got, moved = evict(name, *args, score[:, :1], **KNOBS[label])
+    assert moved is None
+    alike(got, oracle(*args, np.broadcast_to(score[:, :1], score.shape), **KNOBS[label])[:4])
 
 
 @every_body
@@ -86,14 +82,3 @@ def test_evict_token_matches_a_loop(name, label, scores):
         assert (x is None) == (want is None)
         if x is not None:
             np.testing.assert_array_equal(np.asarray(x, np.float64), want)
-
-
-@every_kernel
-def test_mapped_budgets_equal_budgets_one_by_one(name):
-    args, (score, _) = case(dtype="bfloat16")
-    budgets = jnp.asarray([6, 12, 20], jnp.int32)
-    run = jax.jit(jax.vmap(lambda budget: EVICT[name](*args, score, budget=budget, recent=budget // 2)))
-    got = run(budgets)
-    for lane, budget in enumerate(budgets.tolist()):
-        for x, want in zip(got, oracle(*args, score, budget=budget, recent=budget // 2), strict=True):
-            np.testing.assert_array_equal(np.asarray(x[lane], np.float64), want)

@@ -1,13 +1,10 @@
 """`sentence_add` against loops in NumPy, on every implementation; interpreted where there is no GPU."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from pallas_kernels.choose.sentencekv.sentence_cut import CLOSES, JOINS
-from tests.pallas_kernels.cases import alike, compiled, every_body, every_kernel, implementations, near, offloaded, one_by_one
+from tests.pallas_kernels.cases import compiled, every_body, every_body_and_dtype, implementations
 
 ADD = implementations("sentence_add")
 
@@ -47,8 +44,7 @@ def add_oracle(key, query, cursor, event, state):
     return sentence, mean, count, query_sum, key_sum, length
 
 
-@every_body
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@every_body_and_dtype
 def test_state_equals_loops(name, dtype):
     args = book(0, dtype=dtype)
     got, want = compiled(ADD[name])(*args), add_oracle(*args)
@@ -67,16 +63,3 @@ def test_past_the_end_nothing_is_written(name):
     got = compiled(ADD[name])(key, query, cursor + 20, event, (sentence, mean, count + 20, *sums))
     np.testing.assert_array_equal(got[0], sentence)
     np.testing.assert_array_equal(got[1], mean)
-
-
-@every_kernel
-def test_a_mapped_call_equals_calls_one_by_one(name):
-    one_by_one(compiled(ADD[name]), book(1), book(2), atol=0)
-
-
-@every_body
-def test_copies_of_an_offloaded_cache_do_as_well(name):
-    key, query, cursor, event, state = book(0)
-    want = compiled(ADD[name])(key, query, cursor, event, state)
-    got = compiled(ADD[name])(near(key, cursor, 5), query, cursor, event, state, rows=offloaded(cursor))
-    alike(got, want)

@@ -1,13 +1,11 @@
 """The hash tables that SOCKET keeps: every implementation against float64 loops."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.formats.sign_codes import BLOCK
-from tests.pallas_kernels.cases import compiled, every_body, implementations, near, offloaded, on_gpu, one_by_one, one_shape
+from tests.pallas_kernels.cases import compiled, every_body, implementations, one_shape
 
 
 def storing(name):
@@ -55,32 +53,8 @@ def test_one_token_is_stored_where_there_is_one(name, bits, dtype):
     compare(got, oracle(key, value, [[16], [], []], *index), dtype)
 
 
-@on_gpu
-def test_sixteen_rows_equal_the_oracle(name):
-    cursor = np.arange(1, 17)
-    key, value, cursor, *index = problem(2, cursor, slots=20)
-    got = storing(name)(key, value, cursor[:, None] - 1, cursor, *index)
-    compare(got, oracle(key, value, [[int(x) - 1] for x in cursor], *index))
-
-
 def test_several_tokens_are_stored_at_once():
     key, value, cursor, *index = problem(3, [17, 9, 42], more=8)
     active = jnp.asarray([[14, 15, 16], [8, -1, -1], [39, 40, 41]], jnp.int32)
     got = storing("xla")(key, value, active, cursor, *index)
     compare(got, oracle(key, value, [[14, 15, 16], [8], [39]], *index))
-
-
-@every_body
-def test_copies_of_an_offloaded_cache_do_as_well(name):
-    """Keys and values with different numbers of copies."""
-    key, value, cursor, *index = problem(4, [31, 18])
-    active, run = (cursor - 1)[:, None], storing(name)
-    got = run(near(key, cursor, 9), near(value, cursor, 12), active, cursor, *index, rows=offloaded(cursor))
-    compare(got, oracle(key, value, [[30], [17]], *index))
-
-
-@on_gpu
-def test_a_mapped_call_equals_calls_one_by_one(name):
-    drawn = (problem(seed, [10]) for seed in (5, 6))
-    calls = [(key, value, cursor[:, None] - 1, cursor, *index) for key, value, cursor, *index in drawn]
-    one_by_one(storing(name), *calls, rtol=0, atol=0)

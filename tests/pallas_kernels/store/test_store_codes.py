@@ -1,24 +1,13 @@
 """The index that ParisKV keeps: every implementation against rebuilding it."""
 
-from __future__ import annotations
-
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.formats.key_codes import cluster_counts
-from tests.pallas_kernels.cases import (
-    alike,
-    compiled,
-    every_body,
-    implementations,
-    near,
-    offloaded,
-    on_gpu,
-    one_by_one,
-    one_shape,
-)
-from tests.pallas_kernels.code_cases import encoding, keys_to_encode, signs_of
+from tests.pallas_kernels.cases import compiled, every_body, implementations, one_shape
+from tests.pallas_kernels.store.test_encode import encoding, keys_to_encode, signs_of
 
 LOCAL, BUFFER = 4, 3
 
@@ -46,7 +35,7 @@ def test_index_kept_step_by_step_is_the_index_rebuilt(name, heads, rotate):
 
     def count(low, high):
         live = valid & (np.arange(slots) >= low[:, None, None]) & (np.arange(slots) < high[:, None, None])
-        return cluster_counts(codes[0], jnp.asarray(live))
+        return jax.jit(cluster_counts)(codes[0], live)
 
     state = (*index, count(np.array([2, 2]), stop), count(stop, counted), jnp.asarray(stop, jnp.int32))
     step = storing(name, dim, rotate)
@@ -69,35 +58,3 @@ def test_index_kept_step_by_step_is_the_index_rebuilt(name, heads, rotate):
         for got, want in zip(state[:2], codes):
             below = (np.arange(slots) < cursor[:, None])[:, None, :, None]
             np.testing.assert_array_equal(got, jnp.where(below, want, jnp.zeros_like(want)))
-
-
-@on_gpu
-def test_a_mapped_call_equals_calls_one_by_one(name):
-    dim, slots = 16, 24
-    sets = []
-    for seed in (1, 2):
-        key, valid = keys_to_encode(seed, dim, slots, rows=1)
-        codes = encoding("xla", dim)(jnp.asarray(key), jnp.asarray(valid), signs_of(dim))
-        position = np.where(valid, np.arange(slots), -1).astype(np.int32)
-        zero = jnp.zeros((1, 2, 2, 256), jnp.int32)
-        numbers = [jnp.asarray(x, jnp.int32) for x in ([[9]], [16], [8])]
-        key, position = jnp.nan_to_num(jnp.asarray(key)), jnp.asarray(position)
-        sets.append((key, position, *numbers[:2], signs_of(dim), *codes, zero, zero, numbers[2]))
-    one_by_one(storing(name, dim), *sets, rtol=0, atol=0)
-
-
-@on_gpu
-def test_copies_of_an_offloaded_cache_do_as_well(name):
-    dim, slots = 16, 40
-    rng = np.random.default_rng(2)
-    key = jnp.asarray(rng.normal(size=(2, 2, slots, dim)), jnp.float32)
-    cursor, stop = jnp.asarray([31, 18], jnp.int32), jnp.asarray([20, 9], jnp.int32)
-    position = jnp.where(jnp.arange(slots)[None, None] < cursor[:, None, None], jnp.arange(slots), -1)
-    position = jnp.broadcast_to(position, (2, 2, slots)).astype(jnp.int32)
-    codes = [jnp.zeros((2, 2, slots, n), jnp.uint8) for n in (2, dim)]
-    state = (*codes, *[jnp.zeros((2, 2, 2, 256), jnp.int32)] * 2, stop)
-    run = storing(name, dim)
-    rest = position, (cursor - 1)[:, None], cursor, signs_of(dim), *state
-    want = run(key, *rest)
-    got = run(near(key, cursor, 9), *rest, rows=offloaded(cursor))
-    alike(got, want)

@@ -1,24 +1,10 @@
 """`store_partial` against float64 NumPy, on every implementation; interpreted where there is no GPU."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.pallas_kernels.cases import (
-    SINKS,
-    TOLERANCE,
-    alike,
-    compiled,
-    every_body,
-    every_kernel,
-    implementations,
-    near,
-    offloaded,
-    one_by_one,
-    thorough,
-)
+from tests.pallas_kernels.cases import TOLERANCE, alike, compiled, every_body_and_dtype, implementations, thorough
 
 STORE = implementations("store_partial")
 CURSOR = (5, 22, 0, 23, 9)  # a full row whose token was stored, an empty one, one that could not store its token
@@ -50,8 +36,7 @@ def oracle(key, position, cursor, matrix, query, place, partial, last):
     return want, np.where(np.asarray(place)[:, None, None, None] >= 0, query, last)
 
 
-@every_body
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
+@every_body_and_dtype
 @pytest.mark.parametrize(("dim", "channels"), [(16, 5), pytest.param(128, 25, marks=thorough)])
 def test_the_newest_key_is_stored_and_no_other(name, dtype, dim, channels):
     args = problem(1, dim, channels, dtype=dtype)
@@ -63,16 +48,3 @@ def test_the_newest_key_is_stored_and_no_other(name, dtype, dim, channels):
     np.testing.assert_array_equal(np.asarray(got[0])[~changed], np.asarray(args[6])[~changed])
     np.testing.assert_array_equal(got[1], last)
     alike(got, run(*args[:6], *got))
-
-
-@every_body
-def test_copies_of_an_offloaded_cache(name):
-    key, *rest = problem(2)
-    got = compiled(STORE[name])(near(key, rest[1], SINKS + 4), *rest, rows=offloaded(rest[1]))
-    alike(got, oracle(key, *rest), rtol=2e-5, atol=2e-5)
-
-
-@thorough
-@every_kernel
-def test_a_mapped_call_equals_calls_one_by_one(name):
-    one_by_one(compiled(STORE[name]), problem(1), problem(2))

@@ -1,13 +1,10 @@
 """`widen_page` against float64 NumPy, on every implementation; interpreted where there is no GPU."""
 
-from __future__ import annotations
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.pallas_kernels.cases import alike, compiled, every_body, implementations, near, offloaded
+from tests.pallas_kernels.cases import compiled, every_body_and_dtype, implementations
 
 WIDEN = implementations("widen_page")
 
@@ -34,8 +31,7 @@ def stored(seed, cursor, slots=22, page_size=4, dtype="float32"):
     return key, position, jnp.asarray(cursor), bounds(cursor - 1), bounds(cursor)
 
 
-@every_body
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@every_body_and_dtype
 @pytest.mark.parametrize("cursor", [(1, 4, 0, 9), (5, 22, 21, 8), (20, 13, 12, 17)])
 def test_bounds_take_the_newest_key_in(name, dtype, cursor):
     key, position, cursor, before, after = stored(1, cursor, dtype=dtype)
@@ -47,21 +43,3 @@ def test_bounds_take_the_newest_key_in(name, dtype, cursor):
         np.testing.assert_array_equal(got.astype(jnp.float32), twice.astype(jnp.float32))
     past = run(key, position, jnp.full_like(cursor, 23), *before)  # a full row stores nothing
     np.testing.assert_array_equal(past[0].astype(jnp.float32), before[0].astype(jnp.float32))
-
-
-@every_body
-def test_a_mapped_call_equals_calls_one_by_one(name):
-    sets = [stored(seed, (5, 9)) for seed in (1, 2)]
-    args = [(key, position, cursor, *before) for key, position, cursor, before, _ in sets]
-    together = jax.jit(jax.vmap(compiled(WIDEN[name], page_size=4)))(*(jnp.stack(x) for x in zip(*args)))
-    for at, (*_, after) in enumerate(sets):
-        for got, want in zip(together, after):
-            np.testing.assert_array_equal(got[at], want)
-
-
-@every_body
-@pytest.mark.parametrize("cursor", [(1, 4, 0, 9), (5, 22, 21, 8)])
-def test_copies_of_an_offloaded_cache_do_as_well(name, cursor):
-    key, position, cursor, before, after = stored(1, cursor)
-    run = compiled(WIDEN[name], page_size=4)
-    alike(run(near(key, cursor, 6), position, cursor, *before, rows=offloaded(cursor)), after)

@@ -7,8 +7,6 @@ together, so every row is written exactly once. One more program attends to the 
 partials, projects the sum of each segment back onto the model's basis, and adds the partial of the buffer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """Attention over packed blocks in plain JAX: every listed token is unpacked."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import Array, lax
 

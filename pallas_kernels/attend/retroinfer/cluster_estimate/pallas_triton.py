@@ -1,7 +1,5 @@
 """Attention to clusters as one Pallas Triton kernel, grid (B, H, splits): every program writes one part."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -10,6 +8,7 @@ from jax import lax
 
 from pallas_kernels._triton import online_softmax
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.checks import check_dtypes
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels._triton.split import Config
@@ -94,8 +93,7 @@ def cluster_estimate(logits, chosen, left_out, size, value_sum, *, config: Confi
 
 def check(logits, chosen, left_out, size, value_sum):
     """Raise ``NotImplementedError`` for dtypes and head dims that the kernel does not take."""
-    if str(value_sum.dtype) not in ("bfloat16", "float16", "float32"):
-        raise NotImplementedError(f"got dtype {value_sum.dtype}, expected bfloat16, float16 or float32")
+    check_dtypes(value_sum)
     dim = value_sum.shape[3]
     if dim < 16 or dim > 256 or dim & (dim - 1) or not size.shape[2]:
         raise NotImplementedError(f"got {size.shape[2]} clusters of {dim}, expected head_dim a power of two from 16 to 256")

@@ -1,7 +1,5 @@
 """Attention to clusters in plain JAX: one part."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -7,8 +7,6 @@ and adds the block to its running softmax. It writes a float32 partial with its 
 multiplied in parts whose sizes are powers of two. Values are read row by row, so they may be in host memory.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -17,6 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels._triton import online_softmax
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.checks import check_dtypes, check_head_dim
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.rotate import rotated
 from pallas_kernels._triton.shared_memory import fitting_block
@@ -88,20 +87,9 @@ def _kernel(*refs, structure, scale, block, splits, page_size):
 
 
 def low_rank_attention(
-    query,
-    left,
-    right,
-    value,
-    pages,
-    mask,
-    *,
-    page_size,
-    inv_freq,
-    scale,
-    partials=None,
-    config: Config | None = None,
+    query, left, right, value, pages, mask, *, page_size, inv_freq, scale, partials=None, config: Config | None = None,
     interpret=False,
-):
+):  # fmt: skip
     """Rebuild the keys of listed pages from two factors, and attend to them; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, group, dim = query.shape
     lists, listed = batch * heads, pages.shape[2] * page_size
@@ -129,11 +117,9 @@ def low_rank_attention(
 
 def check(query, left, right, value, pages, mask, **_):
     """Raise ``NotImplementedError`` for dtypes, head dims, groups and ranks that the kernel does not take."""
-    if str(query.dtype) not in ("bfloat16", "float16", "float32"):
-        raise NotImplementedError(f"got dtype {query.dtype}, expected bfloat16, float16 or float32")
+    check_dtypes(query)
     dim, rank = query.shape[-1], left.shape[2]
-    if dim < 32 or dim > 256 or dim & (dim - 1):
-        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 32 to 256")
+    check_head_dim(dim, 32)
     if rank % LEAST or not rank:
         raise NotImplementedError(f"got rank {rank}, expected a multiple of {LEAST}")
     fitted(Config(), query, rank)

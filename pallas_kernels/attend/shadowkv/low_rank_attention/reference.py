@@ -1,7 +1,5 @@
 """Attention over keys of low rank in plain JAX: the listed rows are gathered, and their keys rebuilt."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

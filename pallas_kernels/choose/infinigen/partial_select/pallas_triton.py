@@ -10,8 +10,6 @@
 Short rows run the kernels of both operations.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """The tokens that InfiniGen attends to in plain JAX."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from pallas_kernels.choose.kth_select import kth_select_mask

@@ -8,8 +8,6 @@
    also write all other entries. The result does not depend on the order of programs.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

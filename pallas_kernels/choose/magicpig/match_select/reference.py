@@ -1,7 +1,5 @@
 """MagicPIG's selection in plain JAX: the counts of all tokens, then the best of them by sorting."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

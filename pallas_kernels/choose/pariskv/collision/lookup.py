@@ -4,8 +4,6 @@ One piece of assembly (see `pallas_kernels._triton.assembly`) declares the array
 this address as an operand, so that none can run before the one it needs.
 """
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import Array
 

@@ -12,8 +12,6 @@
 Where a row's slots are divided into parts, the counts of all parts are gathered between the last two kernels.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -23,8 +21,8 @@ from jax import lax
 
 from pallas_kernels._triton.block_specs import of_head, whole
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.checks import check_bytes
 from pallas_kernels._triton.kth_search import order_key
-from pallas_kernels._triton.offsets import check_bytes
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels.choose.pariskv.collision import lookup
 from pallas_kernels.choose.pariskv.collision.lookup import COUNTS
@@ -298,20 +296,9 @@ def _candidates_kernel(votes_ref, reach_ref, total_ref, count_ref, *refs, tile, 
 
 
 def collision(
-    query,
-    signs,
-    counts,
-    ids,
-    position,
-    stop,
-    shares,
-    *,
-    first,
-    capacity,
-    part=None,
-    config: Config | None = None,
+    query, signs, counts, ids, position, stop, shares, *, first, capacity, part=None, config: Config | None = None,
     interpret=False,
-):
+):  # fmt: skip
     """List the keys of the zone with the most votes; ``interpret=True`` runs anywhere, slowly."""
     (batch, heads, slots, slices), begins = ids.shape, []
     if part is not None:

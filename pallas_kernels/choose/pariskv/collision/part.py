@@ -1,7 +1,5 @@
 """One device's part of the slots of each row, where candidates are chosen among all parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

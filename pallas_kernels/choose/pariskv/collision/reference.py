@@ -1,7 +1,5 @@
 """Collision votes in plain JAX: sort the clusters, look up the votes, find the cut by an integer histogram."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from pallas_kernels.choose.compact import compact

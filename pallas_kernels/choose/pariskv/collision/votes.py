@@ -1,7 +1,5 @@
 """The steps of collision voting in plain JAX: sort the clusters, look up the votes, find the cut by an integer histogram."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import Array, lax
 

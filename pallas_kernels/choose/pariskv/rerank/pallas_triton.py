@@ -6,8 +6,6 @@
    first step of a search counts keys in bins of shared memory.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -17,9 +15,9 @@ from jax import lax
 
 from pallas_kernels._triton.block_specs import of_head, whole
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.checks import check_bytes, check_head_dim
 from pallas_kernels._triton.kth_best import best_of, chunk_for, contenders, held
 from pallas_kernels._triton.kth_search import LOWEST, NEVER, order_key
-from pallas_kernels._triton.offsets import check_bytes
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels.choose.pariskv.rerank.products import PACK, products
 from pallas_kernels.formats.key_codes import LEVEL
@@ -136,21 +134,9 @@ def _list_kernel(*refs, regions, chunk, entries, threads, interpret):
 
 
 def rerank(
-    query,
-    slots,
-    count,
-    rows,
-    position,
-    cursor,
-    stop,
-    budget,
-    enough,
-    *,
-    regions,
-    scale,
-    config: Config | None = None,
+    query, slots, count, rows, position, cursor, stop, budget, enough, *, regions, scale, config: Config | None = None,
     interpret=False,
-):
+):  # fmt: skip
     """List the best candidates by estimate between the first and the last slots; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, candidates = slots.shape
     config = default_config(candidates, regions.best, batch * heads) if config is None else config
@@ -217,8 +203,7 @@ def estimates(query, slots, count, rows, *, scale, interpret=False):
 def check_estimates(query, slots, count, rows, *, scale):
     """Raise ``NotImplementedError`` for sizes that the kernel does not take."""
     dim = query.shape[-1]
-    if dim < 32 or dim > 256 or dim & (dim - 1):
-        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 32 to 256")
+    check_head_dim(dim, 32)
     check_bytes(rows)
     if not slots.shape[2]:
         raise NotImplementedError("got no candidates")
@@ -227,8 +212,7 @@ def check_estimates(query, slots, count, rows, *, scale):
 def check(query, slots, count, rows, position, cursor, stop, budget, enough, *, regions, scale):
     """Raise ``NotImplementedError`` for sizes that the kernels do not take."""
     dim, stored = query.shape[-1], position.shape[2]
-    if dim < 32 or dim > 256 or dim & (dim - 1):  # with 16, the 16 candidates of a warp would leave a thread half a pack
-        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 32 to 256")
+    check_head_dim(dim, 32)
     check_bytes(rows)
     if regions.size > stored:
         raise NotImplementedError(f"got a list of {regions.size} for {stored} slots, expected at most as many")

@@ -3,8 +3,6 @@
 The assembly looks the levels up with byte permutations instead of memory, so no thread waits.
 """
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import Array, lax
 

@@ -1,7 +1,5 @@
 """The best candidates by the 4-bit estimate and the list of a decode step, in plain JAX."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from pallas_kernels.choose.compact import compact

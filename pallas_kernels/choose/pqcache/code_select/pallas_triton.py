@@ -8,8 +8,6 @@
    number follows from the counts. The programs also write all other entries. The result does not depend on their order.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -21,9 +19,9 @@ from jax import lax
 
 from pallas_kernels._triton.block_specs import of_head
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.checks import check_bytes
 from pallas_kernels._triton.kth_histogram import histogram
 from pallas_kernels._triton.kth_search import ALL, INFINITE, NEVER, find, order_key, rank
-from pallas_kernels._triton.offsets import check_bytes
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.region_list import fill, put
 from pallas_kernels.formats import bit_codes

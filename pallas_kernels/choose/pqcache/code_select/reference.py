@@ -1,7 +1,5 @@
 """Selection by product-quantised keys in plain JAX: the score of every slot, then the best ones."""
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

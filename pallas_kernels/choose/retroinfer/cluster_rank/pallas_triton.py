@@ -7,8 +7,6 @@
    clusters, and searches the threshold of the considered clusters.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

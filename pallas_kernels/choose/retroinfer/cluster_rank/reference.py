@@ -1,7 +1,5 @@
 """The ranking of clusters in plain JAX; the selection itself is an operation of its own."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

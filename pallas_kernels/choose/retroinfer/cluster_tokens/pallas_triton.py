@@ -3,8 +3,6 @@
 Every entry finds its cluster by a binary search over ``ends``, which stay in the first-level cache.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

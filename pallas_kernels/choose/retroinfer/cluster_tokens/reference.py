@@ -1,7 +1,5 @@
 """Lists of the tokens of clusters in plain JAX."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

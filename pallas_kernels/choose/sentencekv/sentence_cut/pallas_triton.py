@@ -5,8 +5,6 @@ tokens of a sentence share a score, so few scores are left after the first step 
 taken while there is space. One running sum gives both the rank among equal scores and the entry of the list.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Tokens of the best sentences in plain JAX: every slot sorted by the score of its sentence."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from pallas_kernels.choose.sentencekv.sentence_cut.rules import CLOSES, bounds

@@ -1,7 +1,5 @@
 """The slots that a decode step of SentenceKV takes whatever the scores, for arrays and for the scalars of a kernel."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """A row's list of tokens as one Pallas Triton kernel: a program per row and block of entries."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Sinks, chosen and newest tokens side by side, in plain JAX."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 

@@ -1,7 +1,5 @@
 """Queries in the basis of every segment, as one Pallas Triton kernel: a program per 16 rows of a basis."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

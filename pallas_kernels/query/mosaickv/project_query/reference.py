@@ -1,7 +1,5 @@
 """Queries in the basis of every segment, in plain JAX."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import Array, lax
 

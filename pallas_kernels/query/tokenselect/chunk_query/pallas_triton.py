@@ -1,13 +1,12 @@
 """Queries of several tokens as one Pallas Triton kernel: a program per row, query head and block of tokens."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.checks import check_head_dim
 from pallas_kernels._triton.pallas import pl
 from pallas_kernels._triton.rotate import angles, rotated_pair
 
@@ -54,5 +53,4 @@ def chunk_query(query, real, first, inv_freq, *, num_local, interpret=False):
 def check(query, *_, **__):
     """Raise ``NotImplementedError`` for head dims that the kernel does not take."""
     dim = query.shape[-1]
-    if dim < 16 or dim > 256 or dim & (dim - 1):
-        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
+    check_head_dim(dim)

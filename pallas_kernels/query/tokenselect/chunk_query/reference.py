@@ -1,7 +1,5 @@
 """Queries of several tokens in plain JAX."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from pallas_kernels.numerics import rotate_halves

@@ -1,13 +1,12 @@
 """Listed rows, gathered and rotated by one Pallas Triton kernel: a program per row of the batch and block of entries."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.checks import check_head_dim
 from pallas_kernels._triton.pallas import pl
 from pallas_kernels._triton.quantised import check_codes
 from pallas_kernels.formats.quantised import Quantised, vectors
@@ -62,6 +61,5 @@ def rotated_rows(key, value, token, inv_freq, *, interpret=False):
 def check(key, value, *_):
     """Raise ``NotImplementedError`` for head dims and codes that the kernel does not take."""
     dim = key.shape[-1]
-    if dim < 16 or dim > 256 or dim & (dim - 1):
-        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
+    check_head_dim(dim)
     check_codes(key, value)

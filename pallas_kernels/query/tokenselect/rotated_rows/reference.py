@@ -1,7 +1,5 @@
 """Listed rows, gathered and rotated in plain JAX."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from pallas_kernels.formats.quantised import numbers_at

@@ -1,13 +1,12 @@
 """A decode step's query as one Pallas Triton kernel: a program per row of the batch."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.checks import check_head_dim
 from pallas_kernels._triton.pallas import pl
 from pallas_kernels._triton.rotate import angles, rotated_pair
 from pallas_kernels.query.tokenselect.step_query.result import StepQuery
@@ -68,22 +67,9 @@ def _kernel(*refs, num_sink, num_local, given):
 
 
 def step_query(
-    query,
-    last,
-    ready,
-    hits,
-    refreshes,
-    cursor,
-    position,
-    budget,
-    theta,
-    inv_freq,
-    products=None,
-    *,
-    num_sink,
-    num_local,
+    query, last, ready, hits, refreshes, cursor, position, budget, theta, inv_freq, products=None, *, num_sink, num_local,
     interpret=False,
-):
+):  # fmt: skip
     """Rotate the query of a decode step, and decide whether the step selects; ``interpret=True`` runs anywhere, slowly."""
     batch, heads, group, dim = query.shape
     flat = batch, heads * group, dim
@@ -116,5 +102,4 @@ def step_query(
 def check(query, *_, **__):
     """Raise ``NotImplementedError`` for head dims that the kernel does not take."""
     dim = query.shape[-1]
-    if dim < 16 or dim > 256 or dim & (dim - 1):
-        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
+    check_head_dim(dim)

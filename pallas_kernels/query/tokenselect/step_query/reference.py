@@ -1,7 +1,5 @@
 """A decode step's query in plain JAX."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from pallas_kernels.numerics import rotate_halves
@@ -14,21 +12,9 @@ def products(now, last):
 
 
 def step_query(
-    query,
-    last,
-    ready,
-    hits,
-    refreshes,
-    cursor,
-    position,
-    budget,
-    theta,
-    inv_freq,
-    products_of_all=None,
-    *,
-    num_sink,
+    query, last, ready, hits, refreshes, cursor, position, budget, theta, inv_freq, products_of_all=None, *, num_sink,
     num_local,
-):
+):  # fmt: skip
     """Do what the operation does; ``products_of_all`` float32 [B, 3] may be sums over more heads than the query's."""
     limit = num_sink + budget + num_local
     now = query.astype(jnp.float32)

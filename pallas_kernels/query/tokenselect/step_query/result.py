@@ -1,7 +1,5 @@
 """The result of `step_query`."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

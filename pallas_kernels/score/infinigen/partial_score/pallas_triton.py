@@ -10,8 +10,6 @@ its tokens: no thread waits for another. A group of query heads is small, so pro
 would need keys in shared memory, and compute 16 query heads.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -22,6 +20,7 @@ from jax import lax
 from pallas_kernels._triton.assembly import assembly
 from pallas_kernels._triton.block_specs import of_head, whole
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.checks import check_dtypes
 from pallas_kernels._triton.kth_search import NEVER, order_key
 from pallas_kernels._triton.pallas import pl, plt
 
@@ -222,8 +221,7 @@ def partial_score(query, key, position, cursor, alpha, *, scale, config: Config 
 
 def check(query, key, position, cursor, alpha, *, scale):
     """Raise ``NotImplementedError`` for dtypes and sizes that the kernels do not take."""
-    if str(query.dtype) not in ("bfloat16", "float16", "float32"):
-        raise NotImplementedError(f"got dtype {query.dtype}, expected bfloat16, float16 or float32")
+    check_dtypes(query)
     channels, slots = key.shape[2:]
     if not 0 < channels <= MOST_CHANNELS or not slots:
         raise NotImplementedError(f"got {slots} keys of {channels} channels, expected 1 to {MOST_CHANNELS} channels")

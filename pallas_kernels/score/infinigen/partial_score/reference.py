@@ -1,7 +1,5 @@
 """Values of tokens by partial keys in plain JAX."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from pallas_kernels.numerics import product_precision

@@ -5,8 +5,6 @@ multiplies every direction with their mean. Both read every key, the second kern
 that makes directions of keys, so they agree on every direction to the last bit.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

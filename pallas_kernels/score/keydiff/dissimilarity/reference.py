@@ -1,7 +1,5 @@
 """Minus the cosines with the mean direction, in plain JAX."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 LEAST = 1e-8  # the least norm; smaller norms count as this one

@@ -9,8 +9,6 @@ For the kernels that select, a token's result is packed into a word. The high ha
 has sampled the token; the low half has a bit for each head that has sampled it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """Plain JAX: compare the buckets of all tokens with the buckets of one query head after the other."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import Array
 

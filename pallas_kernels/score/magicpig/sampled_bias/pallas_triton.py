@@ -1,7 +1,5 @@
 """The corrections of sampled tokens as one Pallas Triton kernel, grid (B, H, blocks): a program reads the keys of a block."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """The corrections of sampled tokens in plain JAX."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Scores of packed vectors as one Pallas Triton kernel: a vector per thread, its products with all query heads."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """Scores of packed vectors in plain JAX: every vector is unpacked."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import lax
 

@@ -6,8 +6,6 @@ Triton loads ahead only in the inner loop. Keys go to the products unmasked, bec
 waiting. The key of an empty slot, which may be NaN, spoils only its own row and column, and neither counts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -16,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.checks import check_dtypes, check_head_dim
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.shared_memory import fitting_block
 from pallas_kernels.numerics import product_precision
@@ -106,9 +105,7 @@ def newest_repeat(key, valid, *, threshold, config: Config | None = None, interp
 
 def check(key, valid, *, threshold):
     """Raise ``NotImplementedError`` for dtypes and sizes that the kernel does not take."""
-    if str(key.dtype) not in ("bfloat16", "float16", "float32"):
-        raise NotImplementedError(f"got dtype {key.dtype}, expected bfloat16, float16 or float32")
+    check_dtypes(key)
     dim = key.shape[3]
-    if dim < 16 or dim > 256 or dim & (dim - 1):
-        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
+    check_head_dim(dim)
     fitted(default_config(key), key)

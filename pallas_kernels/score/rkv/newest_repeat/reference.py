@@ -3,8 +3,6 @@
 On a GPU each step of these loops waits for the host, which is why there is a kernel.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

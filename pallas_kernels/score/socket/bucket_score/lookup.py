@@ -8,8 +8,6 @@ The regions are the shared memory that Triton reserves for a kernel. Assembly ca
 kernel must not do anything else that Triton uses shared memory for.
 """
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import Array, lax
 

@@ -7,8 +7,6 @@ threads have the copies, for the next tokens. At the end they add up what they f
 memory holds all tables at once, or 64 of them. After they are copied no thread waits for another, and ids are loaded ahead.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -18,7 +16,7 @@ from jax import lax
 
 from pallas_kernels._triton.block_specs import of_head, whole
 from pallas_kernels._triton.call import triton_call
-from pallas_kernels._triton.offsets import check_bytes
+from pallas_kernels._triton.checks import check_bytes, check_head_dim
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.shared_memory import check_fits
 from pallas_kernels.formats.sign_codes import BLOCK
@@ -227,7 +225,6 @@ def check(query, planes, temperature, ids, norm, position, cursor, *, first, num
     bits, dim = planes.shape[1:]
     if ids.dtype != jnp.uint8 or not 2 <= bits <= 8:
         raise NotImplementedError(f"got {bits} bits in {ids.dtype}, expected 2 to 8 in uint8")
-    if dim < 16 or dim > 256 or dim & (dim - 1):
-        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
+    check_head_dim(dim)
     check_bytes(ids)
     check_fits(lookup.room(1))

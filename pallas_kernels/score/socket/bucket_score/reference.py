@@ -1,7 +1,5 @@
 """Plain JAX: the votes of all buckets, then a look-up of each key's bucket in each table."""
 
-from __future__ import annotations
-
 import math
 
 import jax

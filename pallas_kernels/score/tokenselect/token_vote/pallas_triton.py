@@ -11,8 +11,6 @@ product of a part and a bfloat16 key is exact in float32, so nothing is lost aga
 either: a step of the tensor cores has 16 rows, whether they are used or not.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -20,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.checks import check_head_dim
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels._triton.shared_memory import fitting_block
 
@@ -223,6 +222,5 @@ def check(query, key, *, start, stop):
             "expected a query of float32 or bfloat16 and keys of float32, float16 or bfloat16"
         )
     dim = query.shape[-1]
-    if dim < 16 or dim > 256 or dim & (dim - 1):
-        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
+    check_head_dim(dim)
     fitted(Config(), query, key)

@@ -1,7 +1,5 @@
 """The vote in plain JAX: all logits at once, float32."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

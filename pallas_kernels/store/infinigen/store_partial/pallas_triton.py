@@ -1,7 +1,5 @@
 """The store of the newest partial key and query by one Pallas Triton kernel, in place: a program per list."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """The store of the newest partial key and query in plain JAX."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -6,8 +6,6 @@ then all programs have read what it writes. So it updates the cursor, the sum of
 and sets the counter to zero again.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

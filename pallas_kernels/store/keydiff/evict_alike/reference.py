@@ -1,7 +1,5 @@
 """Online eviction of the key most alike to the mean direction, in plain JAX."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from pallas_kernels.formats.quantised import whole

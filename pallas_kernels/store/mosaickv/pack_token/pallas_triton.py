@@ -6,8 +6,6 @@ channel with fewer than r channels before it is kept. The program stores the kep
 some twenty launches.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """One token, packed in plain JAX: the largest channels by sorting."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import lax
 

@@ -1,7 +1,5 @@
 """4-bit codes of keys as one Pallas Triton kernel: a program per list and block of keys."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -9,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.checks import check_head_dim
 from pallas_kernels._triton.key_codes import codes, rotated
 from pallas_kernels._triton.pallas import pl
 from pallas_kernels.formats.key_codes import SLICE
@@ -72,7 +71,6 @@ def encode(key, valid, signs, *, scale, config: Config | None = None, interpret=
 def check(key, valid, signs, *, scale):
     """Raise ``NotImplementedError`` for head dims and sizes that the kernel does not take."""
     dim = key.shape[3]
-    if dim < 16 or dim > 256 or dim & (dim - 1):
-        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
+    check_head_dim(dim)
     if not key.size or 1 << 31 <= key.size <= 1 << 32:
         raise NotImplementedError(f"got key {key.shape}, expected rows below 2 GiB or above 4 GiB")

@@ -1,7 +1,5 @@
 """4-bit codes of keys in plain JAX."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from pallas_kernels.formats.key_codes import codes, rotation, rows

@@ -4,8 +4,6 @@ One program per row of the batch. It encodes the new key of every head, and coun
 the local window, in one count per slice. The waiting counts are moved only when the buffer is full.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -14,8 +12,8 @@ from jax import lax
 
 from pallas_kernels._triton.block_specs import of_row, whole
 from pallas_kernels._triton.call import triton_call
+from pallas_kernels._triton.checks import check_bytes, check_head_dim
 from pallas_kernels._triton.key_codes import codes, rotated
-from pallas_kernels._triton.offsets import check_bytes
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels.formats.key_codes import CLUSTERS
 from pallas_kernels.host import copy_row, sinks_of
@@ -122,6 +120,5 @@ def check(
         raise NotImplementedError(f"got {tokens} tokens per row, expected one")
     if key.shape[1] * dim > MOST_ELEMENTS:
         raise NotImplementedError(f"got {key.shape[1]} heads of {dim}, expected at most {MOST_ELEMENTS} elements")
-    if dim < 16 or dim > 256 or dim & (dim - 1):
-        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
+    check_head_dim(dim)
     check_bytes(ids, code_rows)

@@ -1,7 +1,5 @@
 """Upkeep of the index in plain JAX."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import Array, lax
 

@@ -1,7 +1,5 @@
 """The code of a step's token as one Pallas Triton kernel, in place: a program per row and KV head."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -10,7 +8,7 @@ from jax import lax
 
 from pallas_kernels._triton.block_specs import of_head
 from pallas_kernels._triton.call import triton_call
-from pallas_kernels._triton.offsets import check_bytes
+from pallas_kernels._triton.checks import check_bytes
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels.formats import bit_codes
 from pallas_kernels.host import copy_row, sinks_of

@@ -1,7 +1,5 @@
 """The nearest centroids of keys, and the store of their codes, in plain JAX."""
 
-from __future__ import annotations
-
 import functools
 import operator
 

@@ -1,7 +1,5 @@
 """The bounds of the newest page, widened in place by one Pallas Triton kernel: a program per list."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """The bounds of the newest page, widened in plain JAX."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from pallas_kernels.host import copy_row

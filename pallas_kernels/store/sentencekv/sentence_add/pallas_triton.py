@@ -1,7 +1,5 @@
 """Adding a token to the open sentence as one Pallas Triton kernel: a program per list, which writes its state in place."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

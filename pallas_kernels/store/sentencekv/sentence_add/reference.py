@@ -1,7 +1,5 @@
 """Adding a token to the open sentence, in plain JAX."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from pallas_kernels.choose.sentencekv.sentence_cut.rules import CLOSES

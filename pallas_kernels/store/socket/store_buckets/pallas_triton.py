@@ -1,7 +1,5 @@
 """A token's buckets and the norm of its value as one Pallas Triton kernel, in place: a program per KV head and table."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -9,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels._triton.block_specs import of_head, whole
 from pallas_kernels._triton.call import triton_call
-from pallas_kernels._triton.offsets import check_bytes
+from pallas_kernels._triton.checks import check_bytes, check_head_dim
 from pallas_kernels._triton.pallas import pl
 from pallas_kernels.formats.sign_codes import BLOCK
 from pallas_kernels.host import copy_row, sinks_of
@@ -61,6 +59,5 @@ def check(key, value, active, cursor, planes, ids, norm, *, rows=None):
     dim, tokens = key.shape[3], active.shape[1]
     if tokens != 1:
         raise NotImplementedError(f"got {tokens} tokens per row, expected one")
-    if dim < 16 or dim > 256 or dim & (dim - 1):
-        raise NotImplementedError(f"got head_dim {dim}, expected a power of two from 16 to 256")
+    check_head_dim(dim)
     check_bytes(ids)

@@ -1,7 +1,5 @@
 """Plain JAX, for any number of tokens; tokens without a slot are dropped."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import Array
 

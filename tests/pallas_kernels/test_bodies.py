@@ -1,0 +1,98 @@
+"""What every kernel does alike: rows of a batch, mapped calls, numbers mapped alone, copies of an offloaded cache."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.pallas_kernels.cases import NEEDS_GPU, alike, every_body, implementations, near, offloaded, thorough
+from tests.pallas_kernels.operations import PLACES, arguments, small, table
+
+ROWS = {"add_norm": "T", "coded_product": "V", "merge_splits": "H"}  # the axis of rows, where it is not B
+# Kernels that are fast to interpret, and between them have every kind of argument; the others run thoroughly.
+QUICK = {"evict_token", "gather_attention", "merge_splits", "sentence_cut", "store_token", "widen_page", "window_score"}
+# Numbers that a sweep maps alone: budgets, thresholds, shares.
+NUMBERS = {
+    "bucket_score": ["temperature"], "cluster_rank": ["best", "considered"], "evict_alike": ["budget"],
+    "evict_token": ["budget"], "kth_select": ["budget"], "newest_repeat": ["threshold"], "partial_score": ["alpha"],
+    "partial_select": ["alpha", "budget"], "rerank": ["budget"], "sentence_cut": ["budget"],
+    "step_query": ["budget", "theta"], "token_list": ["budget"],
+}  # fmt: skip
+
+
+def kernels(names, quick):
+    """Names and back ends of the kernels of operations, and how each runs: interpreted, or on a GPU."""
+    made = []
+    for name in sorted(names):
+        for back_end in table(name).implementations:
+            marks = [] if name in quick and back_end == "pallas_triton" else thorough
+            if back_end in ("pallas_triton", "pallas_tpu"):
+                made.append(pytest.param(name, back_end, "interpreted", marks=marks))
+            if back_end == "pallas_triton":
+                made.append(pytest.param(name, back_end, back_end, marks=NEEDS_GPU))
+    return pytest.mark.parametrize(("name", "back_end", "body"), made)
+
+
+def operation(name, back_end, body, shape):
+    """A function of the arrays of a shape: the part of an operation's result that is defined."""
+    run = implementations(name, back_end)[body]
+
+    def defined(arrays):
+        result = run(**shape.options | arrays)
+        return shape.timed.defined(vars(result) if dataclasses.is_dataclass(result) else result, shape.sizes)
+
+    return defined
+
+
+@kernels(PLACES, QUICK)
+def test_a_row_is_what_it_is_alone_and_mapped(name, back_end, body):
+    rows = ROWS.get(name, "B")
+    shape, one = (small(name, wide=back_end == "pallas_tpu", **{rows: size}) for size in (3, 1))
+    arrays, structure = jax.tree.flatten(jax.jit(shape.draw)(jax.random.key(0)))
+    own = [x.shape != y.shape for x, y in zip(arrays, jax.tree.leaves(arguments(one)), strict=True)]
+    together, alone = operation(name, back_end, body, shape), operation(name, back_end, body, one)
+
+    def apart(*arrays):
+        return alone(jax.tree.unflatten(structure, [x[None] if y else x for x, y in zip(arrays, own, strict=True)]))
+
+    mapped = jax.vmap(apart, [0 if x else None for x in own])
+    whole, each = jax.jit(lambda x: (together(jax.tree.unflatten(structure, x)), mapped(*x)))(arrays)
+    each = jax.tree.map(lambda x: x[:, 0], each)
+    alike(whole, each, rtol=shape.timed.tolerance, atol=shape.timed.tolerance)
+
+
+@kernels(NUMBERS, {"evict_token", "kth_select"})
+def test_numbers_mapped_alone_equal_calls_in_a_loop(name, back_end, body):
+    shape = small(name)
+    arrays = jax.jit(shape.draw)(jax.random.key(0)) | {
+        at: jnp.asarray(shape.options[at]) for at in NUMBERS[name] if at in shape.options
+    }
+    numbers = {at: jnp.stack([arrays[at], (arrays[at] / 2).astype(arrays[at].dtype)]) for at in NUMBERS[name]}
+    run = operation(name, back_end, body, shape)
+
+    def one(numbers):
+        return run(arrays | numbers)
+
+    mapped, looped = jax.jit(lambda x: (jax.vmap(one)(x), jax.lax.map(one, x)))(numbers)
+    alike(mapped, looped, rtol=1e-5, atol=1e-5)
+
+
+@every_body
+@pytest.mark.parametrize(
+    "stores", ["sentence_add", "store_buckets", "store_codes", "store_ids", "store_partial", "widen_page"]
+)
+def test_copies_of_an_offloaded_cache_do_as_well(name, stores):
+    """Keys and values have different numbers of copies."""
+    shape = small(stores, B=3, dtype="float32")
+    cursor = jnp.asarray([16, 12, 9], jnp.int32)
+    arrays = {**jax.jit(shape.draw)(jax.random.key(0)), "cursor": cursor}
+    if "active" in arrays:
+        arrays["active"] = cursor[:, None] - 1
+    copies = {x: near(arrays[x], cursor, size) for x, size in (("key", 6), ("value", 9)) if x in arrays}
+    run = operation(stores, "pallas_triton", name, shape)
+    got = jax.jit(lambda arrays, rows: run({**arrays, "rows": rows}))({**arrays, **copies}, offloaded(cursor))
+    want = jax.jit(operation(stores, "pallas_triton", "xla", shape))(arrays)
+    np.testing.assert_equal(len(jax.tree.leaves(got)), len(jax.tree.leaves(want)))
+    alike(got, want, rtol=2e-5, atol=2e-5)
