@@ -45,19 +45,13 @@ from .text.tokenizer import special_ids, tokenizer_files
 _CONFIG = "config.json"
 # Settings of generation_config.json that change greedy tokens -> the value that changes nothing.
 _CHANGES_GREEDY = {
-    "repetition_penalty": 1.0,
-    "encoder_repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "bad_words_ids": None,
-    "sequence_bias": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "min_new_tokens": 0,
-    "min_length": 0,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "exponential_decay_length_penalty": None,
-}
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), 1.0),
+    **dict.fromkeys(("no_repeat_ngram_size", "min_new_tokens", "min_length"), 0),
+    **dict.fromkeys((
+        "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id",
+        "forced_eos_token_id", "exponential_decay_length_penalty",
+    ), None),
+}  # fmt: skip
 _LONG = 10**9  # bytes of parameters from which loading shows its progress, and saving says its size
 
 
@@ -89,16 +83,6 @@ def param_shapes(config: ModelConfig, weight_dtype: str | None = None) -> dict[s
     return shapes if weight_dtype is None else coded_shapes(shapes, weight_dtype)
 
 
-def _check_config_and_key(config: Any, key: Any) -> None:
-    """Refuse arguments that are no description and no key, such as the two in the other order."""
-    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    old = isinstance(key, (jax.Array, np.ndarray)) and key.dtype == np.uint32  # of jax.random.PRNGKey
-    if not isinstance(config, ModelConfig) or not (typed or old):
-        swapped = "the two in the other order" if isinstance(key, ModelConfig) else None
-        got = swapped or f"{type(config).__name__} and {type(key).__name__}"
-        raise TypeError(f"expected random_params(config, jax.random.key(seed)) with a ModelConfig, got {got}")
-
-
 def random_params(
     config: ModelConfig, key: jax.Array, *, mesh: Mesh | None = None, weight_dtype: str | None = None
 ) -> dict[str, Any]:
@@ -118,7 +102,9 @@ def random_params(
         ValueError: `from_pretrained` refuses the mesh.
         TypeError: ``mesh`` is no mesh, ``config`` is no `ModelConfig`, or ``key`` is no PRNG key.
     """
-    _check_config_and_key(config, key)
+    if not isinstance(config, ModelConfig) or not isinstance(key, (jax.Array, np.ndarray)):
+        got = f"{type(config).__name__} and {type(key).__name__}"
+        raise TypeError(f"expected random_params(config, jax.random.key(seed)) with a ModelConfig, got {got}")
     shapes = cast("dict[str, Any]", flatten_dict(param_shapes(config, weight_dtype), sep="/"))
     check_mesh(config, mesh)
     makers: dict[Any, Any] = {}  # layers repeat the same few leaves, each of which compiles once

@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -33,6 +32,7 @@ from safetensors.numpy import save_file
 from pallas_kernels.formats.coded_matrix import CodedMatrix
 
 from ..sizes.architecture import Architecture
+from ..sizes.checks import check_counts, check_number
 from ..sizes.rope_scaling import RopeScaling
 from .directories import read_json
 from .eight_bits import SCALE, numbers, problem
@@ -65,11 +65,9 @@ class AdapterConfig:
     def __post_init__(self) -> None:
         for name in ("base", "fingerprint"):
             if type(value := vars(self)[name]) is not str:
-                raise ValueError(f"{name} must be a text, got {value!r}")
-        if type(self.rank) is not int or self.rank < 1:
-            raise ValueError(f"rank must be a whole number of at least 1, got {self.rank!r}")
-        if type(self.stretch) not in (int, float) or not 1 <= self.stretch < math.inf:
-            raise ValueError(f"stretch must be a number of at least 1, got {self.stretch!r}")
+                raise ValueError(f"AdapterConfig: {name} must be a text, got {value!r}")
+        check_counts("AdapterConfig", rank=self.rank)
+        check_number("AdapterConfig", "stretch", self.stretch, least=1)
 
 
 def fingerprint(params: Mapping[str, Any]) -> str:

@@ -81,16 +81,12 @@ def _coded_shape(path: str, leaf: jax.ShapeDtypeStruct, weight_dtype: str) -> An
     bits = bits_of(path, weight_dtype)
     if bits is None:
         return leaf
+    shape: Any = jax.ShapeDtypeStruct  # stands in the place of an array
     lead, width = (leaf.shape[:-1], leaf.shape[-1]) if path.endswith("embedding") else (leaf.shape[1:], leaf.shape[0])
     if bits == 8 or width % CHUNK:
-        return CodedMatrix(codes=_shape((*lead, width), jnp.int8), scales=_shape((*lead, 1), jnp.float32))
-    group = _shape((*lead, width // GROUP), jnp.float16)
-    return CodedMatrix(codes=_shape((*lead, width // 2), jnp.uint8), scales=group, minima=group)
-
-
-def _shape(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Make a shape that stands in the place of an array."""
-    return jax.ShapeDtypeStruct(shape, dtype)
+        return CodedMatrix(codes=shape((*lead, width), jnp.int8), scales=shape((*lead, 1), jnp.float32))
+    group = shape((*lead, width // GROUP), jnp.float16)
+    return CodedMatrix(codes=shape((*lead, width // 2), jnp.uint8), scales=group, minima=group)
 
 
 def random_codes(shapes: CodedMatrix, key: Array) -> CodedMatrix:

@@ -9,16 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _ENDS = (
-    "<|eot_id|>",
-    "<|im_end|>",
-    "<end_of_turn>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<|eom_id|>",
-    "<EOT>",
-    "_<EOT>",
+    "<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<EOT>", "_<EOT>",
     "<end_of_utterance>",
-)
+)  # fmt: skip
 _HARMONY = ("<|return|>", "<|call|>")  # of gpt-oss, whose <|end|> closes one message of several
 _MESSAGE = "<|end|>"
 

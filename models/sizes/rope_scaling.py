@@ -6,7 +6,6 @@ A rule holds parameters; `kvjax.rope` computes frequencies from them. The names 
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from typing import ClassVar
 
@@ -14,14 +13,14 @@ from .checks import check_counts, check_flags, check_number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeRule(abc.ABC):
+class RopeRule:
     """The base of every rule. Subclasses are final."""
 
     rope_type: ClassVar[str]  # its name in config.json
 
-    @abc.abstractmethod
     def context(self, declared: int) -> int:
         """Return the longest context in tokens of a model whose file declares ``declared`` positions."""
+        return declared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,9 +49,6 @@ class RopeScaling(RopeRule):
                 f"got {self.low_freq_factor!r} and {self.high_freq_factor!r}"
             )
 
-    def context(self, declared: int) -> int:
-        return declared
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearScaling(RopeRule):
@@ -68,9 +64,6 @@ class LinearScaling(RopeRule):
 
     def __post_init__(self):
         check_number("LinearScaling", "factor", self.factor, 1)
-
-    def context(self, declared: int) -> int:
-        return declared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,6 +156,3 @@ class LongRopeScaling(RopeRule):
                 "LongRopeScaling: short_factor and long_factor must have one length, "
                 f"got {len(self.short_factor)} and {len(self.long_factor)}"
             )
-
-    def context(self, declared: int) -> int:
-        return declared

@@ -117,11 +117,11 @@ def test_damaged_adapters_are_named(tmp_path, params, factors):
         load_adapter(tmp_path)
     weights.write_bytes(whole)
     wrong = (("base", 1), ("fingerprint", None), ("rank", 0), ("stretch", "2"), ("stretch", float("inf")))
-    described = [({"base": "x", "rank": 3}, "lacks fingerprint, stretch")]
-    described += [({**dataclasses.asdict(about(params)), name: x}, f"{name} must be .*, got ") for name, x in wrong]
+    described = [({"base": "x", "rank": 3}, "fingerprint, stretch")]
+    described += [({**dataclasses.asdict(about(params)), name: x}, f"{name} must be ") for name, x in wrong]
     for content, told in described:
         (tmp_path / "adapter_config.json").write_text(json.dumps(content))
-        with pytest.raises(ValueError, match=f"adapter_config.json:? {told}"):
+        with pytest.raises(ValueError, match=f"adapter_config.json.* {told}"):
             load_adapter(tmp_path)
 
 

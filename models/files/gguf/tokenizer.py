@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
-from tokenizers.models import BPE
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE, Unigram
 
 from .reader import GGUFFile
-from .sentencepiece import KINDS, sentencepiece, special
 from .splits import SPLITS, Split
 
 _MODEL = "tokenizer.ggml.model"
 _BYTE_LEVEL = "gpt2"
 _OTHER_MODELS = {"bert": "WordPiece", "rwkv": "RWKV"}
-_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type: special tokens, and texts that are never cut
+_PIECES = ("llama", "t5")  # kinds of SentencePiece
+_SPACE = "\u2581"  # of SentencePiece
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # values of tokenizer.ggml.token_type; a text of the third is never cut
 _NAMED = {  # name in chat templates -> name in the metadata
     "bos_token": "bos",
     "eos_token": "eos",
@@ -27,29 +29,32 @@ _NAMED = {  # name in chat templates -> name in the metadata
 
 
 def build_tokenizer(file: GGUFFile) -> Tokenizer:
-    """Build the tokenizer of a file: byte-level BPE, or SentencePiece (`models.files.gguf.sentencepiece`)."""
-    if file.metadata.get(_MODEL) in KINDS:
-        tokenizer, begins = sentencepiece(file), True
+    """Build the tokenizer of a file: byte-level BPE, or SentencePiece."""
+    if file.metadata.get(_MODEL) in _PIECES:
+        tokenizer, begins = _sentencepiece(file), True
     else:
         split = _split(file)
         tokenizer, begins = _byte_level(file, split), split.adds_bos
     kinds, tokens = (file.metadata.get(f"tokenizer.ggml.{key}", []) for key in ("token_type", "tokens"))
-    meaning, whole = special(kinds, tokens, _CONTROL, _USER_DEFINED)
-    tokenizer.add_special_tokens(meaning)
-    tokenizer.add_tokens(whole)
+    for chosen, add in ((_CONTROL, tokenizer.add_special_tokens), (_USER_DEFINED, tokenizer.add_tokens)):
+        texts = [token for token, kind in zip(tokens, kinds, strict=False) if kind == chosen]
+        add([AddedToken(token, normalized=False, special=chosen == _CONTROL) for token in texts])
     _frame(tokenizer, file, begins)
     return tokenizer
 
 
+def _declared(file: GGUFFile, *names: str) -> list[Any]:
+    """Return what the metadata have of the tokenizer under these names."""
+    keys = [f"tokenizer.ggml.{name}" for name in names]
+    if absent := [key for key in keys if key not in file.metadata]:
+        raise ValueError(f"{file.path}: the tokenizer lacks {', '.join(absent)}")
+    return [file.metadata[key] for key in keys]
+
+
 def _byte_level(file: GGUFFile, split: Split) -> Tokenizer:
     """Build a byte-level BPE tokenizer that cuts texts as ``split`` says."""
-    absent = [key for key in ("tokens", "merges") if f"tokenizer.ggml.{key}" not in file.metadata]
-    if absent:
-        raise ValueError(f"{file.path}: the tokenizer lacks {', '.join(f'tokenizer.ggml.{key}' for key in absent)}")
-    tokens = file.metadata["tokenizer.ggml.tokens"]
-    merges = [
-        (merge[:at], merge[at + 1 :]) for merge in file.metadata["tokenizer.ggml.merges"] for at in [merge.find(" ", 1)]
-    ]
+    tokens, joined = _declared(file, "tokens", "merges")
+    merges = [(merge[:at], merge[at + 1 :]) for merge in joined for at in [merge.find(" ", 1)]]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         raise ValueError(
@@ -67,6 +72,52 @@ def _byte_level(file: GGUFFile, split: Split) -> Tokenizer:
     ])  # fmt: skip
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _sentencepiece(file: GGUFFile) -> Tokenizer:
+    """Build a SentencePiece tokenizer, of byte-pair encoding ("llama") or unigram ("t5"), without its special tokens.
+
+    A file has the pieces and their scores. Pairs are merged in the order of the merged pieces' scores, and a text that no
+    piece covers becomes pieces of single bytes, if there are such pieces. A space is the character U+2581.
+
+    Sources: llama.cpp's ``llama-vocab.cpp``; Kudo and Richardson (arXiv:1808.06226); the order of equal scores as in the
+    conversion of SentencePiece models in transformers 5.24.
+    """
+    tokens, scores, kinds = _declared(file, "tokens", "scores", "token_type")
+    numbers = isinstance(scores, list) and all(type(score) is float for score in scores)
+    if not numbers or not len(tokens) == len(scores) == len(kinds) or len(set(tokens)) < len(tokens):
+        raise ValueError(
+            f"{file.path}: the tokenizer must have a score and a type for each of {len(tokens)} different tokens"
+        )
+    has_bytes = _BYTE in kinds
+    unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == _UNKNOWN), None)
+    if file.metadata["tokenizer.ggml.model"] == "llama":
+        vocabulary = {token: at for at, token in enumerate(tokens)}
+        model = BPE(vocabulary, _merges(tokens, scores), unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
+    else:
+        at = None if unknown is None else tokens.index(unknown)
+        model = Unigram(list(zip(tokens, scores, strict=True)), at, has_bytes)
+    tokenizer = Tokenizer(model)
+    prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    steps: list = [normalizers.Prepend(_SPACE)] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    if file.metadata["tokenizer.ggml.model"] == "t5":
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(_SPACE, "merged_with_next")
+    joined: list = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*joined, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+    return tokenizer
+
+
+def _merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """List the pairs of pieces that are a piece together, the pair of the highest score first."""
+    ids = {token: at for at, token in enumerate(tokens)}
+    ranked = []
+    for token, score in zip(tokens, scores, strict=True):
+        pairs = [(token[:at], token[at:]) for at in range(1, len(token)) if token[:at] in ids and token[at:] in ids]
+        pairs.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        ranked += [(pair, score) for pair in pairs]
+    ranked.sort(key=lambda each: (each[1], len(each[0][0]), len(each[0][1])), reverse=True)
+    return [pair for pair, _ in ranked]
 
 
 def special_tokens(file: GGUFFile) -> dict[str, str]:
@@ -114,16 +165,14 @@ def _split(file: GGUFFile) -> Split:
 def _frame(tokenizer: Tokenizer, file: GGUFFile, begins: bool) -> None:
     """Let encoded texts begin and end with the tokens that the file asks for."""
     named = special_tokens(file)
-    frame: dict[str, list[Any]] = {"before": [], "after": []}
-    if file.metadata.get("tokenizer.ggml.add_bos_token", begins) and "bos_token" in named:
-        frame["before"].append(named["bos_token"])
-    if file.metadata.get("tokenizer.ggml.add_eos_token", False) and "eos_token" in named:
-        frame["after"].append(named["eos_token"])
-    around = dict.fromkeys(frame["before"] + frame["after"])
-    if not around:
-        return
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=[*frame["before"], "$A", *frame["after"]],
-        pair=[*frame["before"], "$A", *frame["after"], *frame["before"], "$B:1", *frame["after"]],
-        special_tokens=[(token, tokenizer.token_to_id(token)) for token in around],
-    )
+
+    def frame(name: str, default: bool) -> list[str]:
+        return [named[name]] if file.metadata.get(f"tokenizer.ggml.add_{name}", default) and name in named else []
+
+    before, after = frame("bos_token", begins), frame("eos_token", False)
+    if before or after:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *after],
+            pair=[*before, "$A", *after, *before, "$B:1", *after],
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(before + after)],
+        )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...sizes.checks import check_counts, check_flags
 from ...sizes.experts import Clamp, Experts, Router
 from ..tables.families import FAMILIES as TABLE
-from ..tables.families import Family
-from ..tables.stacked_experts import ExpertFiles
+from ..tables.families import ExpertFiles, Family
 
 # A config.json with one of these keys declares another kind of experts; the supported families have none of the keys.
 _FOREIGN = ("shared_expert_intermediate_size", "n_shared_experts", "first_k_dense_replace", "n_group", "scoring_func")
@@ -122,15 +122,10 @@ def write_stacked(experts: Experts | None) -> dict[str, Any]:
 def check_routed(hf: dict[str, Any]) -> None:
     """Refuse keys of the experts whose values have the wrong type, or ask for parts that this decoder does not have."""
     kind = hf["model_type"]
-    for key in ("n_group", "topk_group"):
-        if hf[key] is not None and (type(hf[key]) is not int or hf[key] < 1):
-            raise ValueError(f"{key} must be a positive whole number or null, got {hf[key]!r:.60}")
-    least = {"n_shared_experts": 0, "first_k_dense_replace": 0, **dict.fromkeys(_sizes(kind), 1)}
-    for key, smallest in least.items():
-        if type(hf[key]) is not int or not smallest <= hf[key] < 2**31:
-            raise ValueError(f"{key} must be a whole number of at least {smallest}, got {hf[key]!r:.60}")
-    if type(hf["norm_topk_prob"]) is not bool:
-        raise ValueError(f"norm_topk_prob must be true or false, got {hf['norm_topk_prob']!r:.60}")
+    counts = (*_sizes(kind), *(key for key in ("n_group", "topk_group") if hf[key] is not None))
+    check_counts("config.json", **{key: hf[key] for key in counts})
+    check_counts("config.json", least=0, **{key: hf[key] for key in ("n_shared_experts", "first_k_dense_replace")})
+    check_flags("config.json", norm_topk_prob=hf["norm_topk_prob"])
     score = TABLE[kind].router
     v2 = score == "softmax"
     known = {

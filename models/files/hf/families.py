@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ...sizes.linear import LinearLayers
 from ...sizes.parts import ACTIVATIONS, LayerRope
-from ..tables import linear as linear_files
 from ..tables.families import ALL, INFERRED, Family
 from . import experts
 from . import rope as hf_rope
@@ -24,7 +24,14 @@ _LARGEST = 1e32  # of numbers that scale; its square root and its inverse are fl
 _LIMITS = {  # a layer has entries in tuples
     **dict.fromkeys((*SIZES, "head_dim", "rotary_dim"), 1 << 31), "num_hidden_layers": 1 << 16,
 }  # fmt: skip
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_OF_LINEAR = {  # key of the file -> field of `LinearLayers`
+    "linear_num_key_heads": "num_key_heads",
+    "linear_num_value_heads": "num_value_heads",
+    "linear_key_head_dim": "key_dim",
+    "linear_value_head_dim": "value_dim",
+    "linear_conv_kernel_dim": "conv_width",
+}
 # Switches of a file for parts that no family here has -> what they would need.
 _REFUSED = {
     "attn_logit_softcapping": "a soft cap on the logits of attention",
@@ -86,12 +93,33 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
         "dtype": declared_dtype(hf),
         "activation": hf.get("hidden_activation") or hf.get("hidden_act", "silu"),
         "family": "" if model_type in INFERRED else model_type,
-        "linear": linear_files.read(hf) if family.linear else None,
+        "linear": _read_linear(hf) if family.linear else None,
         "experts": None if family.latent else experts.read(hf, family),  # `models.files.hf.latent` reads the others'
         **({"qk_norm": bool(hf.get("use_qk_norm"))} if family.qk_norm_key else {}),
         **family.parts,
         **_numbers(hf, family, head_dim),
     }
+
+
+def _read_linear(hf: dict[str, Any]) -> LinearLayers | None:
+    """Read the layers of linear attention that ``config.json`` declares; None if every layer has attention."""
+    count, named = hf["num_hidden_layers"], hf.get("layer_types")
+    if named is None:
+        every = hf["full_attention_interval"]
+        named = [_FULL if (layer + 1) % every == 0 else _LINEAR for layer in range(count)]
+    other = [name for name in named if name not in (_FULL, _LINEAR)]
+    if len(named) != count or other:
+        raise ValueError(f"layer_types must name {_FULL!r} or {_LINEAR!r} for each of {count} layers, got {named!r:.80}")
+    layers = tuple(layer for layer, name in enumerate(named) if name == _LINEAR)
+    return LinearLayers(layers=layers, **{field: hf[key] for key, field in _OF_LINEAR.items()}) if layers else None
+
+
+def _write_linear(linear: LinearLayers | None, count: int) -> dict[str, Any]:
+    """Return the keys of ``config.json`` for a model of ``count`` layers; `_read_linear` reads them."""
+    if linear is None:
+        return {"layer_types": [_FULL] * count}
+    named = [_LINEAR if layer in linear.layers else _FULL for layer in range(count)]
+    return {"layer_types": named, **{key: vars(linear)[field] for key, field in _OF_LINEAR.items()}}
 
 
 def declared_dtype(hf: dict[str, Any]) -> str:
@@ -296,7 +324,7 @@ def write(fields: dict[str, Any]) -> dict[str, Any]:
     if "use_sliding_window" in family.defaults:
         hf["use_sliding_window"] = bool(fields["windows"])
     if family.linear:
-        hf |= linear_files.write(fields["linear"], count)
+        hf |= _write_linear(fields["linear"], count)
     if family.qk_norm_key:
         hf["use_qk_norm"] = fields["qk_norm"]
     if family.router and not family.latent and not family.mixtral_experts:

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from ...sizes.architecture import Architecture
 from ...sizes.experts import Experts
 from ...sizes.latent import Latent
-from .families import FAMILIES, INFERRED, Family, channel_order
-from .leaf import AnyLeaf, Leaf
-from .linear import leaves as linear_leaves
-from .stacked_experts import stacked
+from ...sizes.linear import LinearLayers
+from .families import FAMILIES, INFERRED, ExpertFiles, Family, channel_order
+from .leaf import AnyLeaf, Leaf, StackedLeaf
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -27,7 +26,7 @@ def checkpoint_table(config: Architecture) -> list[AnyLeaf]:
             for norm, name in family.norms.items()
         ]
         if config.linear is not None and layer in config.linear.layers:
-            leaves += linear_leaves(config.linear, hidden, layer, family.linear == "fused")
+            leaves += _linear_attention(config.linear, hidden, layer, family.linear == "fused")
         else:
             leaves += _attention(config, family, layer)
         leaves += [*_mlp(config, family, layer), *norms]
@@ -93,7 +92,7 @@ def _mlp(config: Architecture, family: Family, layer: int) -> list[AnyLeaf]:
         leaves: list[AnyLeaf] = []
     elif family.expert_files:
         router, shape = f"{theirs}.{family.expert_files.router}", (experts.num_experts, hidden)
-        stack = stacked(config, family.expert_files, layer)
+        stack = _stacked(config, family.expert_files, layer)
         return [Leaf(f"{ours}/router/kernel", (router,), (shape,), transpose=True), *stack]
     else:
         count, inner = experts.num_experts, experts.intermediate_size
@@ -159,6 +158,54 @@ def _latent_attention(config: Architecture, latent: Latent, ours: str, theirs: s
         *leaves,
         Leaf(f"{ours}/query_norm/scale", (f"{theirs}.q_a_layernorm.weight",), ((rank,),)),
         Leaf(f"{ours}/query/kernel", (f"{theirs}.q_b_proj.weight",), ((wide, rank),), transpose=True),
+    ]
+
+
+def _stacked(config: Architecture, files: ExpertFiles, layer: int) -> list[StackedLeaf]:
+    """List the parameters of a layer's experts, without the router's kernel."""
+    ours, theirs, experts = f"layers_{layer}/mlp", f"model.layers.{layer}", config.experts
+    if experts is None:
+        raise ValueError(f"model_type {config.family!r} has experts in every layer, got experts=None")
+    count, hidden, inner = experts.num_experts, config.hidden_size, experts.intermediate_size
+
+    def leaf(path: str, name: str, shape: tuple[int, ...], gates: str = "", turned: bool = False) -> StackedLeaf:
+        return StackedLeaf(path=f"{ours}/{path}", names=(f"{theirs}.{name}",), shape=shape, gates=gates, turned=turned)
+
+    leaves = [
+        leaf("gate_up/kernel", files.gate_up, (count, hidden, 2, inner), files.gates, files.turned),
+        leaf("down/kernel", files.down, (count, inner, hidden), "", files.turned),
+    ]
+    if files.clamped:
+        router = files.router.removesuffix("weight") + "bias"
+        leaves += [
+            leaf("router_bias/bias", router, (count,)),
+            leaf("gate_up_bias/bias", files.gate_up + "_bias", (count, 2, inner), files.gates),
+            leaf("down_bias/bias", files.down + "_bias", (count, hidden)),
+        ]
+    return leaves
+
+
+def _linear_attention(linear: LinearLayers, hidden: int, layer: int, fused: bool) -> list[Leaf]:
+    """List the parameters of a layer with their tensors."""
+    ours, theirs = f"layers_{layer}/linear", f"model.layers.{layer}.linear_attn"
+    heads, group, key, value = linear.num_key_heads, linear.group, linear.key_dim, linear.value_dim
+    qkv, width = (key, key, group * value), linear.conv_width
+
+    def projection(name: str, files: list[str], rows: tuple[int, ...]) -> Leaf:
+        if fused:
+            files, rows = [f"in_proj_{name}"], (sum(rows),)
+        names = tuple(f"{theirs}.{file}.weight" for file in files)
+        folds = tuple((heads, count, 1, hidden) for count in rows)
+        return Leaf(f"{ours}/{name}/kernel", names, folds, axis=1, transpose=True)
+
+    return [
+        projection("qkvz", ["in_proj_qkv"] * 3 + ["in_proj_z"], (*qkv, group * value)),
+        projection("ba", ["in_proj_b", "in_proj_a"], (group, group)),
+        Leaf(f"{ours}/conv/taps", (f"{theirs}.conv1d.weight",) * 3, tuple((heads, count, 1, width) for count in qkv), axis=1),
+        Leaf(f"{ours}/decay/log_rate", (f"{theirs}.A_log",), ((heads * group,),)),
+        Leaf(f"{ours}/decay/bias", (f"{theirs}.dt_bias",), ((heads * group,),)),
+        Leaf(f"{ours}/norm/scale", (f"{theirs}.norm.weight",), ((value,),)),
+        Leaf(f"{ours}/out/kernel", (f"{theirs}.out_proj.weight",), ((hidden, heads * group * value),), transpose=True),
     ]
 
 

@@ -13,8 +13,6 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from .stacked_experts import GPT_OSS, GRANITE, ExpertFiles
-
 # Our norms of a layer, by the names of the file's tensors, for each `models.sizes.architecture.Architecture.norm_place`.
 _BEFORE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _AFTER = {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
@@ -22,6 +20,31 @@ _GEMMA = {"attention_norm": "input_layernorm", "attention_out_norm": "post_atten
           "mlp_norm": "pre_feedforward_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}  # fmt: skip
 _GLM4 = {"attention_norm": "input_layernorm", "attention_out_norm": "post_self_attn_layernorm",
          "mlp_norm": "post_attention_layernorm", "mlp_out_norm": "post_mlp_layernorm"}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertFiles:
+    """The tensors of a family with all experts of a layer in one tensor, and their layout; see `models.files.tables.leaf`.
+
+    The names are those behind ``model.layers.N.``.
+    """
+
+    router: str
+    gate_up: str
+    down: str
+    gates: str
+    turned: bool = False
+    clamped: bool = False  # gpt-oss: biases, and the gate of `models.sizes.experts.Clamp`
+
+
+GPT_OSS = ExpertFiles(
+    router="mlp.router.weight", gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj", gates="neighbours",
+    clamped=True,
+)  # fmt: skip
+GRANITE = ExpertFiles(
+    router="block_sparse_moe.router.layer.weight", gate_up="block_sparse_moe.input_linear.weight",
+    down="block_sparse_moe.output_linear.weight", gates="halves", turned=True,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
