@@ -24,7 +24,7 @@ from tests.fuzz.verdicts import judge
 
 _WORDS = {  # what a refusal may tell in place of the name
     "questions": ("token",), "max_new_tokens": ("more exceed",), "method": ("no module", "the module"),
-    "knob": ("page_size", "budget"),
+    "knob": ("page_size", "budget"), "lengths": ("every prompt needs",),
 }  # fmt: skip
 _ROWS, _ROOM, _WIDTH = 2, 8, 6
 _MODEL = ModelConfig(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -86,7 +87,8 @@ def _written(draw: _Draw, call: _Call) -> str:
     knobs = {str(at): value for at, value in {**knobs, **knobs.get("layers", {})}.items() if at != "layers"}
     inner = {at: _written(draw, value) for at, value in knobs.items() if isinstance(value, tuple)}
     equals, comma = draw(st.sampled_from(("=", " = "))), draw(st.sampled_from((",", ", ", ",  ")))
-    loose = [inner.pop(at) for at in list(inner) if at.isalpha()] if draw(st.booleans()) else []
+    ordered = [field.name for field in dataclasses.fields(cls) if field.name in inner]
+    loose = [inner.pop(at) for at in ordered] if draw(st.booleans()) else []
     rest = {at: draw(st.sampled_from(("1/8", "0.125", ".125"))) if x is _SHARE else x for at, x in knobs.items()}
     named = [f"{at}{equals}{inner.get(at, x)}" for at, x in rest.items() if at in inner or not isinstance(x, tuple)]
     name = draw(st.sampled_from((cls.__name__.lower(), cls.__name__.upper(), cls.__name__.title())))

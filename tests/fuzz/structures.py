@@ -16,7 +16,8 @@ from kvjax.protocol.fields import Limits
 from kvjax.protocol.method import Method
 from kvjax.testing.model import TinyModel
 from kvjax.wrappers import DenseBelow, LayerBudgets, Pattern, Periodic, PerLayer, Prefill, Stages, Twilight
-from models import ModelConfig, RopeScaling, random_params
+from models import ModelConfig, RopeScaling
+from tests.tiny_models import vivid_params
 
 VOCABULARY = 61
 EVERYTHING = 96  # tokens; more than any run here has
@@ -148,14 +149,7 @@ def random_model(rng: np.random.Generator) -> Any:
 
 def params_of(model: Any, seed: int) -> Any:
     """Random parameters, large enough that attention is not flat. Weights of norms differ, so that no norm is a constant."""
-    if isinstance(model, TinyModel):
-        return model.random_params(seed)
-    rng = np.random.default_rng(seed)
-
-    def vivid(x: jax.Array) -> jax.Array:
-        return x * 4 if x.ndim > 1 else x * jax.numpy.asarray(rng.uniform(0.5, 1.5, x.shape), x.dtype)
-
-    return jax.tree.map(vivid, random_params(model, jax.random.key(seed)))
+    return model.random_params(seed) if isinstance(model, TinyModel) else vivid_params(model, seed)
 
 
 def _plain(cls: type[Method], rng: np.random.Generator) -> Method:

@@ -107,6 +107,10 @@ VARIANTS = {
     "mosaickv": [
         *(({"channels": 0.5}, {}), ({"segment": 64}, {}), ({"strategy": "dynamic", "buffer": 16}, {})),
         *(({"block_size": 8, "fraction": 0.1}, {}), ({"block_size": 2, "buffer": 2, "channels": 0.125}, {})),
+        *(({"fraction": 0.01}, {"capacity": 0.3}), ({"fraction": 0.45}, {"capacity": 0.5})),
+    ],
+    "sentencekv": [
+        (knobs, {}) for knobs in ({"prefilter": "kv_head"}, {"obs_window": 16, "kernel": 5}, {"open_cap": 5}, {"open_cap": 1})
     ],
 }
 ALWAYS = {"h2o": 2, "selfextend": 1}  # how many of them do not need --thorough

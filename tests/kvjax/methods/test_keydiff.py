@@ -48,5 +48,6 @@ def test_sums_follow_prompts_extensions_and_steps(knobs):
     check(kvjax.generate(params, cache, max_new_tokens=6, eos_token_ids=()).cache)
 
 
+@pytest.mark.slow
 def test_a_prompt_read_token_by_token_ends_with_the_same_sum():
     check(read(example("keydiff", block=1), rows=[list(range(1, 19))], config=ONE))

@@ -1,11 +1,11 @@
-"""MosaicKV beyond the laws of every method: its knobs against the oracle, its bases, its storage, what it refuses."""
+"""MosaicKV beyond the laws of every method: its bases, its storage, and plans of heads and segments, which are finalised."""
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,47 +13,11 @@ from kvjax.methods import Full
 from kvjax.methods.mosaickv.method import MosaicKV
 from kvjax.protocol.method import LayerSpec, num_bytes
 from tests.harness import drive, frequencies, random_tokens, small
-from tests.kvjax.cases import STEPS, against_oracle, drive_alike, feed_layer, prefill_layer
+from tests.kvjax.cases import STEPS, against_oracle, drive_alike, feed_layer, of_state, prefill_layer
 from tests.oracles import mosaickv
 from tests.oracles.plain import rotate_all
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("mosaickv")]
-
-
-def bases(state, row):
-    """What the oracle takes from an implementation: keyword arguments of `mosaickv.Row`."""
-    return {name: np.asarray(getattr(state, name)[row]) for name in mosaickv.STATE}
-
-
-# ---- the static strategy against the oracle ----------------------------------------------------------------------
-
-
-@pytest.mark.thorough
-def test_one_block_when_the_fraction_is_less():
-    """A tenth of eight blocks is one block; selection reads the block's own kept coordinates, not its tokens'."""
-    data = random_tokens(0, 1, 2, 2, 32 + STEPS, 16)
-    got, (trace,) = against_oracle("mosaickv", data, [32], fields={"capacity": 0.3}, fraction=0.01)
-    assert [len(trace.attended[0][h]) for h in range(2)] == [4 + 1] * 2
-    seen = got.attended[:, 0].sum(axis=(1, 2))
-    assert seen[7] == 2 * (4 + 8) and seen[8] == 2 * (4 + 1)  # the buffer was flushed
-
-
-@pytest.mark.thorough
-def test_fraction_is_traced_below_its_capacity():
-    data = random_tokens(0, 2, 2, 2, 40 + STEPS, 16)
-    for fraction in (0.1, 0.45):
-        against_oracle("mosaickv", data, [9, 40], fields={"capacity": 0.5}, fraction=fraction)
-    many = jax.vmap(lambda f: run_steps(small(MosaicKV, **{**mosaickv.KNOBS, "fraction": f}, capacity=0.5), data, 40))
-    swept = many(jnp.asarray([0.1, 0.45], jnp.float32))
-    for at, fraction in enumerate((0.1, 0.45)):
-        alone = run_steps(small(MosaicKV, **{**mosaickv.KNOBS, "fraction": fraction}, capacity=0.5), data, 40)
-        np.testing.assert_allclose(swept[at], alone, atol=1e-5, rtol=0)
-
-
-def run_steps(method, data, prompt):
-    """Outputs of one decode step behind a dense prompt."""
-    state = prefill_layer(method, data, np.full(len(data[0]), prompt), prompt=prompt, room=1)
-    return feed_layer(method, state, data, np.full((len(data[0]), 1), prompt))[0]
 
 
 # ---- bases --------------------------------------------------------------------------------------------------------
@@ -65,7 +29,7 @@ def test_bases_keep_scores_and_commute_with_means(dim):
     got = drive_alike(small(MosaicKV, **mosaickv.KNOBS), q, k, v, [40], frequencies(dim))
     keys, queries = rotate_all(k[0], frequencies(dim)), rotate_all(q[0], frequencies(dim))
     for name, tokens in zip(mosaickv.STATE, (keys, v[0].astype(np.float64)), strict=True):
-        found = np.asarray(getattr(got.state, name)[0], np.float64)
+        found = of_state(mosaickv, got.state, 0)[name].astype(np.float64)
         for h in range(2):
             for s, first in enumerate(range(0, 40, 16)):
                 basis, members = found[h, s], tokens[h, first : min(first + 16, 40)]
@@ -108,7 +72,7 @@ def test_extend_is_dense_and_flushes():
     step, _ = feed_layer(method, state, data, at[:, count:])
     inv_freq = frequencies(16)
     turned, keys = rotate_all(q[0], inv_freq), rotate_all(k[0], inv_freq)
-    row = mosaickv.Row(keys, v[0].astype(np.float64), prompt, all_knobs(mosaickv.KNOBS), **bases(before, 0))
+    row = mosaickv.Row(keys, v[0].astype(np.float64), prompt, all_knobs(mosaickv.KNOBS), **of_state(mosaickv, before, 0))
     want = row.extend(turned[:, :, prompt : prompt + count], prompt)
     np.testing.assert_allclose(out[0], want, atol=1e-4, rtol=0)
     assert row.buffer == []
@@ -130,7 +94,7 @@ def test_state_after_two_thousand_tokens_equals_state_rebuilt():
     got = drive(small(MosaicKV, **knobs), q, k, v, [prompt], prompt=prompt)
     turned, keys = rotate_all(q[0], frequencies(dim)), rotate_all(k[0], frequencies(dim))
     for last in (1003, 2000):
-        row = mosaickv.Row(keys, v[0].astype(np.float64), prompt, all_knobs(knobs), **bases(got.state, 0))
+        row = mosaickv.Row(keys, v[0].astype(np.float64), prompt, all_knobs(knobs), **of_state(mosaickv, got.state, 0))
         row.buffer += range(prompt, prompt + last - 12)
         row.flush()
         for step in range(last - 12, last):
@@ -138,3 +102,79 @@ def test_state_after_two_thousand_tokens_equals_state_rebuilt():
             np.testing.assert_allclose(got.outputs[step, 0], want, atol=1e-4, rtol=0)
             for h in range(2):
                 assert set(np.flatnonzero(got.attended[step, 0, h]).tolist()) == attended[h]
+
+
+# ---- the dynamic strategy ----------------------------------------------------------------------------------------
+
+DYNAMIC = {
+    "strategy": "dynamic", "fraction": 0.3, "segment": 128, "buffer": 16, "max_loss": 0.12, "max_variance": 0.5,
+    "lifetime": 60.0,
+}  # fmt: skip
+DYNAMIC_STEPS = 150
+
+
+@functools.cache
+def uneven():
+    """Rows whose KV heads want different strategies, and whose decoded tokens lie in other directions than the prompt.
+
+    Keys of head 0 drift slowly and lie in few directions; keys of head 1 jump and are nearly isotropic.
+    """
+    lengths, dim = (150, 40), 32
+    total = max(lengths) + DYNAMIC_STEPS
+    q, k, v = random_tokens(12, 2, 2, 2, total, dim)
+    rng = np.random.default_rng(5)
+    for row, length in enumerate(lengths):
+        for h, (decay, slow) in enumerate([(1.2, 0.97), (0.35, 0.0)]):
+            spectrum = np.arange(1, dim + 1.0) ** -decay * 3
+            for first, stop in ((0, length), (length, length + 60), (length + 60, total)):
+                for x, keep in ((k, slow), (v, 0.0)):
+                    axes = np.linalg.qr(rng.normal(size=(dim, dim)))[0]
+                    noise = rng.normal(size=(stop - first, dim)) * spectrum
+                    for t in range(1, stop - first):
+                        noise[t] = keep * noise[t - 1] + math.sqrt(1 - keep**2) * noise[t]
+                    x[row, h, first:stop] = noise @ axes
+    return (q, k, v), lengths
+
+
+def still(dim):
+    """No rotation, so that slow keys stay slow."""
+    return np.zeros(dim // 2, np.float32)
+
+
+@pytest.mark.slow
+def test_dynamic_strategy_follows_the_oracle():
+    """Plans differ between heads and segments, output segments are finalised, and every step attends as it should."""
+    data, lengths = uneven()
+    _, traces = against_oracle("mosaickv", data, lengths, still(32), **DYNAMIC)
+    for trace in traces:
+        assert len(trace.finalised) >= 2
+        assert any(plans[0] != plans[1] for plans in trace.plans)
+    seen = {plan for trace in traces for plans in trace.plans for plan in plans}
+    assert len({rank for rank, _, _ in seen}) >= 2 and len({block for _, _, block in seen}) >= 2
+    assert len({group for _, group, _ in seen}) >= 2
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"max_loss": 0.0},
+        {"max_loss": 1.0, "max_variance": 0.0},
+        {"max_variance": 10.0, "max_loss": 0.2},
+        {"segment": 32, "lifetime": 1e6},
+        {"lifetime": 10.0},
+    ],
+    ids=str,
+)
+@pytest.mark.thorough
+def test_every_dynamic_knob_equals_the_oracle(changed):
+    data, lengths = uneven()
+    steps = 70
+    q, k, v = (x[..., : max(lengths) + steps, :] for x in data)
+    _, traces = against_oracle("mosaickv", (q, k, v), lengths, still(32), **{**DYNAMIC, **changed})
+    plans = {plan for trace in traces for plans in trace.plans for plan in plans}
+    if changed.get("max_loss") == 0.0:
+        assert {(rank, group) for rank, group, _ in plans} == {(12, 1)}
+    if changed.get("max_loss") == 1.0:
+        assert plans == {(4, 4, 4)}
+    if changed.get("max_variance") == 10.0:
+        assert {block for _, _, block in plans} == {16}
