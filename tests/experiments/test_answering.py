@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 
 import jax
@@ -46,7 +47,7 @@ def test_texts_beyond_the_positions_are_refused_before_they_are_made():
 
 def test_records_tell_the_dtypes_of_codes():
     for weight_dtype in ("int8", "int4"):
-        shapes = models.param_shapes(models.shapes.llama31_8b(), weight_dtype)
+        shapes = models.param_shapes(CONFIG, weight_dtype)
         model = LoadedModel("small", shapes, CONFIG, None, pathlib.Path("nowhere"), kv_dtype="int8")
         assert model.dtypes == f"{CONFIG.dtype}, weights {weight_dtype}, keys and values int8"
 
@@ -75,8 +76,8 @@ def test_what_is_read_does_not_depend_on_an_answers_length():
     cache = kvjax.prefill(params, contexts, config=CONFIG, method="quest", max_new_tokens=20)
     whole = kvjax.generate(params, cache, max_new_tokens=20, eos_token_ids=()).rows()
     for limits, ends in (((20, 12), ()), ((9, 4), ()), ((20, 20), (whole[1][2],))):
-        given = {"limits": [[most] for most in limits], "eos_token_ids": ends}
-        asked = ask(params, CONFIG, contexts, kvjax.methods.Quest(), Shape(128, 2, 20), **given)
+        config, each = dataclasses.replace(CONFIG, eos_token_ids=ends), [[most] for most in limits]
+        asked = ask(params, config, contexts, kvjax.methods.Quest(), Shape(128, 2, 20), limits=each)
         stops = [
             next((i + 1 for i, token in enumerate(row) if token in ends), most)
             for row, most in zip(whole, limits, strict=True)
