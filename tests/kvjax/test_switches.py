@@ -89,6 +89,15 @@ def test_every_method_runs_where_implicit_transfers_are_disallowed(name):
     np.testing.assert_array_equal(got.tokens, want)
 
 
+@pytest.mark.parametrize("name", repeated(ALL, but=("sentencekv",)))
+def test_every_method_runs_under_a_mesh_with_explicit_axes(name):
+    """Arrays that kvjax makes have the mesh that `jax.set_mesh` has set, and so have its users' numbers."""
+    want = base(name)[1].tokens
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        got = go_on(read(any_example(name), config=model(name)))
+    np.testing.assert_array_equal(got.tokens, want)
+
+
 @pytest.mark.xdist_group("quest")
 def test_every_call_runs_where_implicit_transfers_are_disallowed():
     method, params = any_example("quest"), tiny_params()
