@@ -11,7 +11,7 @@ from pallas_kernels.formats.shapes import full, normal
 from pallas_kernels.machine import assume_machine
 from tests.compile_only import compiling
 from tests.compile_only.test_methods import needs
-from tests.pallas_kernels.operations import PLACES, arguments, choose, named, public, sized, table, timed
+from tests.pallas_kernels.operations import PLACES, arguments, choose, chooser, named, public, sized, table, timed
 
 pytestmark = pytest.mark.xdist_group("compile_only")  # one worker has the compilers and their memory
 
@@ -84,10 +84,11 @@ def test_a_kernel_fits_the_shared_memory_or_is_refused_by_its_check(name, sizes,
 
 @every_kernel
 def test_every_card_takes_the_shapes_of_8b_models(name, sizes):
+    chosen = chooser(name, **with_heads(sizes, SHAPES[0]))
     for capability in ((8, 0), (8, 9), (9, 0)):
         if sizes.get("kind") != "float8_e4m3fn" or capability >= (8, 9):  # an older card does not convert float8
             with assume_machine("gpu", capability):
-                assert choose(name, **with_heads(sizes, SHAPES[0])) == "pallas_triton", capability
+                assert chosen() == "pallas_triton", capability
 
 
 def test_what_no_block_fits_is_refused_with_its_bytes():

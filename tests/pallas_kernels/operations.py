@@ -71,15 +71,23 @@ class Chosen(Exception):
     """Ends a call where an implementation would run."""
 
 
-def choose(name, *, platform=None, implementation=None, **sizes):
-    """Return the implementation that a call of these sizes takes; no implementation is run or traced."""
+def chooser(name, **sizes):
+    """Return a function that names the implementation that a call of these sizes takes; none is run or traced."""
     shape = sized(name, **sizes)
     arrays = arguments(shape)
-    run = functools.partial(public(name), **shape.options, platform=platform, implementation=implementation)
 
     def stop(self, *args, **kwargs):
         raise Chosen(self.resolve(*args, **kwargs))
 
-    with mock.patch.object(Operation, "run", stop), pytest.raises(Chosen) as caught:
-        jax.eval_shape(run, **arrays)
-    return caught.value.args[0]
+    def chosen(platform=None, implementation=None):
+        run = functools.partial(public(name), **shape.options, platform=platform, implementation=implementation)
+        with mock.patch.object(Operation, "run", stop), pytest.raises(Chosen) as caught:
+            jax.eval_shape(run, **arrays)
+        return caught.value.args[0]
+
+    return chosen
+
+
+def choose(name, *, platform=None, implementation=None, **sizes):
+    """Return the implementation that one call takes."""
+    return chooser(name, **sizes)(platform, implementation)

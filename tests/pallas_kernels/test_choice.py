@@ -24,7 +24,7 @@ from pallas_kernels.layer.coded_product import MOST_VECTORS
 from pallas_kernels.machine import assume_machine
 from pallas_kernels.store.evict_token import pallas_triton as evict_kernel
 from pallas_kernels.store.store_token import STORE_TOKEN
-from tests.pallas_kernels.operations import PLACES, choose, every_operation, named, table
+from tests.pallas_kernels.operations import PLACES, choose, chooser, every_operation, named, table
 
 TRITON, LANGUAGE, TPU, CUDNN = "pallas_triton", "jax_triton", "pallas_tpu", "cudnn"
 PLATFORM = {TRITON: "gpu", LANGUAGE: "gpu", CUDNN: "gpu", TPU: "tpu"}
@@ -245,19 +245,20 @@ IMPOSSIBLE = [
 @pytest.mark.parametrize(("name", "implementation", "sizes", "words"), rows(*IMPOSSIBLE))
 def test_a_named_implementation_that_cannot_run_says_why(name, implementation, sizes, words):
     """Nor does a call that names none take it."""
-    platform = PLATFORM[implementation]
+    chosen, platform = chooser(name, **sizes), PLATFORM[implementation]
     with pytest.raises(NotImplementedError, match=f"'{implementation}' cannot run: .*{words}"):
-        choose(name, platform=platform, implementation=implementation, **sizes)
-    assert choose(name, platform=platform, **sizes) != implementation
+        chosen(platform, implementation)
+    assert chosen(platform) != implementation
 
 
 @every_operation
 def test_unknown_implementations_and_those_of_other_platforms_are_refused(name):
+    chosen = chooser(name, **FIRST.get(name, {}))
     with pytest.raises(ValueError, match="implementation='fast' is unknown"):
-        choose(name, platform="gpu", implementation="fast", **FIRST.get(name, {}))
+        chosen("gpu", "fast")
     for kernel in {*table(name).implementations} - {XLA}:
         with pytest.raises(NotImplementedError, match="needs a platform in"):
-            choose(name, platform="cpu", implementation=kernel, **FIRST.get(name, {}))
+            chosen("cpu", kernel)
 
 
 @pytest.mark.parametrize("name", sorted(x for x in PLACES if LANGUAGE in table(x).implementations))

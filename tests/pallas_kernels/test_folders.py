@@ -18,7 +18,7 @@ import pytest
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import XLA, Operation
 from pallas_kernels.formats.shapes import Shape
-from tests.pallas_kernels.operations import PLACES, every_operation, public, small, table, timed
+from tests.pallas_kernels.operations import PLACES, arguments, every_operation, public, small, table, timed
 
 ROOT = pathlib.Path(__file__).parents[2]
 # `experiments.speed.kernels` repeats a call on the same arrays. These operations write in place: each call would copy
@@ -43,6 +43,12 @@ def statement(name):
 
 
 LONG = ("bucket_score", "collision", "pack_token", "packed_attention")  # whose gradients compile for seconds
+
+
+def marks_of(name):
+    """Training and the methods' own gradients go through these rooms."""
+    room = PLACES[name].split(".")[1]
+    return pytest.mark.slow if name in LONG else [] if room in ("attend", "layer") else pytest.mark.thorough
 
 
 def differentiable():
@@ -88,23 +94,32 @@ def test_no_kernel_imports_timed_shapes():
             assert not match, f"{path}: {match[0]}"
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in LONG else x for x in differentiable()])
-def test_an_operation_that_says_so_is_differentiable(name):
-    """All arrays are traced. The gradient of the sum of all finite floats is finite and not zero everywhere."""
-    shape = small(name)
-    arrays, options = jax.jit(shape.draw)(jax.random.key(0)), shape.options
+def gradient(name, shape, arrays):
+    """The gradient of the sum of all finite floats with respect to all floats; all arrays are traced."""
     moved = {at: x for at, x in arrays.items() if jnp.issubdtype(jax.tree.leaves(x)[0].dtype, jnp.floating)}
     rest = {at: x for at, x in arrays.items() if at not in moved}
 
     def total(moved, rest):
-        result = public(name)(**moved, **rest, **options, implementation=XLA)
+        result = public(name)(**moved, **rest, **shape.options, implementation=XLA)
         result = vars(result) if dataclasses.is_dataclass(result) else result
         floats = [x for x in jax.tree.leaves(result) if jnp.issubdtype(x.dtype, jnp.floating)]
         return sum(jnp.sum(jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32)) for x in floats)
 
+    return jax.grad(total, allow_int=True), moved, rest
+
+
+@pytest.mark.parametrize("name", differentiable())
+def test_an_operation_that_says_so_is_differentiable(name):
     with dispatch.default_implementation(XLA):  # a reference calls other operations, which on a GPU would take kernels
-        gradient = jax.jit(jax.grad(total, allow_int=True))(moved, rest)
-    floats = [np.asarray(x, np.float32) for x in jax.tree.leaves(gradient) if jnp.issubdtype(x.dtype, jnp.floating)]
+        jax.eval_shape(*gradient(name, small(name), arguments(small(name))))
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=marks_of(x)) for x in differentiable()])
+def test_a_gradient_is_finite_and_not_zero_everywhere(name):
+    run, *arrays = gradient(name, small(name), small(name).draw(jax.random.key(0)))
+    with dispatch.default_implementation(XLA):
+        slopes = jax.jit(run)(*arrays)
+    floats = [np.asarray(x, np.float32) for x in jax.tree.leaves(slopes) if jnp.issubdtype(x.dtype, jnp.floating)]
     assert all(np.isfinite(x).all() for x in floats) and any(x.any() for x in floats)
 
 

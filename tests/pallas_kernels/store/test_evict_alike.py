@@ -98,7 +98,7 @@ def test_of_equal_cosines_the_newest_goes_itself(name):
 
 
 @every_body
-@pytest.mark.parametrize("kind", MOST)
+@pytest.mark.parametrize("kind", one_shape(*MOST))
 def test_codes_are_evicted_as_what_they_read_back(name, kind):
     if kind == "int4" and name != "xla":
         pytest.skip("its check refuses packed codes")
