@@ -103,7 +103,6 @@ def ask_in_turn(
     *,
     questions: Sequence[Sequence[Ids]] = (),
     limits: Sequence[Sequence[int]] = (),
-    eos_token_ids: tuple[int, ...] | None = None,
     clock: CompileClock | None = None,
     kv_dtype: str | None = None,
     tell: Callable[[str], None] = lambda _: None,
@@ -117,7 +116,6 @@ def ask_in_turn(
         questions: 1 to `shape.questions` questions about each context; empty if the contexts include their questions.
         limits: most tokens of each answer, limits[context][question]; empty means `shape.new_tokens` for all answers. Other
             limits do not compile another program.
-        eos_token_ids: the tokens that end a row; None takes the model's, () takes none.
         clock: counts compilation; without it compilation counts as running.
         tell: is called with a text that says what is done next: which contexts are read, or asked under which method.
 
@@ -146,7 +144,7 @@ def ask_in_turn(
             tell(f"asking {prompts}" + f" under method {number + 1} of {len(methods)}" * (len(methods) > 1))
             with Timer(clock) as answering:
                 answers, stats, decoding = _answer(
-                    params, caches.pop(0), at, real, shape, questions, limits, eos_token_ids, clock, bool(caches)
+                    params, caches.pop(0), at, real, shape, questions, limits, clock, bool(caches)
                 )
             results[number] = Asked(
                 asked.ids + answers,
@@ -167,7 +165,6 @@ def _answer(
     shape: Shape,
     questions: Sequence[Sequence[Ids]],
     limits: Sequence[Sequence[int]],
-    eos_token_ids: tuple[int, ...] | None,
     clock: CompileClock,
     shared: bool,
 ) -> tuple[list[list[list[int]]], list[tuple[int, kvjax.Stats]], float]:
@@ -192,9 +189,7 @@ def _answer(
         most = [_turn(limits[i], turn) if limits else shape.new_tokens for i in at]
         most[real:] = [0] * (len(at) - real)  # the answers of the copies are not used
         with Timer(clock) as decoding:
-            out = kvjax.generate(
-                params, now, max_new_tokens=shape.new_tokens, eos_token_ids=eos_token_ids, limits=np.int32(most)
-            )
+            out = kvjax.generate(params, now, max_new_tokens=shape.new_tokens, limits=np.int32(most))
             tokens, counts, measured = jax.device_get((out.tokens, out.num_tokens, out.stats))
         seconds += decoding.run
         if shape.keep:
@@ -213,12 +208,7 @@ def _turn(values: Sequence[Any], turn: int) -> Any:
 
 
 def programs(
-    params: Any,
-    config: Any,
-    methods: Sequence[Method],
-    shape: Shape,
-    eos_token_ids: tuple[int, ...] | None = None,
-    kv_dtype: str | None = None,
+    params: Any, config: Any, methods: Sequence[Method], shape: Shape, kv_dtype: str | None = None
 ) -> Iterator[jax.stages.Lowered]:
     """Lower the programs that `ask_in_turn` runs, one after the other; see `kvjax.api.programs.lower_programs`.
 
@@ -233,7 +223,7 @@ def programs(
             length=shape.length,
             room=shape.room,
             max_new_tokens=shape.new_tokens,
-            num_eos=len(config.eos_token_ids if eos_token_ids is None else eos_token_ids),
+            num_eos=len(config.eos_token_ids),
             with_limits=True,
             question_length=shape.question_length if shape.questions else 0,
             kv_dtype=kv_dtype,

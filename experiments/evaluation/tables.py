@@ -183,21 +183,15 @@ def _about(folder: pathlib.Path) -> str:
     facts = (
         f"model {settings['model']}, {settings['dtype']}",
         f"{' and '.join(device_kinds(record))}, JAX {record['versions']['jax']}",
-        *_origins(record["notes"].get("runs") or [record]),
+        _origin(record["notes"].get("runs") or [record]),
         f"template {settings.get('template') or 'none'}, truncation {settings.get('truncation')}, "
         f"{settings.get('decoding')} decoding",
     )
     return f"* `{folder.name}`: " + "; ".join(facts)
 
 
-def _origins(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describe each commit that made cells: its name, days and number of cells."""
-    by_commit: dict[str, list[Mapping[str, Any]]] = {}
-    for run in runs:
-        by_commit.setdefault(short_commit(run["commit"]), []).append(run)
-    texts = []
-    for commit, mine in by_commit.items():
-        days = " to ".join(dict.fromkeys((min(run["date"] for run in mine)[:10], max(run["date"] for run in mine)[:10])))
-        cells = sum(run.get("cells", 0) for run in mine)
-        texts.append(f"commit {commit}, {days}" + (f", {cells} cells in {len(mine)} runs" if len(runs) > 1 else ""))
-    return texts
+def _origin(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Name the commits that made cells, and their first and last day."""
+    days = sorted(run["date"][:10] for run in runs)
+    commits = ", ".join(dict.fromkeys(short_commit(run["commit"]) for run in runs))
+    return f"commit {commits}, {' to '.join(dict.fromkeys((days[0], days[-1])))}"

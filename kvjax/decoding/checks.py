@@ -187,14 +187,8 @@ def read_array(value: Any) -> Array | np.ndarray:
     if isinstance(value, (jax.Array, np.ndarray)):
         return value
     try:
-        known = is_known(value)
-    except (RecursionError, SystemError):  # lists in lists, thousands deep
-        return np.asarray(None)
-    if not known:
-        return jnp.asarray(value)
-    try:
-        return np.asarray(value)
-    except ValueError:  # lists of several lengths
+        return np.asarray(value) if is_known(value) else jnp.asarray(value)
+    except (ValueError, RecursionError, SystemError):  # lists of several lengths, or lists in lists, thousands deep
         return np.asarray(None)
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 OFFLOADED = "quest", "pariskv", "tokenselect", "chess", "pqcache", "magicpig", "retroinfer"
 
 
-@pytest.mark.parametrize("name", repeated(ALL, but=("quest", "tova")))
+@pytest.mark.parametrize("name", repeated(ALL, but=("chess", "tova")))
 def test_a_loaded_cache_is_the_saved_one(name, tmp_path):
     """It has the same structure, and every array the same type and bits."""
     cache = read(any_example(name), config=model(name))
@@ -32,9 +32,9 @@ def test_a_loaded_cache_is_the_saved_one(name, tmp_path):
         np.testing.assert_array_equal(saved, back)
 
 
-@pytest.mark.parametrize("name", repeated([x for x in ALL if x.values[0] in NAMES], but=("chess",)))
+@pytest.mark.parametrize("name", repeated([x for x in ALL if x.values[0] in NAMES], but=("quest",)))
 def test_loading_equals_going_on(name, tmp_path):
-    """One method shows it: it chooses slots, and has state that all layers share."""
+    """One method shows it; that state which all layers share is loaded, the test above shows for Chess."""
     kvjax.save_cache(tmp_path / "cache", read(example(name), config=model(name)))
     loaded = kvjax.load_cache(tmp_path / "cache", config=model(name), method=example(name))
     np.testing.assert_array_equal(go_on(loaded).tokens, base(name)[1].tokens)
