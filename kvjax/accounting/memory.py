@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from kvjax.accounting.phases import Part, Phases, add_parts
+from kvjax.accounting.phases import Part, Phases, add_parts, gib
 from kvjax.cache.quantised import check_kv_dtype, row_bytes
 from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.checks import check_model, check_sizes
@@ -60,14 +60,14 @@ class Needed:
     @property
     def brief(self) -> str:
         """The bytes of the cache in words: on the device, and in host memory if there are any."""
-        return _gib(self.device) + (f" and {_gib(self.host)} of host memory" if self.host else "")
+        return gib(self.device) + (f" and {gib(self.host)} of host memory" if self.host else "")
 
     def __str__(self) -> str:
-        after = f" at the peak ({_gib(self.after)} after the prompt)" if self.after < self.device else ""
-        device = f"{_gib(self.device)} of device memory{after} and {_gib(self.staged)} to stage a layer"
-        weights = f", {_gib(self.weights)} of weights" if self.weights else ""
+        after = f" at the peak ({gib(self.after)} after the prompt)" if self.after < self.device else ""
+        device = f"{gib(self.device)} of device memory{after} and {gib(self.staged)} to stage a layer"
+        weights = f", {gib(self.weights)} of weights" if self.weights else ""
         beyond = f"; {self.beyond} tokens are beyond the model's positions: add YaRN to its config" if self.beyond else ""
-        return f"{device}, {_gib(self.host)} of host memory{weights}{beyond}"
+        return f"{device}, {gib(self.host)} of host memory{weights}{beyond}"
 
 
 @in_32_bits
@@ -263,8 +263,8 @@ def offload_share(
     layers = 1 + bisect.bisect_left(range(1, config.num_layers + 1), True, key=fits)
     if layers > config.num_layers:
         raise MemoryError(
-            f"{name} with offload=True needs {needed(config.num_layers)}, and {_gib(spare)} for activations, got "
-            f"{_gib(device_bytes)} of device memory; shorten the prompt or take fewer rows"
+            f"{name} with offload=True needs {needed(config.num_layers)}, and {gib(spare)} for activations, got "
+            f"{gib(device_bytes)} of device memory; shorten the prompt or take fewer rows"
         )
     return layers / config.num_layers
 
@@ -321,7 +321,7 @@ def check_memory(
         fewer = "prefill fewer methods at once, "
     if needed.device + needed.staged > free:
         raise MemoryError(
-            f"{said}, got {_gib(free)} of free device memory; {fewer}shorten the prompt, take fewer "
+            f"{said}, got {gib(free)} of free device memory; {fewer}shorten the prompt, take fewer "
             "rows, offload more of the layers if some stay (kvjax.offload_share), or give JAX more of the device "
             "(XLA_PYTHON_CLIENT_MEM_FRACTION, set before jax is imported)"
         )
@@ -329,7 +329,7 @@ def check_memory(
     got = not_none("got", least(mesh, pin_host(needed.host * devices, free // 4) // devices))
     if got < needed.host:
         raise MemoryError(
-            f"{said}, got {_gib(got)} of pinned host memory; {fewer}shorten the prompt, take fewer "
+            f"{said}, got {gib(got)} of pinned host memory; {fewer}shorten the prompt, take fewer "
             "rows, offload no more layers than must be (kvjax.offload_share), or raise the pool's limit "
             "(XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, 64 by default, set before jax is imported)"
         )
@@ -398,7 +398,3 @@ def _bytes(
     sizes = [(x.memory_space == jax.memory.Space.Host, x.size * x.dtype.itemsize) for x in kinds]
     device, host = (sum(size for there, size in sizes if there == at) for at in (False, True))
     return (device, host), *shared[-1]
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
