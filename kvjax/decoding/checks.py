@@ -16,7 +16,7 @@ from jax import Array
 from kvjax.cache.whole_model import Cache, check_alive
 from kvjax.decoding.layers import fingerprint, guessing_layers, layer_methods
 from kvjax.mesh.sharding import check_plan, readable
-from kvjax.protocol.describe import at_once, describe, is_known, on_device
+from kvjax.protocol.describe import at_once, describe, is_known
 from kvjax.protocol.fields import shown
 from kvjax.protocol.method import Method, with_inner
 from kvjax.protocol.typing import Model, has_sinks, layer_ropes, values_are_keys
@@ -102,8 +102,8 @@ def check_room(cache: Cache, tokens: int | Array) -> None:
     """Refuse to append more tokens than the cache has free slots, or the model has positions left."""
     if not is_known(cache.length, cache.layers, tokens):
         return
-    methods = layer_methods(cache.method, cache.model)  # whose budgets can be traced, which sizes of arrays do not depend on
     with at_once():
+        methods = layer_methods(cache.method, cache.model)  # whose budgets can be traced, unlike sizes of arrays
         free = [m.room(state) for m, state in zip(methods, cache.layers, strict=True)]
         length, free = readable(cache.plan, (cache.length, free))
     length, free, wanted = jax.device_get((length, free, tokens))
@@ -177,8 +177,9 @@ def as_jax(array: Array | np.ndarray, dtype: Any = None) -> Array:
     """Convert to a JAX array, whose values stay known inside a trace if the values of ``given`` are."""
     if not is_known(array):
         return jnp.asarray(array, dtype)
+    # JAX places NumPy arrays on the mesh of `jax.set_mesh` only where no dtype is asked for.
     with at_once():
-        return jnp.asarray(on_device(array), dtype)
+        return jnp.asarray(array, dtype) if isinstance(array, Array) else jnp.asarray(np.asarray(array, dtype))
 
 
 def read_array(value: Any) -> Array | np.ndarray:
