@@ -47,7 +47,7 @@ def test_texts_beyond_the_positions_are_refused_before_they_are_made():
 
 def test_records_tell_the_dtypes_of_codes():
     for weight_dtype in ("int8", "int4"):
-        shapes = models.param_shapes(CONFIG, weight_dtype)
+        shapes = models.param_shapes(dataclasses.replace(models.shapes.llama31_8b(), num_layers=1), weight_dtype)
         model = LoadedModel("small", shapes, CONFIG, None, pathlib.Path("nowhere"), kv_dtype="int8")
         assert model.dtypes == f"{CONFIG.dtype}, weights {weight_dtype}, keys and values int8"
 
