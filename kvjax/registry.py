@@ -160,26 +160,23 @@ def make(name: str, tokenizer: Any = None, vocab_size: int | None = None, **knob
     """
     cls = find(name)
     knobs = {**parse_method(name)[1], **knobs}
-    check_inner(cls, knobs)
+    _check_names(cls, knobs)
     for field, by_layer in inner_fields(cls).items():
         if by_layer and isinstance(inner := knobs.get(field), Mapping):
             knobs[field] = {layer: _made_inner(one, tokenizer, vocab_size) for layer, one in inner.items()}
         elif field in knobs and not by_layer:
             knobs[field] = _made_inner(knobs[field], tokenizer, vocab_size)
     if isinstance(pattern := knobs.get("pattern"), Mapping):
-        knobs["pattern"] = pattern_of(pattern)
+        check_names(Pattern, pattern)
+        knobs["pattern"] = Pattern(**pattern)
     if tokenizer is not None:
         of_text = cls.tokenizer_knobs(tokenizer, vocab_size)
         knobs = of_text | {knob: x for knob, x in knobs.items() if x is not None or knob not in of_text}
     return cls(**knobs)
 
 
-def check_inner(cls: type[Method], knobs: Mapping[str, Any]) -> None:
-    """Refuse knobs that a class does not have, and a wrapper that lacks what it is made of.
-
-    Raises:
-        ValueError: an unknown knob, or a field without a default that is not given.
-    """
+def _check_names(cls: type[Method], knobs: Mapping[str, Any]) -> None:
+    """Refuse knobs that a class does not have, and a wrapper that lacks what it is made of."""
     check_names(cls, knobs)
     missing = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
     if missing := [name for name in missing if name not in knobs]:
@@ -207,16 +204,6 @@ def _made_inner(value: Any, tokenizer: Any, vocab_size: int | None) -> Any:
         return value  # a method, which the wrapper checks
     name, knobs = one_inner(value)
     return make(name, tokenizer, vocab_size, **knobs)
-
-
-def pattern_of(numbers: Mapping[str, Any]) -> Pattern:
-    """Build the pattern of prompts that settings give as ``{kind: ..., ...}``; see `kvjax.wrappers.Pattern`.
-
-    Raises:
-        ValueError: a name is unknown, or the pattern refuses a value.
-    """
-    check_names(Pattern, numbers)
-    return Pattern(**numbers)
 
 
 def parse_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:

@@ -118,6 +118,18 @@ def repeated(params: Any, but: Any) -> list[Any]:
     return [x if x.values[0] in but else pytest.param(*x.values, marks=[*x.marks, pytest.mark.thorough]) for x in params]
 
 
+# Two methods that are most unlike: one evicts tokens, the other retrieves pages. Coded tokens and sentences are retrieved as
+# pages are, and their oracles say which.
+MOST_UNLIKE = ("tova", "quest")
+LONG = ("mosaickv", "chess")  # one packs layers and tokens, the other spans layers: twice as many programs, each longer
+
+
+def whole(params: Any, but: Any = (*MOST_UNLIKE, "stages")) -> list[Any]:
+    """Parameters of a law of the whole model: the names in ``but`` run by default, and those in `LONG` as slow tests."""
+    slow = [pytest.param(*x.values, marks=[*x.marks, pytest.mark.slow]) for x in params if x.values[0] in LONG]
+    return slow + repeated([x for x in params if x.values[0] not in LONG], but=but)
+
+
 def but_once(params: Any) -> list[Any]:
     """Parameters of a test that is no law: the names in `ELSEWHERE` run only under ``--thorough``, `SLOWLY` as slow tests."""
     slow = [pytest.param(*x.values, marks=[*x.marks, pytest.mark.slow]) for x in params if x.values[0] in SLOWLY]

@@ -24,6 +24,7 @@ from kvjax.api.programs import lower_programs
 from kvjax.protocol.method import Method
 
 Ids = Sequence[int]
+READ_AFTER = 8  # tokens of an answer, as many as the shortest task allows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,9 @@ class Asked:
     Attributes:
         ids: generated token ids, a closing EOS included: ids[context][question]; a context that includes its question has a
             single answer.
-        stats: (real rows, accounting) after every batch of answers; the real rows come first.
+        stats: (real rows, accounting) of every batch of answers; the real rows come first. It is of the step after the first
+            `READ_AFTER` tokens of an answer, because answers end at other places under other methods; counters of the whole
+            answer. Under a method that drafts tokens, and in a shorter answer, it is of the step after the last token.
         run_seconds: wall-clock seconds without compilation.
         decode_seconds: the part of `run_seconds` in which answers were generated; the rest prefilled contexts and questions.
         compile_seconds: seconds of compilation.
@@ -103,7 +106,6 @@ def ask_in_turn(
     *,
     questions: Sequence[Sequence[Ids]] = (),
     limits: Sequence[Sequence[int]] = (),
-    eos_token_ids: tuple[int, ...] | None = None,
     clock: CompileClock | None = None,
     kv_dtype: str | None = None,
     tell: Callable[[str], None] = lambda _: None,
@@ -117,7 +119,6 @@ def ask_in_turn(
         questions: 1 to `shape.questions` questions about each context; empty if the contexts include their questions.
         limits: most tokens of each answer, limits[context][question]; empty means `shape.new_tokens` for all answers. Other
             limits do not compile another program.
-        eos_token_ids: the tokens that end a row; None takes the model's, () takes none.
         clock: counts compilation; without it compilation counts as running.
         tell: is called with a text that says what is done next: which contexts are read, or asked under which method.
 
@@ -146,7 +147,7 @@ def ask_in_turn(
             tell(f"asking {prompts}" + f" under method {number + 1} of {len(methods)}" * (len(methods) > 1))
             with Timer(clock) as answering:
                 answers, stats, decoding = _answer(
-                    params, caches.pop(0), at, real, shape, questions, limits, eos_token_ids, clock, bool(caches)
+                    params, caches.pop(0), at, real, shape, questions, limits, clock, bool(caches)
                 )
             results[number] = Asked(
                 asked.ids + answers,
@@ -167,7 +168,6 @@ def _answer(
     shape: Shape,
     questions: Sequence[Sequence[Ids]],
     limits: Sequence[Sequence[int]],
-    eos_token_ids: tuple[int, ...] | None,
     clock: CompileClock,
     shared: bool,
 ) -> tuple[list[list[list[int]]], list[tuple[int, kvjax.Stats]], float]:
@@ -191,11 +191,19 @@ def _answer(
             now = jax.block_until_ready(kvjax.fork(cache) if shared else cache)
         most = [_turn(limits[i], turn) if limits else shape.new_tokens for i in at]
         most[real:] = [0] * (len(at) - real)  # the answers of the copies are not used
+        first = np.int32(most) if now.method.drafts else np.minimum(most, READ_AFTER, dtype=np.int32)
         with Timer(clock) as decoding:
-            out = kvjax.generate(
-                params, now, max_new_tokens=shape.new_tokens, eos_token_ids=eos_token_ids, limits=np.int32(most)
+            out = kvjax.generate(params, now, max_new_tokens=shape.new_tokens, limits=first)
+            tokens, counts, measured, ends = jax.device_get((out.tokens, out.num_tokens, out.stats, out.eos_token_ids))
+            written = [tokens[row, : counts[row]].tolist() for row in range(len(at))]
+            rest = np.int32(
+                [0 if set(ids) & set(ends.tolist()) else n - len(ids) for ids, n in zip(written, most, strict=True)]
             )
-            tokens, counts, measured = jax.device_get((out.tokens, out.num_tokens, out.stats))
+            if rest.any():
+                out = kvjax.generate(params, out.cache, max_new_tokens=shape.new_tokens, limits=rest)
+                tokens, counts, last = jax.device_get((out.tokens, out.num_tokens, out.stats))
+                measured = dataclasses.replace(measured, counters=last.counters)
+                written = [ids + tokens[row, : counts[row]].tolist() for row, ids in enumerate(written)]
         seconds += decoding.run
         if shape.keep:
             cache, shared = out.cache, False
@@ -203,7 +211,7 @@ def _answer(
         stats.append((real, measured))
         for row in range(real):
             if not shape.questions or turn < len(questions[at[row]]):
-                answers[row].append(tokens[row, : counts[row]].tolist())
+                answers[row].append(written[row])
     return answers, stats, seconds
 
 
@@ -213,12 +221,7 @@ def _turn(values: Sequence[Any], turn: int) -> Any:
 
 
 def programs(
-    params: Any,
-    config: Any,
-    methods: Sequence[Method],
-    shape: Shape,
-    eos_token_ids: tuple[int, ...] | None = None,
-    kv_dtype: str | None = None,
+    params: Any, config: Any, methods: Sequence[Method], shape: Shape, kv_dtype: str | None = None
 ) -> Iterator[jax.stages.Lowered]:
     """Lower the programs that `ask_in_turn` runs, one after the other; see `kvjax.api.programs.lower_programs`.
 
@@ -233,7 +236,7 @@ def programs(
             length=shape.length,
             room=shape.room,
             max_new_tokens=shape.new_tokens,
-            num_eos=len(config.eos_token_ids if eos_token_ids is None else eos_token_ids),
+            num_eos=len(config.eos_token_ids),
             with_limits=True,
             question_length=shape.question_length if shape.questions else 0,
             kv_dtype=kv_dtype,

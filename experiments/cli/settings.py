@@ -13,6 +13,7 @@ import functools
 import inspect
 import pathlib
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -131,13 +132,15 @@ def parse(
         argparse.ArgumentError: a bad flag or value.
         ValueError: an unknown name in the YAML file, or the settings refuse a value.
     """
-    parser = make_parser(kinds, prog=prog, about=about)
     fields = {field.name: field for kind in kinds for field in dataclasses.fields(kind)}
     if values is None:
         file = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         file.add_argument("--config", type=pathlib.Path)
         path = file.parse_known_args(argv)[0].config
         values, where = ({}, where) if path is None else (read_yaml(path), str(path))
+    if {"-h", "--help"} & {*(sys.argv[1:] if argv is None else argv)}:
+        make_parser(kinds, prog=prog, about=about, for_help=True).parse_args(["--help"])
+    parser = make_parser(kinds, prog=prog, about=about)
     hints = {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind).items()}
     for name, value in values.items():
         if name not in fields:
@@ -184,8 +187,10 @@ def _sentence(message: str, flags: Sequence[str]) -> str:
     return message + (nearest(unknown[1], flags) if unknown else "")
 
 
-def make_parser(kinds: Sequence[type], *, prog: str | None = None, about: str = "") -> jsonargparse.ArgumentParser:
-    """Make the parser whose flags are the fields of some dataclasses."""
+def make_parser(
+    kinds: Sequence[type], *, prog: str | None = None, about: str = "", for_help: bool = False
+) -> jsonargparse.ArgumentParser:
+    """Make the parser whose flags are the fields of some dataclasses; only help requires what a file may give, too."""
     parser = jsonargparse.ArgumentParser(
         prog=prog,
         description=about,
@@ -199,14 +204,15 @@ def make_parser(kinds: Sequence[type], *, prog: str | None = None, about: str = 
     for kind in kinds:
         docs, hints = attribute_docs(kind), typing.get_type_hints(kind)
         for field in dataclasses.fields(kind):
-            _add_flag(parser, field, hints[field.name], docs.get(field.name, ""))
+            _add_flag(parser, field, hints[field.name], docs.get(field.name, ""), for_help)
     return parser
 
 
-def _add_flag(parser: jsonargparse.ArgumentParser, field: dataclasses.Field, hint: Any, doc: str) -> None:
+def _add_flag(parser: jsonargparse.ArgumentParser, field: dataclasses.Field, hint: Any, doc: str, for_help: bool) -> None:
     about = option_of(field)
     default = field.default if field.default_factory is _MISSING else field.default_factory()
     is_required = default is _MISSING
+    must_stand = about.positional and is_required and for_help
     more: dict[str, Any] = {"help": _help(doc, default, is_required)}
     more["default"] = None if is_required else list(default) if isinstance(default, tuple) and about.read is None else default
     if about.metavar is not None:
@@ -223,7 +229,7 @@ def _add_flag(parser: jsonargparse.ArgumentParser, field: dataclasses.Field, hin
     elif about.repeat:
         more["action"] = "append"
     elif is_tuple and (about.several or about.positional) and about.read is None:
-        more |= {"nargs": "*", "type": item}
+        more |= {"nargs": "+" if must_stand else "*", "type": item}
     elif about.read is not None:
         more["type"] = _refusing(about.read)
     elif is_tuple:
@@ -233,7 +239,10 @@ def _add_flag(parser: jsonargparse.ArgumentParser, field: dataclasses.Field, hin
         more.setdefault("metavar", f"{{{','.join(str(choice) for choice in about.choices if choice is not None)}}}")
     else:
         more["type"] = hint
-    if about.positional:
+    if must_stand:
+        del more["default"]
+        parser.add_argument(field.name, **more)
+    elif about.positional:
         parser.add_argument(field.name, **{"nargs": "?", **more})
     else:
         parser.add_argument(flag_of(field), dest=field.name, **more)

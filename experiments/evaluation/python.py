@@ -15,7 +15,7 @@ import numpy as np
 import models
 from experiments.answering import of_loaded, preset
 from experiments.evaluation.cells import make_cells
-from experiments.evaluation.comparison import beside_full, flat, load, place_of
+from experiments.evaluation.comparison import beside_full, flat, load
 from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import EvaluationSettings
 from kvjax import plugins, registry
@@ -56,15 +56,12 @@ def evaluate_methods(
         runner.run()
         runner.folder.keep_examples()
         compared = beside_full(load([folder]))
-    labels, asked = {choice.label for choice in chosen.choices}, [cell.identity for cell in cells]
-    mine = [  # the folder may have more
-        item
+    labels, asked = {choice.label for choice in chosen.choices}, [cell.identity.items() for cell in cells]
+    return [  # the folder may have more
+        flat(item)
         for item in compared
-        if item.row["method"] in labels
-        and any(all(item.row.get(name) == value for name, value in cell.items()) for cell in asked)
+        if item.row["method"] in labels and any(all(item.row.get(name) == x for name, x in cell) for cell in asked)
     ]
-    place = place_of([item.row for item in mine])
-    return [flat(item) for item in sorted(mine, key=lambda item: place(item.row))]
 
 
 def _check_model(model: Any, settings: Mapping[str, Any]) -> None:

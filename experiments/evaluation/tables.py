@@ -17,7 +17,8 @@ _LEGEND = (
     f"on the same examples with a 95 % paired bootstrap interval{_OF_CELLS}. Same answer: word for word. Question: "
     "in the prompt that the method compresses (prefill), after it (extend), or one after the other in one cache (turns). "
     "Budget: tokens per KV head that the setting asks for; where it asks for none, the tokens attended. "
-    "Read: bytes of keys, values and metadata per decode step; resident: allocated per row."
+    "Read, and tokens attended: in the step after an answer's eighth token, or its last if it is shorter (in runs before "
+    "2026-11-30 always its last), bytes of keys, values and metadata; resident: allocated per row."
 )
 LONG_ANSWER = 512  # tokens; tables with a longer mean answer have a column of the answers' lengths
 _ACCEPTED = " Accepted: tokens that a pass of Full gave over tokens drafted by the method (`kvjax.Verified`)."
@@ -92,7 +93,16 @@ def remarks(compared: Sequence[Compared]) -> list[str]:
     if parts := [f"{method} {count} of {asked}" for method, (count, asked) in cut.items() if count]:
         hint = "a larger --max-new-tokens might score more"
         told.append(f"Answers that reached their limit of tokens and scored below 100 ({hint}): {', '.join(parts)}.")
-    return told
+    return told + edited([item.row for item in compared])
+
+
+def edited(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Name the methods whose rows two versions of their class answered, in a list of one sentence; [] if there are none."""
+    versions: dict[str, set[str]] = {}
+    for row in rows:
+        versions.setdefault(_method(row), set()).add((row.get("knobs") or {}).get("source", ""))
+    mixed = [method for method, sources in versions.items() if len(sources) > 1]
+    return [f"Answered by versions of an edited class, so run all tasks again: {', '.join(mixed)}."] * bool(mixed)
 
 
 def _method(row: Mapping[str, Any]) -> str:
@@ -183,21 +193,15 @@ def _about(folder: pathlib.Path) -> str:
     facts = (
         f"model {settings['model']}, {settings['dtype']}",
         f"{' and '.join(device_kinds(record))}, JAX {record['versions']['jax']}",
-        *_origins(record["notes"].get("runs") or [record]),
+        _origin(record["notes"].get("runs") or [record]),
         f"template {settings.get('template') or 'none'}, truncation {settings.get('truncation')}, "
         f"{settings.get('decoding')} decoding",
     )
     return f"* `{folder.name}`: " + "; ".join(facts)
 
 
-def _origins(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describe each commit that made cells: its name, days and number of cells."""
-    by_commit: dict[str, list[Mapping[str, Any]]] = {}
-    for run in runs:
-        by_commit.setdefault(short_commit(run["commit"]), []).append(run)
-    texts = []
-    for commit, mine in by_commit.items():
-        days = " to ".join(dict.fromkeys((min(run["date"] for run in mine)[:10], max(run["date"] for run in mine)[:10])))
-        cells = sum(run.get("cells", 0) for run in mine)
-        texts.append(f"commit {commit}, {days}" + (f", {cells} cells in {len(mine)} runs" if len(runs) > 1 else ""))
-    return texts
+def _origin(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Name the commits that made cells, and their first and last day."""
+    days = sorted(run["date"][:10] for run in runs)
+    commits = ", ".join(dict.fromkeys(short_commit(run["commit"]) for run in runs))
+    return f"commit {commits}, {' to '.join(dict.fromkeys((days[0], days[-1])))}"

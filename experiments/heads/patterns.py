@@ -12,6 +12,7 @@ several times the tokens of a candidate.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import pathlib
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from experiments.cli import Job
 from experiments.heads.heads import BesideFull
 from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows, write_bytes
-from kvjax.attention.patterns import FILE, Table, to_file
+from kvjax.attention.patterns import FILE, IN_FILES, Table
 from kvjax.methods import Full
 from kvjax.protocol.method import Inputs, LayerSpec
 from kvjax.protocol.typing import method_layers, pytree, static
@@ -133,6 +134,21 @@ def best(kept: np.ndarray, patterns: Sequence[Pattern]) -> tuple[Table, list[lis
     chosen = kept.argmax(axis=2)
     table = tuple(tuple(patterns[at] for at in row) for row in chosen.tolist())
     return table, kept.max(axis=2).tolist()
+
+
+def to_file(table: Table, scores: list[list[float]]) -> str:
+    """Write patterns of the kinds that such files can have, and their scores, as `kvjax.wrappers.patterns` loads them."""
+    names = {kind: name for name, kind in IN_FILES.items()}
+
+    def entry(pattern: Pattern, score: float) -> list[Any]:
+        numbers = (pattern.blocks, 1) if pattern.kind == "block_sparse" else (pattern.columns, pattern.diagonals)
+        return [names[pattern.kind], *numbers, score]
+
+    layers = [
+        {str(head): entry(*pair) for head, pair in enumerate(zip(row, own, strict=True))}
+        for row, own in zip(table, scores, strict=True)
+    ]
+    return json.dumps(layers)
 
 
 def _patterns(settings: PatternSettings) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from filelock import FileLock
 
 from experiments.records.record import device_kinds, make_record, write_record
 from kvjax.attention.patterns import Pattern
-from kvjax.plugins import path_of
+from kvjax.plugins import outside, path_of
 from kvjax.protocol.describe import describe
 from kvjax.protocol.method import Method
 
@@ -25,11 +27,39 @@ _LONGEST = 240  # bytes
 def knobs_of(method: Method) -> dict[str, Any]:
     """Return all hyper-parameters of a method as JSON values; arrays and methods become a short text that tells them apart.
 
-    A method outside of kvjax also has its path, ``package.module:Class``, under "class".
+    A method outside of kvjax also has its path, ``package.module:Class``, under "class". Where it, or a method inside of a
+    wrapper, is from outside, "source" is a digest of the files of its class and of the classes that it extends: cells of
+    an edited class are others.
     """
-    path = path_of(type(method))
+    path, foreign = path_of(type(method)), outside().values()
     knobs = {field.name: _plain(vars(method)[field.name]) for field in dataclasses.fields(method)}
-    return knobs if path is None else {"class": path, **knobs}
+    source = " ".join(dict.fromkeys(_source(cls) for cls in _classes(method) if cls in foreign))
+    about = {} if path is None else {"class": path}
+    return {**about, **({"source": source} if source else {}), **knobs}
+
+
+def _classes(value: Any) -> Iterator[type[Method]]:
+    """Yield the class of a method, and those of the methods inside of it."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, Method):
+        yield type(value)
+        value = tuple(vars(value).values())
+    for part in value if isinstance(value, (tuple, list)) else ():
+        yield from _classes(part)
+
+
+@functools.cache
+def _source(cls: type[Method]) -> str:
+    """Digest the files of a class and of its bases outside of kvjax; of a class without a file, the code of its functions."""
+    modules = dict.fromkeys(base.__module__ for base in cls.__mro__)
+    modules = [name for name in modules if name.partition(".")[0] not in ("kvjax", *sys.stdlib_module_names)]
+    files = [getattr(sys.modules.get(module), "__file__", None) for module in modules]
+    parts = [pathlib.Path(file).read_bytes() for file in files if file]
+    if getattr(sys.modules[cls.__module__], "__file__", None) is None:
+        codes = [getattr(hook, "__code__", None) for hook in vars(cls).values()]
+        parts += [repr((x.co_code, x.co_names)).encode() for x in codes if x]
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:12]
 
 
 def _lock_of(path: pathlib.Path) -> pathlib.Path:

@@ -12,7 +12,8 @@ with 4K tokens, which takes half a minute.
 By default, rows are decode steps (TPOT, time per output token), whose time is split on one device into the method's part and
 the rest; at lengths at which no whole model fits, time ``--model llama-3.1-8b-4-layers``. ``--prefill`` times prefill (TTFT,
 time to the first token). ``--largest-batch`` looks for the largest batch that fits, downwards from the batch that the
-allocated bytes allow. Give the process most of the memory first (``XLA_PYTHON_CLIENT_MEM_FRACTION=0.95``). With
+allocated bytes allow, and whose prompts can be read. Give the process most of the memory first
+(``XLA_PYTHON_CLIENT_MEM_FRACTION=0.95``). With
 ``--set pariskv.offload=True`` only the bytes on the device count. Give such rows a record of their own, and ignore their
 floor, which does not include the bus.
 

@@ -193,6 +193,12 @@ class Bench:
         (needed,) = needed_each([method], self.config, self.mesh, kv_dtype, sizes, False)
         return needed.after.alone
 
+    def _to_read(self, method: Method, length: int, batch: int, kv_dtype: str | None) -> int:
+        """Compute the bytes of parameters and caches on a device while it reads the prompts of a batch."""
+        sizes = {"batch": batch, "prompt_slots": length, "max_new_tokens": self.room, "chunk_size": self.chunk_size}
+        (needed,) = needed_each([method], self.config, self.mesh, kv_dtype, sizes, False)
+        return num_bytes(self.params) + needed.reading.alone + needed.staged
+
     def decode_figures(
         self, method: Method, length: int, batch: int, kv_dtype: str | None = None, sums: str | None = None
     ) -> tuple[dict[str, Any], Any]:
@@ -301,10 +307,16 @@ class Bench:
         return self.row("prefill", name, length, batch, measure, knobs, sums=sums, chunk_size=self.chunk_size, **more)
 
     def largest_batch(self, name: str, length: int) -> int:
-        """Find the largest batch that decodes at a length, or 0 if none does; every batch that is tried has its row."""
-        one = self.cache_bytes(self.setting(name, length).method, length, 1, kv_dtype_of(name))
+        """Find the largest batch that decodes at a length, or 0 if none does; every batch that is tried has its row.
+
+        The search begins at the most rows whose prompts can be read.
+        """
+        method = self.setting(name, length).method
+        one = self.cache_bytes(method, length, 1, kv_dtype_of(name))
         limit = bytes_limit()
         most = self.most_rows if limit is None else min(self.most_rows, (limit - num_bytes(self.params)) // one)
+        while limit is not None and most > 1 and self._to_read(method, length, most, kv_dtype_of(name)) > limit:
+            most -= 1
         for batch in range(most, 0, -1):
             row = self.decode(name, length, batch, split=False)
             if row["error"] is None:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from kvjax.accounting.phases import Part, Phases, add_parts
+from kvjax.accounting.phases import Part, Phases, add_parts, gib
 from kvjax.cache.quantised import check_kv_dtype, row_bytes
 from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.checks import check_model, check_sizes
@@ -46,22 +46,28 @@ class Needed:
             if it is offloaded or stored as codes, and its codes too if it is both. They also hold the row that a pass takes
             out of the layer (`kvjax.decoding.prefill`).
         weights: bytes of the parameters on the device; 0 if none were given.
+        after: the part of `device` that the cache still takes after prefill.
+        beyond: tokens of prompt and answer past the model's positions, which `kvjax.prefill` refuses; 0 if all fit.
     """
 
     device: int
     host: int
     staged: int
     weights: int = 0
+    after: int = 0
+    beyond: int = 0
 
     @property
     def brief(self) -> str:
         """The bytes of the cache in words: on the device, and in host memory if there are any."""
-        return _gib(self.device) + (f" and {_gib(self.host)} of host memory" if self.host else "")
+        return gib(self.device) + (f" and {gib(self.host)} of host memory" if self.host else "")
 
     def __str__(self) -> str:
-        device = f"{_gib(self.device)} of device memory and {_gib(self.staged)} to stage a layer"
-        weights = f", {_gib(self.weights)} of weights" if self.weights else ""
-        return f"{device}, {_gib(self.host)} of host memory{weights}"
+        after = f" at the peak ({gib(self.after)} after the prompt)" if self.after < self.device else ""
+        device = f"{gib(self.device)} of device memory{after} and {gib(self.staged)} to stage a layer"
+        weights = f", {gib(self.weights)} of weights" if self.weights else ""
+        beyond = f"; {self.beyond} tokens are beyond the model's positions: add YaRN to its config" if self.beyond else ""
+        return f"{device}, {gib(self.host)} of host memory{weights}{beyond}"
 
 
 @in_32_bits
@@ -78,7 +84,7 @@ def memory_needed(
     share_storage: bool = False,
     params: Any = None,
 ) -> Needed:
-    """Compute from shapes alone the memory that prefill and decode need.
+    """Compute from shapes alone the memory that prefill and decode need; printed, the result says the peak and what remains.
 
     Activations and the state that layers share are not counted.
 
@@ -104,14 +110,16 @@ def memory_needed(
     sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
     check_model(config)
     needed = _sum(needed_each(methods, config, mesh, kv_dtype, sizes, share_storage))
-    return dataclasses.replace(needed, weights=bytes_on_device(params))
+    beyond = prompt_slots + max_new_tokens - config.max_position_embeddings
+    beyond = 0 if all(method.extrapolates for method in methods) else max(beyond, 0)
+    return dataclasses.replace(needed, weights=bytes_on_device(params), beyond=beyond)
 
 
 def _sum(each: Sequence[Phases]) -> Needed:
     """Add up what caches need that exist together. Their layers are staged one after the other."""
     reading, after = add_parts(x.reading for x in each), add_parts(x.after for x in each)
     device, host = max(reading.alone, after.alone), max(reading.host, after.host)
-    return Needed(device=device, host=host, staged=max(x.staged for x in each))
+    return Needed(device=device, host=host, staged=max(x.staged for x in each), after=after.alone)
 
 
 def needed_each(
@@ -255,8 +263,8 @@ def offload_share(
     layers = 1 + bisect.bisect_left(range(1, config.num_layers + 1), True, key=fits)
     if layers > config.num_layers:
         raise MemoryError(
-            f"{name} with offload=True needs {needed(config.num_layers)}, and {_gib(spare)} for activations, got "
-            f"{_gib(device_bytes)} of device memory; shorten the prompt or take fewer rows"
+            f"{name} with offload=True needs {needed(config.num_layers)}, and {gib(spare)} for activations, got "
+            f"{gib(device_bytes)} of device memory; shorten the prompt or take fewer rows"
         )
     return layers / config.num_layers
 
@@ -313,7 +321,7 @@ def check_memory(
         fewer = "prefill fewer methods at once, "
     if needed.device + needed.staged > free:
         raise MemoryError(
-            f"{said}, got {_gib(free)} of free device memory; {fewer}shorten the prompt, take fewer "
+            f"{said}, got {gib(free)} of free device memory; {fewer}shorten the prompt, take fewer "
             "rows, offload more of the layers if some stay (kvjax.offload_share), or give JAX more of the device "
             "(XLA_PYTHON_CLIENT_MEM_FRACTION, set before jax is imported)"
         )
@@ -321,7 +329,7 @@ def check_memory(
     got = not_none("got", least(mesh, pin_host(needed.host * devices, free // 4) // devices))
     if got < needed.host:
         raise MemoryError(
-            f"{said}, got {_gib(got)} of pinned host memory; {fewer}shorten the prompt, take fewer "
+            f"{said}, got {gib(got)} of pinned host memory; {fewer}shorten the prompt, take fewer "
             "rows, offload no more layers than must be (kvjax.offload_share), or raise the pool's limit "
             "(XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, 64 by default, set before jax is imported)"
         )
@@ -390,7 +398,3 @@ def _bytes(
     sizes = [(x.memory_space == jax.memory.Space.Host, x.size * x.dtype.itemsize) for x in kinds]
     device, host = (sum(size for there, size in sizes if there == at) for at in (False, True))
     return (device, host), *shared[-1]
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"

@@ -42,3 +42,8 @@ def add_parts(parts: Iterable[Part]) -> Part:
         device, host = device + part.device, host + part.host
         shared.update(part.shared)
     return Part(device, host, shared)
+
+
+def gib(size: int) -> str:
+    """Write a number of bytes in GiB, or in MiB if it is smaller."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"

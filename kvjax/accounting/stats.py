@@ -112,6 +112,7 @@ def step_cost(cache: Cache) -> Stats:
     row = [
         heads * row_bytes(model.head_dim, model.dtype, cache.kv_dtype if window is None else None, once) for window in windows
     ]
+    full = _sum(x * size for x, size in zip(seen, row, strict=True))  # what `Full` reads of layers with attention
     counters: dict[str, list[Array]] = {}
     for name, value in (entry for cost in costs for entry in cost.counters.items()):
         counters.setdefault(name, []).append(value)
@@ -123,16 +124,10 @@ def step_cost(cache: Cache) -> Stats:
         metadata_bytes=axes.total(_sum(c.metadata_bytes for c in costs)),
         bus_bytes=axes.total(sum(c.bus_bytes for c in costs) + jnp.zeros_like(costs[0].kv_bytes)),
         visible=_sum(seen) / len(seen),
-        full_bytes_read=axes.total(_full_bytes(seen, row, fixed)),
+        full_bytes_read=axes.total(full + fixed if fixed else full),
         counters=jax.tree.map(axes.mean, {name: _sum(values) / len(values) for name, values in counters.items()}),
         resident_bytes=num_bytes((cache.layers, cache.shared)),
     )
-
-
-def _full_bytes(seen: list[Array], row: list[int], fixed: int) -> Array:
-    """Count what `Full` reads: of each layer with attention the tokens that it sees, and the state of recurrent layers."""
-    read = _sum(x * size for x, size in zip(seen, row, strict=True))
-    return read + fixed if fixed else read
 
 
 def _sum(arrays: Iterable[Array]) -> Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax.api.generate import eos_array
+from kvjax.api.generate import eos_array, sampler_of
 from kvjax.api.prefill import Integers, Tokens, prefill
 from kvjax.api.shard_map import on_devices
 from kvjax.cache import Cache
@@ -59,11 +59,9 @@ def calibrate_chess(
     """
     if not 0 <= quantile <= 1:
         raise ValueError(f"quantile must lie between 0 and 1, got {quantile}")
-    if temperature is not None and key is None:
-        raise ValueError(f"temperature={temperature} needs a PRNG key: pass key=jax.random.key(seed)")
+    sampler = sampler_of(temperature, None, None, key)
     cache = prefill(params, tokens, config=config, lengths=lengths, max_new_tokens=max_new_tokens)
     start = np.asarray(cache.length)
-    sampler = Sampler(temperature=temperature, top_k=None, top_p=None)
     entropy, live = _entropies(params, cache, sampler, key, eos_array(eos_token_ids, config), steps=max_new_tokens)
     means, variances = [], []
     for row, steps, alive in zip(start, np.asarray(entropy), np.asarray(live), strict=True):

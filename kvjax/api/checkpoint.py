@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,10 +29,10 @@ from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.layers import blank_cache, layer_methods
 from kvjax.mesh.processes import check_all_processes, readable
 from kvjax.mesh.sharding import plan_of
-from kvjax.protocol.describe import describe
+from kvjax.protocol.describe import describe, show_value
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model, not_none
-from kvjax.registry import resolve
+from kvjax.registry import make, resolve
 from pallas_kernels.host import on_host, to_host
 
 _ABOUT = "kvjax.json"
@@ -98,14 +99,17 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
 
 
 @in_32_bits
-def load_cache(directory: str | pathlib.Path, *, config: Model, method: Method | str, params: Any = None) -> Cache:
+def load_cache(
+    directory: str | pathlib.Path, *, config: Model, method: Method | str | None = None, params: Any = None
+) -> Cache:
     """Read a cache written by `save_cache`.
 
     Args:
         directory: where it was saved.
         config: the description of the model that made the cache.
-        method: the method or its name. Its static fields must equal the static fields of the method that made the cache;
-            traced fields are restored.
+        method: None makes the method that the folder names. Otherwise the method or its name, whose static fields must
+            equal those of the method that made the cache; traced fields are restored. A method must be given if a knob of
+            it is an array of more than a few numbers, as SentenceKV's ``boundary``.
         params: the parameters for the next calls. The cache goes to the devices over which they are spread, on whatever
             devices the saved cache was. None means one device.
 
@@ -116,21 +120,24 @@ def load_cache(directory: str | pathlib.Path, *, config: Model, method: Method |
     """
     plan = plan_of(params)
     check_all_processes(None if plan is None else plan.mesh, "load_cache")
-    source, method = pathlib.Path(directory).absolute(), resolve(method)
+    source = pathlib.Path(directory).absolute()
+    method = None if method is None else resolve(method)
     if not (source / _ABOUT).is_file():
         raise FileNotFoundError(f"no saved cache in {source}: expected a file {_ABOUT} there")
     about = _read_about(source / _ABOUT)
     if about.get("format") != _FORMAT:
         raise ValueError(f"the cache in {source} has another format than this version of kvjax writes: prefill again")
     leaves, weights, kv_dtype = about["leaves"], about["weights"], about["kv_dtype"]
+    method = _named(source, about["method"]) if method is None else method
     blank = jax.eval_shape(lambda: blank_cache(method, config, weights, None, kv_dtype))
     # A field whose meaning changes gets another name, or another number of axes.
     expected = [(jax.tree_util.keystr(path), leaf.ndim) for path, leaf in jax.tree_util.tree_flatten_with_path(blank)[0]]
     found = [(leaf["name"], len(leaf["shape"])) for leaf in leaves]
     if str(jax.tree.structure(blank)) != about["structure"] or expected != found:
+        unlike = [*_unlike(method, about["method"], show_value), *_unlike(config, about["model"], lambda x, _: repr(x))]
         raise ValueError(
             f"the cache in {source} was made by {about['method']} on {about['model']}, got {describe(method)} on {config!r}; "
-            "the arrays of another method, model or version of kvjax cannot be loaded"
+            f"arrays of another method, model or version of kvjax cannot be loaded (unlike: {', '.join(unlike) or 'none'})"
         )
     if plan is not None:
         blank = jax.eval_shape(lambda: blank_cache(method, config, weights, plan, kv_dtype))
@@ -140,6 +147,22 @@ def load_cache(directory: str | pathlib.Path, *, config: Model, method: Method |
         for number, (leaf, where) in enumerate(zip(leaves, _places(blank, leaves), strict=True))
     ]
     return jax.tree.unflatten(jax.tree.structure(blank), arrays)
+
+
+def _named(source: pathlib.Path, text: str) -> Method:
+    """Make the method that a text of `describe` names."""
+    try:
+        return make(text if "(" in text and not text.endswith("()") else text.removesuffix("()"))
+    except ValueError as error:
+        raise ValueError(f"the cache in {source} was made by {text}, which its text cannot make: pass method") from error
+
+
+def _unlike(given: Any, text: str, show: Callable[[Any, bool], str]) -> list[str]:
+    """List the fields of a method or a model whose values do not stand in the text of the saved one."""
+    known = dataclasses.fields(given) if dataclasses.is_dataclass(given) else ()
+    fields = [field for field in known if field.metadata.get("static", True)]
+    pairs = [(field.name, show(vars(given)[field.name], False)) for field in fields]
+    return [f"{name}={value:.60}" for name, value in pairs if f"{name}={value}" not in text and value != "None"]
 
 
 def _array(file: pathlib.Path, leaf: dict[str, Any], where: Sharding) -> jax.Array:

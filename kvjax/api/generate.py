@@ -35,7 +35,7 @@ from kvjax.decoding.checks import (
 from kvjax.decoding.sampling import Sampler
 from kvjax.mesh.sharding import place_rows, readable
 from kvjax.protocol.describe import count_rows, describe_numbers, is_known, on_device, tracing
-from kvjax.protocol.fields import positive_int, shown
+from kvjax.protocol.fields import is_traced, positive_int, shown
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model, pytree, traced
 from kvjax.registry import resolve
@@ -139,14 +139,14 @@ def generate(
     Args:
         params: model parameters.
         cache: from `prefill`, `extend` or an earlier `generate`; is consumed. ``Generation.cache`` continues exactly:
-            generating 5 tokens twice equals generating 10 tokens.
+            greedily, generating 5 tokens twice equals generating 10 tokens; with a temperature each call draws with its key.
         method: None means the method that made the cache. A method of the same structure replaces the traced
             hyper-parameters. A method of another structure is refused.
         max_new_tokens: N, the most tokens to generate.
         eos_token_ids: token ids that end a row; None means the model's ids, and ``()`` means that no row ends early.
-        temperature: traced; None is greedy.
+        temperature: traced, one number for all rows; None is greedy, and so is 0, which needs no key.
         top_k, top_p: traced filters; None leaves the filter out.
-        key: PRNG key, required with a temperature.
+        key: PRNG key, required with a temperature above 0. A row draws by its place in the batch.
         limits: int [B], most tokens of each row, 0 to N; None means N for all rows. Limits are traced: calls with other
             limits and the same N share a compiled program.
 
@@ -155,7 +155,7 @@ def generate(
         FloatingPointError: the logits were not finite.
     """
     max_new_tokens = positive_int("max_new_tokens", max_new_tokens)
-    sampler = _sampler(temperature, top_k, top_p, key)
+    sampler = sampler_of(temperature, top_k, top_p, key)
     check_alive(cache)
     eos = eos_array(eos_token_ids, cache.model)
     most = None if limits is None else int32_rows("limits", limits, cache.batch, max_new_tokens, "max_new_tokens")
@@ -197,46 +197,36 @@ def stream(
     See `generate` for the other arguments. All tokens together equal the tokens of `generate`.
     """
     block, max_new_tokens = positive_int("block", block), positive_int("max_new_tokens", max_new_tokens)
-    sampler = _sampler(temperature, top_k, top_p, key)
+    sampler = sampler_of(temperature, top_k, top_p, key)
     check_alive(cache)
     eos = eos_array(eos_token_ids, cache.model)
     cache = _ready(params, cache, method, max_new_tokens)
     if tracing() or not is_known(params, cache, sampler, key, eos):
         raise ValueError("stream yields values as they are made, got traced values: call generate inside jit and vmap")
-    return _streamed(params, cache, sampler, key, eos, max_new_tokens, tokenizer, block)
 
+    def blocks(cache: Cache, key: Array | None) -> Iterator[list]:  # what is above runs before the first block is asked for
+        ends = set(jax.device_get(eos).tolist())
+        (done,) = place_rows(cache.plan, as_jax(np.zeros(cache.batch, bool)))
+        texts = [GrowingText(tokenizer) for _ in range(cache.batch)]
+        for first in range(0, max_new_tokens, block):
+            steps = min(block, max_new_tokens - first)
+            end = in_32_bits(decode_program)(params, cache, sampler, key, eos, done, steps=steps, stop_early=eos.size > 0)
+            cache, key, done = end.cache, end.key, end.done
+            results = readable(cache.plan, (end.tokens, end.num_tokens, end.bad_step, done))
+            drawn, counts, bad, ended = jax.device_get(results)
+            _check_finite(bad)
+            new = [row[:count].tolist() for row, count in zip(drawn, counts, strict=True)]
+            last = first + steps >= max_new_tokens or bool(ended.all())
+            if tokenizer is None:
+                yield new
+            else:
+                kept = [[token for token in row if token not in ends] for row in new]
+                lasts = [last or row_ended for row_ended in ended.tolist()]
+                yield [text.add(row, row_last) for text, row, row_last in zip(texts, kept, lasts, strict=True)]
+            if last:
+                return
 
-def _streamed(
-    params: Any,
-    cache: Cache,
-    sampler: Sampler,
-    key: Array | None,
-    eos: Array,
-    max_new_tokens: int,
-    tokenizer: Any,
-    block: int,
-) -> Iterator[list]:
-    """Run `stream` after its checks, which run when `stream` is called and not when its first result is read."""
-    ends = set(jax.device_get(eos).tolist())
-    (done,) = place_rows(cache.plan, as_jax(np.zeros(cache.batch, bool)))
-    texts = [GrowingText(tokenizer) for _ in range(cache.batch)]
-    for first in range(0, max_new_tokens, block):
-        steps = min(block, max_new_tokens - first)
-        end = in_32_bits(decode_program)(params, cache, sampler, key, eos, done, steps=steps, stop_early=eos.size > 0)
-        cache, key, done = end.cache, end.key, end.done
-        results = readable(cache.plan, (end.tokens, end.num_tokens, end.bad_step, done))
-        drawn, counts, bad, ended = jax.device_get(results)
-        _check_finite(bad)
-        new = [row[:count].tolist() for row, count in zip(drawn, counts, strict=True)]
-        last = first + steps >= max_new_tokens or bool(ended.all())
-        if tokenizer is None:
-            yield new
-        else:
-            kept = [[token for token in row if token not in ends] for row in new]
-            lasts = [last or row_ended for row_ended in ended.tolist()]
-            yield [text.add(row, row_last) for text, row, row_last in zip(texts, kept, lasts, strict=True)]
-        if last:
-            return
+    return blocks(cache, key)
 
 
 def _ready(params: Any, cache: Cache, method: Method | str | None, tokens: int | Array) -> Cache:
@@ -252,7 +242,13 @@ def _ready(params: Any, cache: Cache, method: Method | str | None, tokens: int |
     return cache
 
 
-def _sampler(temperature: Any, top_k: Any, top_p: Any, key: Array | None) -> Sampler:
+def sampler_of(temperature: Any, top_k: Any, top_p: Any, key: Array | None) -> Sampler:
+    """Make the sampler of a call; refuse a temperature without a key, and a key that is none."""
+    for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
+        if np.ndim(value):
+            raise ValueError(f"{name} must be one number for all rows, got {shown(value)}: generate the other rows apart")
+    if key is None and not is_traced(temperature) and temperature == 0:
+        return Sampler()
     sampler = on_device(Sampler(temperature=temperature, top_k=top_k, top_p=top_p))
     if temperature is not None and key is None:
         raise ValueError(f"temperature={temperature} needs a PRNG key: pass key=jax.random.key(seed)")

@@ -110,7 +110,21 @@ def sweep(
     if questions is not None:
         asked, ask_length = pad_tokens(questions, question_lengths)
     plan = plan_of(params)
-    _check(settings, padded, length, asked, config, max_new_tokens, plan)
+    if plan is not None and plan.parts > 1:
+        raise ValueError(
+            f"sweep does not run where the mesh's axis 'slots' divides the slots of each row, got the mesh {plan}; run "
+            "prefill and generate for each method there, or sweep on a mesh with the axes 'data' and 'model' alone"
+        )
+    if len(asked) != len(padded):
+        raise ValueError(f"questions must have {len(padded)} rows like the prompts, got {len(asked)}")
+    check_vocabulary(padded, config)
+    check_vocabulary(asked, config)
+    for method in settings:
+        check_sizes(method, config)
+        check_fits(length, max_new_tokens + asked.shape[1], config, method)
+        check_border(config, method, length, max_new_tokens + asked.shape[1])
+        if method.offload:
+            raise ValueError(f"sweep keeps all caches on the device: offload must be False, got {describe(method)}")
     padded, length, asked, ask_length = place_rows(plan, padded, length, asked, ask_length)
     eos = eos_array(eos_token_ids, config)
     say = report or (lambda line: None)
@@ -148,33 +162,6 @@ def sweep(
                 stats=jax.tree.map(lambda x, lane=lane: x[lane], stats),
             )
     return [results[index] for index in range(len(settings))]
-
-
-def _check(
-    settings: Sequence[Method],
-    padded: Array,
-    length: Array,
-    asked: Array,
-    config: Model,
-    max_new_tokens: int,
-    plan: Plan | None,
-) -> None:
-    """Refuse what a sweep cannot run, before anything is compiled."""
-    if plan is not None and plan.parts > 1:
-        raise ValueError(
-            f"sweep does not run where the mesh's axis 'slots' divides the slots of each row, got the mesh {plan}; run "
-            "prefill and generate for each method there, or sweep on a mesh with the axes 'data' and 'model' alone"
-        )
-    if len(asked) != len(padded):
-        raise ValueError(f"questions must have {len(padded)} rows like the prompts, got {len(asked)}")
-    check_vocabulary(padded, config)
-    check_vocabulary(asked, config)
-    for method in settings:
-        check_sizes(method, config)
-        check_fits(length, max_new_tokens + asked.shape[1], config, method)
-        check_border(config, method, length, max_new_tokens + asked.shape[1])
-        if method.offload:
-            raise ValueError(f"sweep keeps all caches on the device: offload must be False, got {describe(method)}")
 
 
 def group_by_structure(methods: Sequence[Method]) -> list[list[int]]:

@@ -18,7 +18,7 @@ KINDS = {  # and the fields that each kind reads
     "flexprefill": ("share", "tau", "min_budget"),
 }
 # The names of kinds in MInference's files; no other kind is in them.
-_IN_FILES = {"vertical_and_slash": "vertical_slash", "stream_llm": "a_shape", "block_sparse": "block_sparse"}
+IN_FILES = {"vertical_and_slash": "vertical_slash", "stream_llm": "a_shape", "block_sparse": "block_sparse"}
 _NUMBERS = {
     "columns": (int, Limits(least=0)),
     "diagonals": (int, Limits(least=1)),
@@ -127,27 +127,6 @@ def patterns(path: str | pathlib.Path, config: Model) -> Table:
     return table
 
 
-def to_file(table: Table, scores: list[list[float]]) -> str:
-    """Write patterns and their scores as the text of a file that `patterns` loads.
-
-    Raises:
-        ValueError: a kind that such files cannot have.
-    """
-    names = {kind: name for name, kind in _IN_FILES.items()}
-    if others := sorted({pattern.kind for row in table for pattern in row} - set(names)):
-        raise ValueError(f"files of patterns have the kinds {', '.join(names)}, got {', '.join(others)}")
-
-    def entry(pattern: Pattern, score: float) -> list[Any]:
-        numbers = (pattern.blocks, 1) if pattern.kind == "block_sparse" else (pattern.columns, pattern.diagonals)
-        return [names[pattern.kind], *numbers, score]
-
-    layers = [
-        {str(head): entry(*pair) for head, pair in enumerate(zip(row, own, strict=True))}
-        for row, own in zip(table, scores, strict=True)
-    ]
-    return json.dumps(layers)
-
-
 def check_pattern(owner: str, given: Any) -> None:
     """Refuse a value that is no `Pattern`, no tuple of a layer's patterns, and no `Table`; ``owner`` is for the message.
 
@@ -194,7 +173,7 @@ def _of_layer(given: Any) -> tuple[Pattern, ...]:
     missing = [head for head in range(len(heads)) if head not in heads]
     if missing:
         raise ValueError(f"no entry {missing[0]}")
-    entries = [(_IN_FILES[name], one, other) for name, one, other, *_ in (heads[head] for head in range(len(heads)))]
+    entries = [(IN_FILES[name], one, other) for name, one, other, *_ in (heads[head] for head in range(len(heads)))]
     return tuple(
         Pattern(kind, blocks=one) if kind == "block_sparse" else Pattern(kind, columns=one, diagonals=other)
         for kind, one, other in entries

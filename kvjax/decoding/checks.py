@@ -16,7 +16,7 @@ from jax import Array
 from kvjax.cache.whole_model import Cache, check_alive
 from kvjax.decoding.layers import fingerprint, guessing_layers, layer_methods
 from kvjax.mesh.sharding import check_plan, readable
-from kvjax.protocol.describe import at_once, describe, is_known, on_device
+from kvjax.protocol.describe import at_once, describe, is_known
 from kvjax.protocol.fields import shown
 from kvjax.protocol.method import Method, with_inner
 from kvjax.protocol.typing import Model, has_sinks, layer_ropes, values_are_keys
@@ -56,8 +56,8 @@ def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method)
     if needed > model.max_position_embeddings and not method.extrapolates:
         raise ValueError(
             f"prompt of {longest} + max_new_tokens={max_new_tokens} = {needed} tokens exceeds the model's "
-            f"max_position_embeddings={model.max_position_embeddings}; shorten it, take a smaller max_new_tokens, or use a "
-            f"method that re-numbers positions ({', '.join(extrapolating())})"
+            f"max_position_embeddings={model.max_position_embeddings}; shorten it, take a smaller max_new_tokens, add YaRN "
+            f"to the model's config, or use a method that re-numbers positions ({', '.join(extrapolating())})"
         )
     again, most = method.reread_tokens(longest), model.max_position_embeddings
     if again and longest + again > most and not method.extrapolates:
@@ -102,8 +102,8 @@ def check_room(cache: Cache, tokens: int | Array) -> None:
     """Refuse to append more tokens than the cache has free slots, or the model has positions left."""
     if not is_known(cache.length, cache.layers, tokens):
         return
-    methods = layer_methods(cache.method, cache.model)  # whose budgets can be traced, which sizes of arrays do not depend on
     with at_once():
+        methods = layer_methods(cache.method, cache.model)  # whose budgets can be traced, unlike sizes of arrays
         free = [m.room(state) for m, state in zip(methods, cache.layers, strict=True)]
         length, free = readable(cache.plan, (cache.length, free))
     length, free, wanted = jax.device_get((length, free, tokens))
@@ -177,8 +177,9 @@ def as_jax(array: Array | np.ndarray, dtype: Any = None) -> Array:
     """Convert to a JAX array, whose values stay known inside a trace if the values of ``given`` are."""
     if not is_known(array):
         return jnp.asarray(array, dtype)
+    # JAX places NumPy arrays on the mesh of `jax.set_mesh` only where no dtype is asked for.
     with at_once():
-        return jnp.asarray(on_device(array), dtype)
+        return jnp.asarray(array, dtype) if isinstance(array, Array) else jnp.asarray(np.asarray(array, dtype))
 
 
 def read_array(value: Any) -> Array | np.ndarray:
@@ -186,14 +187,8 @@ def read_array(value: Any) -> Array | np.ndarray:
     if isinstance(value, (jax.Array, np.ndarray)):
         return value
     try:
-        known = is_known(value)
-    except (RecursionError, SystemError):  # lists in lists, thousands deep
-        return np.asarray(None)
-    if not known:
-        return jnp.asarray(value)
-    try:
-        return np.asarray(value)
-    except ValueError:  # lists of several lengths
+        return np.asarray(value) if is_known(value) else jnp.asarray(value)
+    except (ValueError, RecursionError, SystemError):  # lists of several lengths, or lists in lists, thousands deep
         return np.asarray(None)
 
 

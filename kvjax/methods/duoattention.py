@@ -89,7 +89,13 @@ class StreamingHeads(AppendOnly):
         # Nothing moves, so that heads that stream have one range of empty slots, between both ends.
         slots = jnp.broadcast_to(jnp.arange(cache.num_slots, dtype=jnp.int32), cache.position.shape)
         kept = cache.compact(slots, cache.valid & (ends | ~streams[None, :, None]), room)
-        return kept, _first_gap(kept.valid) if any(self.streams) else None
+        if not any(self.streams):
+            return kept, None
+        # The first range of empty slots; it is empty if there is none.
+        first = jnp.argmin(kept.valid, axis=2)
+        behind = kept.valid & (jnp.arange(kept.num_slots)[None, None] > first[..., None])
+        stop = jnp.where(behind.any(axis=2), jnp.argmax(behind, axis=2), first)
+        return kept, jnp.stack([first, stop], axis=2).astype(jnp.int32)
 
     def gap(self, aux: Array | None) -> Array | None:
         return aux
@@ -98,11 +104,3 @@ class StreamingHeads(AppendOnly):
         self, cache: LayerStorage, aux: Array | None, step: Step, mass: Array | None
     ) -> tuple[LayerStorage, Array | None]:
         return cache, aux
-
-
-def _first_gap(held: Array) -> Array:
-    """Find the first range of slots in which ``held`` bool [B, H, S] is False: int32 [B, H, 2], empty if there is none."""
-    first = jnp.argmin(held, axis=2)
-    behind = held & (jnp.arange(held.shape[2])[None, None] > first[..., None])
-    stop = jnp.where(behind.any(axis=2), jnp.argmax(behind, axis=2), first)
-    return jnp.stack([first, stop], axis=2).astype(jnp.int32)

@@ -41,7 +41,7 @@ from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerSpec, LayerStorage
 from kvjax.cache.offload import Near, empty_storage, offload
 from kvjax.methods.budgets import SHARE, ends
-from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
+from kvjax.protocol.method import Cost, Inputs, LayerMethod
 from kvjax.protocol.slots import check_budget
 from kvjax.protocol.typing import EMPTY, pytree, static, traced
 from kvjax.rope import rotate
@@ -194,9 +194,6 @@ class InfLLM(LayerMethod):
             bus_bytes=far * (heads * state.cache.slot_bus_bytes),
             counters={},
         )
-
-    def room(self, state: BlockState) -> Array | None:
-        return free_slots(state.cache, None)
 
     def max_tokens(self, in_prompt: bool) -> int:
         return self.chunk

@@ -42,7 +42,7 @@ from kvjax.cache import LayerSpec, LayerStorage
 from kvjax.cache.divided import best_of_rows, here, log_total, merged, part_slots, total
 from kvjax.cache.offload import Near, empty_storage, offload
 from kvjax.methods.budgets import scaled
-from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
+from kvjax.protocol.method import Cost, Inputs, LayerMethod
 from kvjax.protocol.typing import EMPTY, pytree, static, traced
 from kvjax.selection import smooth
 from pallas_kernels import axes
@@ -196,9 +196,6 @@ class TokenSelect(LayerMethod):
             bus_bytes=far * (heads * state.cache.slot_bus_bytes),
             counters={"hit_rate": hit_rate},
         )
-
-    def room(self, state: TokenState) -> Array | None:
-        return free_slots(state.cache, None)
 
     def max_tokens(self, in_prompt: bool) -> int:
         return self.chunk

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -41,9 +42,9 @@ def at_once() -> Iterator[None]:
 
 
 def on_device[T](tree: T) -> T:
-    """Hand the numbers and NumPy arrays of a tree over explicitly, as ``jax.transfer_guard("disallow")`` asks for."""
-    with jax.ensure_compile_time_eval():
-        return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x), tree)
+    """Hand the numbers and NumPy arrays of a tree to the device, which `jax.transfer_guard` does not forbid here."""
+    with at_once():
+        return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), tree)
 
 
 def describe(method: Any, brief: bool = False) -> str:

@@ -216,7 +216,12 @@ class Retrieval(SlotMethod):
         if cache.parts > 1:  # pages of other devices are dropped, like pages past the end
             pages = pages - cache.first // self.page_size
             pages = jnp.where(pages < 0, cache.num_slots, pages)
-        fresh = self._summarize(cache, pages)
+        slots = page_slots(pages, self.page_size)
+        inside = slots < cache.num_slots  # slots past the end count as empty
+        index, shape = jnp.where(inside, slots, 0), (*cache.key.shape[:2], touched, self.page_size)
+        key = jnp.take_along_axis(cache.key, index[:, None, :, None], axis=2)
+        valid = jnp.take_along_axis(cache.valid, index[:, None], axis=2) & inside[:, None]
+        fresh = self.summarize(key.reshape(*shape, -1), valid.reshape(shape))
         row = jnp.arange(batch)[:, None]
 
         def put(old: Array, new: Array) -> Array:  # pages past the end are dropped
@@ -237,13 +242,3 @@ class Retrieval(SlotMethod):
         pages = total(jnp.sum(tokens > 0, axis=2), cache).astype(jnp.float32)
         per_page = sum(x.dtype.itemsize * x[0, 0, 0].size for x in jax.tree.leaves(aux))
         return jnp.minimum(stored, chosen.astype(jnp.int32)), pages * per_page
-
-    def _summarize(self, cache: LayerStorage, pages: Array) -> Any:
-        """Compute the summaries of ``pages`` int32 [B, N]. Slots past the end of the cache count as empty."""
-        slots = page_slots(pages, self.page_size)
-        inside = slots < cache.num_slots
-        index = jnp.where(inside, slots, 0)
-        key = jnp.take_along_axis(cache.key, index[:, None, :, None], axis=2)
-        valid = jnp.take_along_axis(cache.valid, index[:, None], axis=2) & inside[:, None]
-        shape = (*key.shape[:2], pages.shape[1], self.page_size)
-        return self.summarize(key.reshape(*shape, -1), valid.reshape(shape))

@@ -247,9 +247,12 @@ class LayerMethod(Method):
     def cost(self, state: Any, shared: Any) -> Cost:
         """Compute the cost of the next decode step."""
 
-    @abc.abstractmethod
     def room(self, state: Any) -> Array | None:
-        """Return the number of tokens that still fit, int32 [B]; None if storage is bounded and never fills."""
+        """Return the number of tokens that still fit, int32 [B]; None if storage is bounded and never fills.
+
+        By default these are the free slots of ``state.cache``.
+        """
+        return free_slots(state.cache, None)
 
     def max_tokens(self, in_prompt: bool) -> int | None:
         """Return the most tokens that one `attend` call can take; None, the default, means any number."""

@@ -98,11 +98,10 @@ def check_method(
         method,
         model,
         params,
-        full=Subject(Full(), model, params, few_programs=True),
+        full=Subject(Full(), model, params),
         everything=None if everything is None else make(**{**unbounded, **everything}),
         nearby=_nearby(method),
         traces=model.traces,
-        few_programs=True,
     )
     chosen = [] if method.spans_layers else [*_LAYER]
     chosen += MODEL_LAWS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -36,9 +35,8 @@ class Subject:
         nearby: the method with another value of a traced knob; None has none.
         traces: a list that gets longer whenever the model is traced.
         prompts: token ids of three rows.
-        few_programs: compile as little as possible: fewer tokens are a limit.
-        copies: how often a row alone is in its batch. As many copies as prompts need no programs for other batch sizes: None
-            takes this number with ``few_programs``, and else 1.
+        copies: how often a row alone is in its batch. None: as often as there are prompts, which needs no programs for
+            another batch size. Few programs are also why fewer tokens are a limit everywhere here.
         rows: q [B, H, G, T, D], k and v [B, H, T, D] of one layer, the last `LAYER_STEPS` tokens after the prompt; None takes
             `tokens_of_layer`.
         lengths: int [B], tokens of the rows' prompts, from 1 to T - `LAYER_STEPS`.
@@ -55,7 +53,6 @@ class Subject:
         nearby: Method | None = None,
         traces: Sequence[Any] = (),
         prompts: Sequence[Sequence[int]] = (),
-        few_programs: bool = False,
         copies: int | None = None,
         rows: tuple[np.ndarray, ...] | None = None,
         lengths: np.ndarray = LENGTHS,
@@ -64,8 +61,7 @@ class Subject:
         self.nearby = method if nearby is None else nearby
         self.full = self if full is None else full
         self.traces, self.prompts = traces, prompts or random_prompts()
-        self._few_programs = few_programs
-        self._copies = (len(self.prompts) if few_programs else 1) if copies is None else copies
+        self._copies = len(self.prompts) if copies is None else copies
         self.rows, self.lengths = tokens_of_layer() if rows is None else rows, lengths
 
     def read(self, method: Method | None = None, rows: Sequence[Sequence[int]] | None = None, **options: Any) -> Cache:
@@ -87,14 +83,13 @@ class Subject:
 
     def go_on(self, cache: Cache, method: Method | None = None) -> Generation:
         """Generate `STEPS` greedy tokens, which no EOS ends, under the cache's method or another; consumes the cache."""
-        limits = [STEPS] * cache.batch if self._few_programs else None
+        limits = [STEPS] * cache.batch
         return generate(self.params, cache, method=method, max_new_tokens=STEPS, eos_token_ids=(), limits=limits)
 
     def go_half(self, cache: Cache) -> tuple[np.ndarray, Cache]:
         """Generate the first half of `go_on`'s tokens, int32 [B, STEPS // 2], and the cache; consumes the given cache."""
         half = STEPS // 2
-        steps, limits = (STEPS, [half] * cache.batch) if self._few_programs else (half, None)
-        out = generate(self.params, cache, max_new_tokens=steps, eos_token_ids=(), limits=limits)
+        out = generate(self.params, cache, max_new_tokens=STEPS, eos_token_ids=(), limits=[half] * cache.batch)
         return np.asarray(out.tokens)[:, :half], out.cache
 
     def ask(self, cache: Cache, questions: Sequence[Sequence[int]] = QUESTIONS, width: int = 4) -> Cache:
@@ -136,10 +131,6 @@ class Subject:
         q, k, v = (x if y is None else y for x, y in zip(self.rows, (q, k, v), strict=True))
         taken = self.method if method is None else method
         return drive(taken, q, k, v, self.lengths, prompt=self.rows[1].shape[2] - LAYER_STEPS, **options)
-
-    def with_knob(self, **knobs: Any) -> Method:
-        """Copy the method with other values of some fields."""
-        return dataclasses.replace(self.method, **knobs)
 
 
 @functools.cache

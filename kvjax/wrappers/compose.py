@@ -24,10 +24,10 @@ from kvjax.protocol.typing import pytree, static, traced
 
 
 class Answer(property):
-    """A declaration that a wrapper answers as the methods in some of its fields do."""
+    """A declaration that a wrapper answers as one of the methods in some of its fields does."""
 
 
-def answers[T: type[Method]](*fields: str, names: Sequence[str] = ()) -> Callable[[T], T]:
+def answers[T: type[Method]](*fields: str, names: Sequence[str] = (), every: bool = False) -> Callable[[T], T]:
     """Make a class decorator: the class answers declarations (`kvjax.protocol.method.declarations`) as its inner methods do.
 
     What the class states itself stays: a class attribute, a property, or a dataclass field. So a new declaration needs
@@ -36,12 +36,14 @@ def answers[T: type[Method]](*fields: str, names: Sequence[str] = ()) -> Callabl
     Args:
         *fields: the fields with the inner methods; a field may have a dict of methods. With several methods the answer is the
             first true one, or the last method's answer if none is true: a wrapper needs what any of its methods needs.
+        names: the declarations; none means all that the class does not state itself.
+        every: True: with several methods the answer is the first false one, or the last method's answer if all are true.
     """
 
     def decorate(kind: T) -> T:
         stated = {*vars(kind), *(field.name for field in dataclasses.fields(kind))}
         for name in names or [name for name in declarations(kind) if name not in stated]:
-            setattr(kind, name, _answer(kind, name, fields))
+            setattr(kind, name, _answer(kind, name, fields, every))
         return kind
 
     return decorate
@@ -66,17 +68,18 @@ def passes[T](field: str, hook: T) -> T:
     return cast("T", ask)
 
 
-def _answer(kind: type[Method], name: str, fields: Sequence[str]) -> Answer:
+def _answer(kind: type[Method], name: str, fields: Sequence[str], every: bool) -> property:
     def ask(self: Method) -> Any:
         answer = None
         for method in _methods(self, fields):
             answer = getattr(method, name)
-            if answer:
+            if bool(answer) != every:
                 break
         return answer
 
     first = next(base for base in reversed(kind.__mro__) if name in vars(base))
-    return Answer(ask, doc=f"See `{first.__module__}.{first.__name__}.{name}`; the answer of {' or '.join(fields)}.")
+    told = f"See `{first.__module__}.{first.__name__}.{name}`; the answer of {' or '.join(fields)}."
+    return property(ask, doc=told) if every else Answer(ask, doc=told)
 
 
 def _methods(wrapper: Method, fields: Sequence[str]) -> Iterator[Method]:
@@ -86,6 +89,7 @@ def _methods(wrapper: Method, fields: Sequence[str]) -> Iterator[Method]:
 
 
 @answers("layers", "default")
+@answers("layers", "default", names=("extrapolates", "dense_prompt", "moves_slots"), every=True)
 @pytree
 class PerLayer(Method):
     """Other methods for some layers, and a default for the rest. A layer of the model with a sliding window keeps its window.
@@ -111,24 +115,8 @@ class PerLayer(Method):
                 )
 
     @property
-    def extrapolates(self) -> bool:
-        return all(method.extrapolates for method in _methods(self, ("layers", "default")))
-
-    @property
-    def dense_prompt(self) -> bool:
-        return all(method.dense_prompt for method in _methods(self, ("layers", "default")))
-
-    @property
-    def moves_slots(self) -> bool:
-        return all(method.moves_slots for method in _methods(self, ("layers", "default")))
-
-    @property
     def lacks(self) -> tuple[str, ...]:
         return tuple({name: None for method in _methods(self, ("layers", "default")) for name in method.lacks})
-
-    @property
-    def offload(self) -> bool:
-        return any(method.offload for method in _methods(self, ("layers", "default")))
 
     def offloaded(self, share: float) -> Method | None:
         made = {index: method.offloaded(share) for index, method in self.layers.items()}

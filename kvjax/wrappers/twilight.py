@@ -161,7 +161,8 @@ class Twilight(Around):
             slots, mask, keys = jnp.broadcast_to(slots, cache.position.shape), cache.valid, aux.keys
         else:
             slots, mask = chosen.tokens(cache)
-            keys = _keys_at(aux.keys, slots)
+            index = {3: slots, 4: slots[..., None]}
+            keys = jax.tree.map(lambda x: jnp.take_along_axis(x, index[x.ndim], axis=2, mode="clip"), aux.keys)
         query = step.query[..., 0, :]
         # The step's own token joins the 4-bit keys only in `update`.
         newest = jnp.maximum(cache.cursor - 1, 0)[:, None]
@@ -216,12 +217,3 @@ def top_mass(logits: Array, mass: float | Array) -> Array:
     left_out = (below <= (1 - mass) * below[..., -1:]) & (jnp.asarray(mass) < 1)
     least = jnp.where(left_out, ascending[..., -1:], ascending).min(axis=-1, keepdims=True)
     return weight >= least
-
-
-def _keys_at(keys: FourBitKeys, slots: Array) -> FourBitKeys:
-    """Take the 4-bit keys at ``slots`` int32 [B, H, K]."""
-    return FourBitKeys(
-        codes=jnp.take_along_axis(keys.codes, slots[..., None], axis=2, mode="clip"),
-        low=jnp.take_along_axis(keys.low, slots, axis=2, mode="clip"),
-        step=jnp.take_along_axis(keys.step, slots, axis=2, mode="clip"),
-    )

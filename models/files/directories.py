@@ -48,6 +48,7 @@ def checkpoint_directory(checkpoint: str | os.PathLike, *, offline: bool = False
         close = difflib.get_close_matches(text.strip(" /").lower(), NAMED_MODELS, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         names = f"; named models: {', '.join(NAMED_MODELS)}" if re.fullmatch(r"[\w.-]+", text) else ""
+        names += "; a repository of the hub is OWNER/NAME, such as Qwen/Qwen3-0.6B" if names else ""
         raise FileNotFoundError(f"no model directory {text}{hint}{names}")
     return repository_directory(text, offline=offline)
 

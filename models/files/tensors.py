@@ -22,6 +22,7 @@ from .tables.leaf import AnyLeaf, Index, Parts
 WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _FILE_DTYPES = ("F32", "F16", "BF16", "I8")
+_IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 _BUFFERS = (".rotary_emb.inv_freq",)  # in files of old versions; computed from the config here
 
 
@@ -49,8 +50,9 @@ class SafeTensors:
 
     def names(self, leaf: AnyLeaf) -> tuple[str, ...]:
         """Name the tensors of a parameter in the files. A tied embedding may be stored only under the LM head's name."""
-        moved = self.tied and EMBEDDING not in self.files and LM_HEAD in self.files
-        return tuple(LM_HEAD if moved and name == EMBEDDING else name for name in leaf.names)
+        embedding, head = (_stored(self.files, name) for name in (EMBEDDING, LM_HEAD))
+        moved = self.tied and embedding not in self.files and head in self.files
+        return tuple(head if moved and name == EMBEDDING else _stored(self.files, name) for name in leaf.names)
 
     def parts(self, leaf: AnyLeaf, dtype: np.dtype) -> Parts:
         """Return a function that reads a part of a parameter in ``dtype``, and nothing but that part from the files."""
@@ -58,9 +60,10 @@ class SafeTensors:
         def read(index: Index) -> np.ndarray:
             part, rows = leaf.part(index)
             tensors = [self._read(name, at) for name, at in zip(self.names(leaf), rows, strict=True)]
-            if self.tied and leaf.names == (EMBEDDING,) and {EMBEDDING, LM_HEAD} <= self.files.keys():
-                if not np.array_equal(tensors[0], self._read(LM_HEAD, rows[0])):
-                    raise ValueError(f"{self.directory}: embeddings are tied, but {EMBEDDING} and {LM_HEAD} differ")
+            embedding, head = (_stored(self.files, name) for name in (EMBEDDING, LM_HEAD))
+            if self.tied and leaf.names == (EMBEDDING,) and {embedding, head} <= self.files.keys():
+                if not np.array_equal(tensors[0], self._read(head, rows[0])):
+                    raise ValueError(f"{self.directory}: embeddings are tied, but {embedding} and {head} differ")
             return np.ascontiguousarray(part.join([tensor.astype(dtype, copy=False) for tensor in tensors]))
 
         return read
@@ -75,6 +78,15 @@ class SafeTensors:
                 return four_bits.numbers(blocks, scales, cast("tuple[slice, slice, slice]", index))
         with safe_open(self.files[name], framework="numpy") as opened:
             return numbers(opened, name, index)
+
+
+def _stored(files: Mapping[str, Path], name: str) -> str:
+    """Return the name of a tensor in files that hold an encoder of images beside the text model, or else ``name``."""
+    if any(other.startswith("language_model.") for other in files):
+        return f"language_model.{name}"
+    if any(other.startswith("model.language_model.") for other in files) and name.startswith("model."):
+        return f"model.language_model.{name.removeprefix('model.')}"
+    return name
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
@@ -111,13 +123,14 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
 def _check(directory: Path, config: Architecture, table: list[AnyLeaf], sources: dict[str, Path]) -> None:
     """Refuse tensors that do not fit the table, with one message for all of them."""
     expected = {name: leaf.file_shape(i) for leaf in table for i, name in enumerate(leaf.names)}
-    if config.tie_word_embeddings and LM_HEAD in sources:
-        expected[LM_HEAD] = (config.vocab_size, config.hidden_size)  # a second copy is allowed
+    if config.tie_word_embeddings and (head := _stored(sources, LM_HEAD)) in sources:
+        expected[head] = (config.vocab_size, config.hidden_size)  # a second copy is allowed
     shapes, dtypes, problems = {}, {}, []
     prefix = FAMILIES[config.family].unread if config.family else ""
     # DeepSeek's files may have one more layer, which guesses the token after the next.
     drafts = f"model.layers.{config.num_layers}." if config.family and FAMILIES[config.family].router else ""
-    unread = tuple(filter(None, (prefix, drafts)))
+    images = _IMAGES if _stored(sources, EMBEDDING) != EMBEDDING else ()
+    unread = tuple(filter(None, (prefix, drafts, *images)))
     for file in sorted(set(sources.values())):
         with safe_open(file, framework="numpy") as opened:
             names = opened.keys()  # the opened file itself is not iterable

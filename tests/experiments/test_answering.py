@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 
 import jax
@@ -16,6 +17,8 @@ from experiments.answering import (
     METHODS,
     Calibration,
     LoadedModel,
+    Shape,
+    ask,
     batch_rows,
     budget_tokens,
     calibration,
@@ -25,6 +28,7 @@ from experiments.answering import (
     reads_all,
     score,
 )
+from experiments.answering.ask import READ_AFTER
 from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.records import Results, percent_interval
 from tests.tiny_models import BUILTIN
@@ -43,7 +47,7 @@ def test_texts_beyond_the_positions_are_refused_before_they_are_made():
 
 def test_records_tell_the_dtypes_of_codes():
     for weight_dtype in ("int8", "int4"):
-        shapes = models.param_shapes(models.shapes.llama31_8b(), weight_dtype)
+        shapes = models.param_shapes(dataclasses.replace(models.shapes.llama31_8b(), num_layers=1), weight_dtype)
         model = LoadedModel("small", shapes, CONFIG, None, pathlib.Path("nowhere"), kv_dtype="int8")
         assert model.dtypes == f"{CONFIG.dtype}, weights {weight_dtype}, keys and values int8"
 
@@ -64,6 +68,23 @@ def test_scores_along_a_text_under_full_equal_one_pass():
         np.testing.assert_array_equal(top[:count, row], (logits[row].argmax(-1) == texts[row, 41:])[:count])
     np.testing.assert_array_equal(cache.length, 40 + counts)
     assert not likely[8:].any(), "the loop ends with the longest text"
+
+
+def test_what_is_read_does_not_depend_on_an_answers_length():
+    """Two calls, whose tokens are those of one; a short answer, and one that ends with a token, count as they end."""
+    params, contexts = models.random_params(CONFIG, jax.random.key(2)), [list(range(3, 40)), list(range(50, 75))]
+    cache = kvjax.prefill(params, contexts, config=CONFIG, method="quest", max_new_tokens=20)
+    whole = kvjax.generate(params, cache, max_new_tokens=20, eos_token_ids=()).rows()
+    for limits, ends in (((20, 12), ()), ((9, 4), ()), ((20, 20), (whole[1][2],))):
+        config, each = dataclasses.replace(CONFIG, eos_token_ids=ends), [[most] for most in limits]
+        asked = ask(params, config, contexts, kvjax.methods.Quest(), Shape(128, 2, 20), limits=each)
+        stops = [
+            next((i + 1 for i, token in enumerate(row) if token in ends), most)
+            for row, most in zip(whole, limits, strict=True)
+        ]
+        assert asked.ids == [[row[:stop]] for row, stop in zip(whole, stops, strict=True)]
+        read = [len(text) + min(stop, READ_AFTER) for text, stop in zip(contexts, stops, strict=True)]
+        np.testing.assert_array_equal(asked.stats[0][1].length, read)
 
 
 def test_batches_are_equal_and_bounded():

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from experiments.answering.answer import AnswerSettings
 from experiments.cli import Job, Settings, guarded, option, read_yaml
 from experiments.cli.main import COMMANDS, main
 from experiments.cli.settings import attribute_docs, flag_of, make_parser, option_of
@@ -214,6 +215,7 @@ def test_help_comes_from_the_docstring():
     assert helps["shares"] == "shares in %% (default 0.5,1.0)" and helps["limit"] == "a limit (default: none)"
     assert helps["name"] == "its name (required)" and helps["words"] == "some words"
     assert "shares in %" in make_parser([Example]).format_help()
+    assert " FILE" in make_parser([AnswerSettings], for_help=True).format_usage(), "it is required: without brackets"
 
 
 def test_a_job_ends_with_its_exit_code(capsys):

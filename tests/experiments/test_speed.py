@@ -272,6 +272,15 @@ def test_a_row_without_memory_is_tried_again_with_more(command, asked, monkeypat
     assert [m["out_of_memory"] for m in record["metrics"]] == [False, False]
 
 
+def test_only_rows_that_a_prompt_can_reach_are_tried(command, asked, monkeypatch):
+    """Its caches are small, but they are read whole."""
+    asked.most = 8
+    monkeypatch.setattr(speed_bench, "bytes_limit", lambda: 1 << 40)
+    monkeypatch.setattr(speed_bench.Bench, "_to_read", lambda self, method, length, batch, kind: batch << 38)
+    command("--methods", "snapkv", "--largest-batch", "--most-rows", 8, "--no-plot")
+    assert {batch for _, batch in asked} == {4}
+
+
 def test_another_error_is_a_row_that_is_run_again(command, asked, tmp_path):
     asked.most, asked.problem = 0, ZeroDivisionError("a | b")
     with pytest.raises(SystemExit, match="1 rows failed"):

@@ -77,7 +77,7 @@ class Draw(Subject):
         params = params_of(model, int(rng.integers(1 << 30)))
         lengths = [int(rng.choice((1, 2, 39, 40)) if rng.random() < 0.2 else rng.integers(1, _LONGEST + 1)) for _ in range(3)]
         prompts = [rng.integers(0, model.vocab_size, length).tolist() for length in lengths]
-        options = {"prompts": prompts, "few_programs": True}
+        options = {"prompts": prompts}
         super().__init__(
             method,
             model,

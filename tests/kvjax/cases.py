@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -57,7 +58,6 @@ def ask(cache: kvjax.Cache, questions: Any = QUESTIONS) -> kvjax.Cache:
 
 
 ONE = dataclasses.replace(TINY, num_layers=1)  # its parameters are those of `TINY`, of which it takes the first layer
-BATCH_OF_ONE = ("quest",)  # a choice for speed: others read a row alone in a batch of one under --thorough
 
 
 def model(name: str) -> Any:
@@ -71,12 +71,9 @@ def model(name: str) -> Any:
 def subject(name: str, copies: int | None = None, config: Any = None) -> Subject:
     """An example under test, in its tiny `model`, or in the model ``config``.
 
-    A row alone is ``copies`` times in its batch. None: once for the methods in `BATCH_OF_ONE`, and three times for all other
-    methods, which then need programs for a batch of three only, the batch of the prompts.
+    A row alone is ``copies`` times in its batch. None: as often as there are prompts, in their programs.
     """
     knobs = oracle(name).KNOBS if name in NAMES else {}
-    if copies is None:
-        copies = 1 if name in BATCH_OF_ONE else len(prompts())
     config = model(name) if config is None else config
     return Subject(
         any_example(name),
@@ -87,7 +84,6 @@ def subject(name: str, copies: int | None = None, config: Any = None) -> Subject
         nearby=example(name, capacity=knobs["budget"], budget=knobs["budget"] - 1) if "budget" in knobs else None,
         traces=TRACES,
         prompts=prompts(),
-        few_programs=True,
         copies=copies,
     )
 
@@ -141,6 +137,11 @@ def drive_alike(method: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: Any
     return drive(method, q, k, v, np.array(lengths)[rows], prompt=int(LENGTHS.max()), inv_freq=inv_freq, **options)
 
 
+def of_state(module: Any, state: Any, row: int) -> dict[str, np.ndarray]:
+    """What an oracle is given of a row's state, see `tests.oracles`."""
+    return {name: np.asarray(operator.attrgetter(at)(state)[row]) for name, at in vars(module).get("STATE", {}).items()}
+
+
 def compare(
     name: str, knobs: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: Any, got: Drive, tolerance: float = 1e-4
 ) -> list[Any]:
@@ -149,7 +150,7 @@ def compare(
     steps, heads = len(got.outputs), k.shape[1]
     for row, length in enumerate(lengths):
         end = length + steps
-        given = {field: np.asarray(getattr(got.state, field)[row]) for field in vars(module).get("STATE", ())}
+        given = of_state(module, got.state, row)
         want = module.run(q[row, :, :, :end], k[row, :, :end], v[row, :, :end], int(length), inv_freq, **knobs, **given)
         np.testing.assert_allclose(got.prompt[row, :, :, :length], want.prompt, atol=tolerance, rtol=0)
         for step in range(steps):

@@ -22,6 +22,7 @@ from kvjax.wrappers import Stages
 from tests.harness import (
     ALL,
     METHODS,
+    MOST_UNLIKE,
     NAMES,
     ONE_LAYER,
     WRAPPERS,
@@ -38,16 +39,14 @@ from tests.harness import (
     repeated,
     stored,
     tiny_params,
+    whole,
 )
-from tests.kvjax.cases import BATCH_OF_ONE, base, go_on, model, subject
+from tests.kvjax.cases import base, go_on, model, subject
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 SLOTTED = [x for x in ALL if x in ONE_LAYER or (x not in METHODS and any_example(x.values[0]).slotted)]
 # A choice for speed.
-# One method of each kind: it evicts tokens, or retrieves pages, or packs layers and tokens. Coded tokens and sentences are
-# retrieved as pages are, and their oracles say which.
-MOST_UNLIKE = ("tova", "quest", "mosaickv")
 # Quest and the examples of wrappers around it: a choice, because their tests know Quest's budget and index.
 SELECTING = [group(name) for name in ("quest", "stages", "dense_below", "twilight")]
 
@@ -81,11 +80,6 @@ def test_every_method_has_an_oracle_and_an_example():
 # ---- one layer ----------------------------------------------------------------------------------------------------
 
 
-def whole(params):
-    """Parameters of a law of the whole model: besides `MOST_UNLIKE` one that spans layers, and a wrapper."""
-    return repeated(params, but=(*MOST_UNLIKE, "chess", "stages"))
-
-
 # Each law of `kvjax.testing.laws` and the examples that it is shown by; what `law` and `repeated` leave out runs thoroughly.
 LAWS = {
     laws.empty_slots_are_never_read: law(SLOTTED),
@@ -95,7 +89,7 @@ LAWS = {
     laws.equal_query_heads_attend_as_one: law(SLOTTED),
     laws.prompt_chunks_do_not_change_results: repeated(SLOTTED, but=("tova",)),  # test_offload.py reads others in chunks
     laws.outputs_are_attention_over_the_chosen: law(SLOTTED),
-    laws.everything_kept_equals_full: repeated(ALL, but=MOST_UNLIKE),
+    laws.everything_kept_equals_full: whole(ALL, but=MOST_UNLIKE),
     laws.setting_does_something: whole([x for x in ALL if x.values[0] not in ("full", "verified")]),  # they answer as Full
     laws.ragged_rows_equal_alone: whole(ALL),
     laws.generating_in_two_calls_equals_one: whole(METHODS),
@@ -103,7 +97,7 @@ LAWS = {
     laws.decoding_keeps_structure_shapes_and_dtypes: law(ALL),
     laws.bfloat16_is_kept: law(ALL),
     laws.resident_bytes_are_the_arrays: whole(ALL),
-    laws.ragged_questions_equal_alone: repeated(METHODS, but=MOST_UNLIKE),
+    laws.ragged_questions_equal_alone: whole(METHODS, but=MOST_UNLIKE),
 }
 OPTIONS = {
     # A basis of fewer different tokens than channels is not unique, so MosaicKV's shortest row may pack new tokens otherwise.
@@ -219,10 +213,10 @@ def test_cost_counts_what_is_attended(name):
 # ---- the whole model ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", [x for x in ALL if x.values[0] not in (*BATCH_OF_ONE, "knorm")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", repeated([x for x in ALL if x.values[0] != "knorm"], but=("quest",)))
 def test_a_row_in_a_batch_of_one_is_as_in_a_ragged_batch(name):
-    """By default, only the methods in `BATCH_OF_ONE` show this law, in the tests above and below.
+    """By default, a row alone is there three times.
 
     Under Knorm, rounding decides which keys of `TINY` are the shortest: they are normalised, without weights.
     """

@@ -13,11 +13,11 @@ import pytest
 
 import kvjax
 from kvjax import rope
-from kvjax.methods import H2O, Full, KeyDiff, Quest, SnapKV, StreamingLLM
+from kvjax.methods import H2O, Full, Quest, SnapKV, StreamingLLM
 from kvjax.protocol.families import Retrieval
 from kvjax.protocol.typing import pytree
 from kvjax.testing.model import TinyModel
-from kvjax.wrappers import DenseBelow, PerLayer, Stages
+from kvjax.wrappers import PerLayer
 from tests import harness
 from tests.harness import TINY, example, padded, prompts, small, tiny_params
 from tests.kvjax.cases import ONE
@@ -45,12 +45,6 @@ WRONG_METHODS = [  # what the message names, and calls
     ("SnapKV: capacity", lambda: SnapKV(budget=np.array([40, 64]))),
     ("SnapKV: capacity", lambda: jax.eval_shape(lambda budget: SnapKV(budget=budget), 64)),
     ("budget .*capacity=16", lambda: StreamingLLM(budget=jnp.int32(99), capacity=16)),
-    ("SnapKV discards", lambda: DenseBelow(length=9, method=SnapKV())),
-    ("method .*'quest'", lambda: DenseBelow(length=9, method="quest")),
-    ("H2O .*Quest", lambda: Stages(evict=H2O(), retrieve=Quest())),
-    ("retrieve .*KeyDiff", lambda: Stages(evict=SnapKV(), retrieve=KeyDiff())),
-    ("evict .*StreamingLLM", lambda: Stages(evict=StreamingLLM(), retrieve=Quest())),
-    ("retrieve .*class Quest", lambda: Stages(evict=SnapKV(), retrieve=Quest)),
     ("'0'", lambda: PerLayer(layers={"0": Full()}, default=Full())),
     ("layer 2", lambda: prefill([[1]], PerLayer(layers={2: Full()}, default=Full()), max_new_tokens=2)),
     ("layers .*0", lambda: prefill([[1]], PerLayer(layers={0: Full(), -2: Quest()}, default=Full()), max_new_tokens=2)),
@@ -216,6 +210,16 @@ def test_caches_that_do_not_fit_the_call_are_refused():
 @pytest.mark.parametrize(("knob", "name"), [("temperature", "key"), ("top_k", "temperature"), ("top_p", "temperature")])
 def test_drawing_needs_a_key_and_a_temperature(knob, name):
     refuses(name, lambda: kvjax.generate(tiny_params(), None, max_new_tokens=2, **{knob: 1}))  # before the cache is read
+
+
+def test_one_temperature_is_for_all_rows_and_zero_is_greedy():
+    """Without a key, because a greedy step draws nothing."""
+    for knob in ("temperature", "top_k", "top_p"):
+        given = {"temperature": 1.0, "key": jax.random.key(0), knob: np.ones(3)}
+        refuses(knob, lambda given=given: kvjax.generate(tiny_params(), None, max_new_tokens=2, **given))
+    greedy = kvjax.generate(tiny_params(), read("full"), max_new_tokens=2)
+    at_zero = kvjax.generate(tiny_params(), read("full"), max_new_tokens=2, temperature=0.0, top_k=3)
+    np.testing.assert_array_equal(at_zero.tokens, greedy.tokens)
 
 
 def test_a_consumed_cache_is_refused():

@@ -51,14 +51,16 @@ SIZES = {  # windows that prompts are shorter than, as long as, and longer than
 CAPS = ("sinks", "cap", "window, capped", "recurrent, capped")
 CHOICE = ("full", "snapkv", "quest", "pariskv", "tokenselect", "chess", "verified")
 # A choice for speed; all others run under --thorough.
-DEFINED = {("window, capped",), ("recurrent",), ("latent",)}
-LAWFUL = {("recurrent", "quest"), ("latent", "quest")}
+DEFINED = {("window, capped",), ("recurrent",)}
+LAWFUL = {("recurrent", "quest")}
+SLOW = {("latent",), ("latent", "quest"), ("sinks", "quest")}
 PAIRS = [(kind, name) for kind in KINDS for name in CHOICE]
 
 
 def chosen(cases, always=()):
-    """Parameters of a test; those that are not in ``always`` run under --thorough."""
-    return [pytest.param(*case, marks=[pytest.mark.thorough] * (case not in always)) for case in cases]
+    """Parameters of a test; those in ``always`` run by default, those in `SLOW` as slow tests, all others thoroughly."""
+    marks = {True: [pytest.mark.slow], False: [pytest.mark.thorough]}
+    return [pytest.param(*case, marks=[] if case in always else marks[case in SLOW]) for case in cases]
 
 
 def everything(kind, name):
@@ -82,7 +84,7 @@ def params(kind):
 def subject(kind, name):
     return Subject(
         any_example(name), {**KINDS, **SIZES}[kind], params(kind), full=None if name == "full" else subject(kind, "full"),
-        everything=everything(kind, name), prompts=prompts(), few_programs=True, traces=TRACES,
+        everything=everything(kind, name), prompts=prompts(), traces=TRACES,
     )  # fmt: skip
 
 
@@ -121,10 +123,7 @@ def test_full_in_chunks_is_the_definition(kind, chunk_size):
     check_definition(kind, chunk_size=chunk_size)
 
 
-KEPT = LAWFUL | {("sinks", "quest")}
-
-
-@pytest.mark.parametrize(("kind", "name"), chosen([pair for pair in PAIRS if pair[1] != "full"], KEPT))
+@pytest.mark.parametrize(("kind", "name"), chosen([pair for pair in PAIRS if pair[1] != "full"], LAWFUL))
 def test_a_method_that_keeps_everything_is_full(kind, name):
     laws.everything_kept_equals_full(subject(kind, name))
 

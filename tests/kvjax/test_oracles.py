@@ -110,7 +110,14 @@ VARIANTS = {
         *(({"fraction": 0.01}, {"capacity": 0.3}), ({"fraction": 0.45}, {"capacity": 0.5})),
     ],
     "sentencekv": [
-        (knobs, {}) for knobs in ({"prefilter": "kv_head"}, {"obs_window": 16, "kernel": 5}, {"open_cap": 5}, {"open_cap": 1})
+        (knobs, {})
+        for knobs in (
+            {"prefilter": "kv_head"},
+            {"obs_window": 16, "kernel": 5},
+            {"open_cap": 5},
+            {"open_cap": 1},
+            {"keep_factor": 1.5},
+        )
     ],
 }
 ALWAYS = {"h2o": 2, "selfextend": 1}  # how many of them do not need --thorough

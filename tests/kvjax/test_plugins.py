@@ -23,6 +23,7 @@ from experiments.cli.main import main
 from experiments.demo.__main__ import DemoSettings
 from experiments.evaluation.grid import the_grid
 from experiments.evaluation.settings import EvaluationSettings
+from experiments.evaluation.tables import edited
 from experiments.records import knobs_of
 from kvjax import plugins, registry, testing
 from kvjax.cache import LayerCache
@@ -256,9 +257,27 @@ def test_records_and_settings_name_its_path():
     settings = EvaluationSettings.from_mapping({"methods": [{PATH: {"budget": 8}}, "quest"], "tasks": "passkey"}, "a test")
     assert [choice.label for choice in settings.choices] == ["full", "newest(budget=8)", "quest"]
     assert settings.as_dict()["methods"] == [{PATH: {"budget": 8}}, "quest"]
-    assert knobs_of(kvjax.make("newest", budget=8)) == {"class": PATH, "budget": 8, "capacity": 8}
+    knobs = knobs_of(kvjax.make("newest", budget=8))
+    assert knobs.pop("source") and knobs == {"class": PATH, "budget": 8, "capacity": 8}
     made = paper_method(PATH, 800, tokenizer=None, config=testing.TinyModel())
     assert made.name == "newest" and made.method.budget == 100 and made.note == "1/8 of the context"
+
+
+@pytest.mark.parametrize("path", ["edited:Spread", "edited:Spread in a wrapper", "kvjax's own"])
+def test_cells_of_an_edited_class_are_others(path, tmp_path, monkeypatch):
+    """An edit of the file makes other cells, and tables name a method that two versions answered; kvjax's own have none."""
+    monkeypatch.chdir(tmp_path)
+    sources = []
+    for width in (0, 2):
+        (tmp_path / "edited.py").write_text(SPREAD.replace("default=1, least", f"default={width}, least"))
+        method = kvjax.make("quest") if path == "kvjax's own" else plugins.load("edited:Spread")(budget=20)
+        within = Quest(budget=8, page_size=4, num_dense_layers=0)
+        method = kvjax.make("stages", evict=method, retrieve=within) if path.endswith("wrapper") else method
+        sources.append(knobs_of(method).get("source"))
+        sys.modules.pop("edited", None)
+    assert (None not in sources and sources[0] != sources[1]) or (path == "kvjax's own" and sources == [None, None])
+    rows = [{"method": "spread", "no_effect": False, "knobs": {"source": x}} for x in sources]
+    assert ("Spread" in "".join(edited(rows))) == (sources[0] is not None)
 
 
 # ---- the contract ---------------------------------------------------------------------------------------------------

@@ -25,12 +25,12 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 @pytest.mark.xdist_group("magicpig")
 def test_samples_without_room_are_counted():
     """MagicPIG's counter is the share of steps and KV heads that sampled more tokens than a KV head may read."""
-    some, every = (example("magicpig", capacity=most) for most in (4, None))
+    some, every = example("magicpig"), example("magicpig", capacity=None)
     capped, whole = (subject("magicpig").drive(method=method) for method in (some, every))
     less = capped.attended.sum(axis=-1) < whole.attended.sum(axis=-1)
     got = some.counters(capped.state.aux, None)["overflowed"]
     np.testing.assert_allclose(got, less.mean(axis=(0, 2)), rtol=1e-6)
-    assert 0 < got.max() < 1 and not every.counters(whole.state.aux, None)
+    assert got.max() > 0 and got.min() < 1 and not every.counters(whole.state.aux, None)
 
 
 def test_packed_codes_are_read_back():

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.methods import Quest, ShadowKV, SnapKV, ThinK
+from kvjax.methods import ShadowKV, SnapKV, ThinK
 from kvjax.protocol.method import LayerSpec
 from kvjax.testing.layer import drive
-from kvjax.wrappers import DenseBelow, Periodic, Stages, Twilight
+from kvjax.wrappers import Stages
 from models import shapes
 from tests import goldens
 from tests.harness import example
@@ -117,21 +117,3 @@ def test_think_counts_the_channels_that_a_step_reads():
     np.testing.assert_array_equal(found.attended, [20] * rows)
     np.testing.assert_array_equal(found.kv_bytes, [2 * 4 * (14 * (48 + 64) + 6 * 128)] * rows)
     np.testing.assert_array_equal(found.metadata_bytes, [2 * 39 * 4] * rows)
-
-
-@pytest.mark.parametrize(
-    "make, told",
-    [
-        (lambda: Stages(evict=ThinK(), retrieve=Quest()), "ThinK drops channels of keys, so it must come last"),
-        (lambda: Stages(evict=ThinK(), retrieve=SnapKV()), "retrieve must keep every slot .* but SnapKV evicts"),
-        (lambda: DenseBelow(length=9, method=ThinK()), "ThinK drops channels .*, which cannot be undone"),
-        (lambda: Twilight(method=ThinK()), "ThinK attends to all that it keeps"),
-        (lambda: Periodic(evict=ThinK()), "evict must discard tokens, but ThinK keeps every token"),
-        (lambda: Stages(evict=SnapKV(), retrieve=ShadowKV()), "must be a method that chooses cache slots"),
-        (lambda: ShadowKV(budget=7), r"budget must be .* at least 8 tokens \(one chunk of chunk_size=8\), got 7"),
-        (lambda: ThinK(channels=0.0), "channels must be .* above 0"),
-    ],
-)
-def test_what_does_not_fit_is_refused(make, told):
-    with pytest.raises(ValueError, match=told):
-        make()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -37,14 +38,14 @@ def generator():
 
 
 NAMES = sorted(generator().MODELS)
-# Two RoPEs and windows, norms before and after; sinks, biases and clamped experts. Layers without RoPE, latent and linear
-# attention, and routed experts decode in `tests/kvjax/test_kinds_of_models.py`.
-DECODED = ("gemma3_text", "gpt_oss")
+# Two RoPEs and windows, norms before and after. Sinks, layers without RoPE, latent and linear attention, and routed experts
+# decode in `tests/kvjax/test_kinds_of_models.py`.
+DECODED = ("gemma3_text",)
 EXPERTS = ("gpt_oss", "granitemoe", "qwen3_next", "glm4_moe", "minimax_m2", "olmoe", "qwen2_moe")
 # The parts of all families, each at least once; each of the others has no part that these do not have.
 READ = (
     "gemma2", "olmo3", "smollm3", "phi4_longrope", "glm4", "exaone4", "cohere2", "arcee", "granitemoe", "qwen3_next",
-    "deepseek_v3", "glm4_moe",
+    "deepseek_v3", "glm4_moe", "gpt_oss",
 )  # fmt: skip
 
 
@@ -151,6 +152,28 @@ def test_tensors_of_a_head_for_several_tokens_are_not_read(name, unread, unused,
     save_file({**tensors, unused: np.zeros((2, 2), np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=f"unused {unused}"):
         models.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("", "language_model."), ("model.", "model.language_model.")], ids=["transformers 4", "transformers 5"]
+)
+def test_the_text_model_beside_an_encoder_of_images_loads(old, new, loaded, tmp_path):
+    """Gemma 3 from 4B on: what ``text_config`` leaves out is as in transformers, and the encoder's tensors are not read."""
+    params, config, directory = loaded("gemma3_text")
+    outside = {"model_type": "gemma3", "eos_token_id": [1, 6], "vision_config": {"hidden_size": 8}}
+    inside = edges("gemma3_text", eos_token_id=...)
+    tmp_path.joinpath("config.json").write_text(json.dumps({**outside, "text_config": inside}))
+    tensors = {new + key.removeprefix(old): value for key, value in load_file(directory / "model.safetensors").items()}
+    image = ("model." if old else "") + "vision_tower.patch.weight"
+    save_file({**tensors, image: np.zeros((2, 2), np.float32)}, tmp_path / "model.safetensors")
+    again, read = models.from_pretrained(tmp_path)
+    assert read == dataclasses.replace(config, eos_token_ids=(1, 6))
+    assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), again, params))
+    brief = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    brief |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "model_type": "gemma3_text"}  # of google/gemma-3-4b-it
+    large = models.ModelConfig.from_hf({**outside, "text_config": brief, "torch_dtype": "bfloat16"})
+    assert (large.num_q_heads, large.num_kv_heads, large.head_dim, large.vocab_size) == (8, 4, 256, 262208)
+    assert large.dtype == "bfloat16" and large.ropes[5].scaling.factor == 8.0 and large.ropes[0].scaling is None
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, "phi3", "glm4", "olmo3", "qwen3_5_text", *EXPERTS])

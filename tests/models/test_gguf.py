@@ -119,6 +119,15 @@ def write_both(folder, name, kind=QUANTS.F32, *, legacy=False, more=None, **chan
     return values["general.architecture"]
 
 
+def test_a_mistral_without_a_window_is_said_when_it_is_loaded(tmp_path, caplog):
+    hf, weights = checkpoint("mistral")
+    values = gguf_writing.metadata(hf) | {"general.name": "Mistral-7B-v0.1"}
+    gguf_writing.write(tmp_path / "x.gguf", values, gguf_writing.stored(hf, weights))
+    models.from_pretrained(tmp_path / "x.gguf")
+    (record,) = caplog.records
+    assert "'Mistral-7B-v0.1' and has no sliding window" in record.getMessage()
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "legacy"),
     [

@@ -300,6 +300,11 @@ def test_near_misses_name_the_name(wrong):
         models.checkpoint_directory(wrong)
 
 
+def test_a_repository_without_its_owner_is_told_the_form():
+    with pytest.raises(FileNotFoundError, match="no model directory phi-4-mini.*OWNER/NAME"):
+        models.checkpoint_directory("phi-4-mini")
+
+
 def test_no_name_is_not_the_current_directory_and_a_tilde_is_the_home_directory(gguf_file, monkeypatch):
     """As from a variable of the shell that is not set."""
     monkeypatch.chdir(gguf_file.parent)

@@ -16,7 +16,9 @@ from tests.oracles.plain import Trace, attend, best, dense_prompt, rotate_all
 
 KNOBS = {"channels": 0.25, "fraction": 0.3, "block_size": 4, "segment": 16, "buffer": 8}
 LENGTHS = (1, 7, 8, 9, 16, 23, 24, 40)
-STATE = ("basis_key", "basis_value")  # [H, Seg, D, D] of one row, rows are unit eigenvectors
+STATE = {  # [H, Seg, D, D] of one row, rows are unit eigenvectors
+    "basis_key": "store.segments.basis_key", "basis_value": "store.segments.basis_value",
+}  # fmt: skip
 
 SHARES = (1 / 8, 1 / 4, 3 / 8)  # what a dynamic strategy chooses from
 GROUPS = (1, 2, 4)

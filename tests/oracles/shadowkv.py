@@ -12,7 +12,7 @@ from tests.oracles.plain import Trace, attend, best, dense_prompt, rotate_all, s
 
 KNOBS = {"budget": 8, "rank": 12, "chunk_size": 4, "outlier_chunks": 2, "local_chunks": 1}
 LENGTHS = (1, 3, 4, 7, 8, 16, 23, 40)
-STATE = ("right",)  # [H, R, D] of one row; the heads' rows side by side are unit vectors
+STATE = {"right": "shadow.right"}  # [H, R, D] of one row; the heads' rows side by side are unit vectors
 DIGITS = 6  # scores are compared after rounding: what is equal in float32 must be equal here
 
 

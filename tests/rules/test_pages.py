@@ -157,6 +157,21 @@ def test_code_of_the_page_on_jax_runs(quick_compile):
     assert scope["tokens"].shape == (2, 4) and scope["drawn"].shape == (4, 2) and scope["logits"].shape == (2, 61)
 
 
+def test_what_fits_is_what_memory_needed_says():
+    """The first row of the page's table, by the page's code; beyond the model's positions the line says so."""
+    page, scope, printed = text_of(DOCS / "fits.md"), {}, io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(blocks(DOCS / "fits.md", "python")[0], scope)
+    lines, row = printed.getvalue().splitlines(), next(x for x in page.splitlines() if x.startswith("| Qwen3-8B, 15.3"))
+    for line, cell in zip(lines, row.split("|")[3:-1], strict=True):
+        needed = kvjax.memory_needed(line.split()[0], scope["config"], **scope["sizes"])
+        assert cell.split() == [f"{needed.device / 2**30:.1f}", "/", f"{needed.after / 2**30:.1f}"], line
+        assert ("at the peak" in line) == (needed.after < needed.device) and "beyond" not in line
+    assert "24832 tokens are beyond" in str(
+        kvjax.memory_needed("snapkv", scope["config"], **scope["sizes"] | {"prompt_slots": 65536})
+    )
+
+
 def test_version_and_address_are_those_of_pyproject():
     """A release is a tag v and the version, under which CHANGELOG.md says what is new."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))

@@ -74,16 +74,6 @@ class MosaicState:
     cache: LayerStorage
     store: Store | None = None
 
-    @property
-    def basis_key(self) -> Array:
-        """Bases of the keys of each segment, float32 [B, H, N, D, D], whose rows are unit vectors; for tests."""
-        return not_none("store", self.store).segments.basis_key
-
-    @property
-    def basis_value(self) -> Array:
-        """Bases of the values of each segment, float32 [B, H, N, D, D], whose rows are unit vectors; for tests."""
-        return not_none("store", self.store).segments.basis_value
-
 
 @pytree
 class MosaicKV(LayerMethod):

@@ -115,7 +115,9 @@ def _pack_prompt(
     for first in range(0, max(given // size * size, 1), layout.segment):
         stop = min(first + layout.segment, prompt)
         valid = jnp.arange(first, stop)[None] < packed[:, None]
-        k, v = (_padded(x[:, :, first:stop], valid).astype(jnp.float32) for x in (key, value))
+        behind = ((0, 0), (0, 0), (0, max(stop - given, 0)), (0, 0))
+        k, v = (jnp.pad(x[:, :, first:stop], behind) for x in (key, value))
+        k, v = (jnp.where(valid[:, None, :, None], x, 0).astype(jnp.float32) for x in (k, v))
         segment = fit(layout, k, v, valid, max_loss, max_variance)
         *pruned, lost = prune(layout, segment, k, v, k)
         segments.append(segment)
@@ -307,12 +309,6 @@ def _current(store: Store) -> Array:
 
 def _ceil(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
-
-
-def _padded(x: Array, valid: Array) -> Array:
-    """Pad x [B, H, S, D] to [B, H, S', D], with zeros for tokens that are not in ``valid`` bool [B, S']."""
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, valid.shape[1] - x.shape[2]), (0, 0)))
-    return jnp.where(valid[:, None, :, None], x, 0)
 
 
 def _by_row(run: Callable[..., Any], *arrays: Array) -> Any:

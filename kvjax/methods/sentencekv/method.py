@@ -210,7 +210,7 @@ class SentenceKV(SlotMethod):
         if self.boundary is None:
             raise ValueError(
                 "SentenceKV: boundary must be a bool array [V] (whether each token ends a sentence), got None; "
-                "kvjax.methods.sentencekv.boundaries.boundary_table makes one from a tokenizer"
+                'kvjax.make("sentencekv", tokenizer=model.tokenizer) makes it from a tokenizer'
             )
         table = self.boundary
         if not isinstance(table, (np.ndarray, jax.Array)) or table.dtype != bool or table.ndim != 1:

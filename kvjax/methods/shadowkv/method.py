@@ -42,7 +42,7 @@ from kvjax.cache.offload import empty_storage
 from kvjax.methods.budgets import SHARE
 from kvjax.methods.shadowkv.landmarks import landmarks
 from kvjax.methods.shadowkv.low_rank import factorize
-from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
+from kvjax.protocol.method import Cost, Inputs, LayerMethod
 from kvjax.protocol.slots import check_budget
 from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
 from kvjax.rope import rotate
@@ -75,11 +75,6 @@ class ShadowState:
     cache: LayerStorage
     inv_freq: Array | None = None  # float32 [B, D/2], until the prompt's end
     shadow: Shadow | None = None
-
-    @property
-    def right(self) -> Array:
-        """The second factor of the keys, [B, H, R, D]; for tests."""
-        return not_none("shadow", self.shadow).right
 
 
 @pytree
@@ -144,7 +139,8 @@ class ShadowKV(LayerMethod):
         raw, size = state.cache.resident(), self.chunk_size
         inv_freq = not_none("inv_freq", state.inv_freq)[0]
         if (missing := size - raw.num_slots) > 0:
-            raw = raw.compact(*_all_slots(raw), missing)
+            every = jnp.arange(raw.num_slots, dtype=jnp.int32)[None, None]
+            raw = raw.compact(jnp.broadcast_to(every, raw.position.shape), raw.valid, missing)
         chunks = jnp.maximum(raw.cursor // size - self.local_chunks, 0)
         landmark, worst = landmarks(raw.key, raw.num_slots // size, size, inv_freq)
         inside = (jnp.arange(worst.shape[2], dtype=jnp.int32)[None] < chunks[:, None])[:, None]
@@ -190,9 +186,6 @@ class ShadowKV(LayerMethod):
             bus_bytes=fetched.sum(axis=1) if on_host(shadow.value) else jnp.zeros_like(scanned),
             counters={},
         )
-
-    def room(self, state: ShadowState) -> Array | None:
-        return free_slots(state.cache, None)
 
     def _read(self, state: ShadowState, inputs: Inputs) -> tuple[Array, ShadowState]:
         """Prefill a chunk with dense and exact attention."""
@@ -250,9 +243,3 @@ class ShadowKV(LayerMethod):
         cursor = outliers.shape[2] * size + raw.cursor - chunks * size
         # A row with few outliers has empty slots before its other tokens.
         return dataclasses.replace(raw.compact(slots, keep, room), cursor=cursor)
-
-
-def _all_slots(cache: LayerCache) -> tuple[Array, Array]:
-    """Return the arguments with which `LayerCache.compact` keeps everything."""
-    slots = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
-    return jnp.broadcast_to(slots, cache.position.shape), cache.valid

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from pallas_kernels.machine import say_once
+
 from ...sizes.rope_scaling import RopeScaling
 from ..hf import rope as hf_rope
 from .reader import GGUFFile
@@ -47,6 +49,12 @@ def _plain(file: GGUFFile, number: Number, sizes: Mapping[str, Any]) -> dict[str
         raise ValueError(
             f"unsupported sliding window of {window} tokens in a file of architecture {arch!r}, which does not say which "
             "layers have it: convert the model from its Hugging Face directory"
+        )
+    title = file.metadata.get("general.name")
+    if arch == "llama" and not window and "mistral" in str(title).lower():  # converters to GGUF leave the window out
+        say_once(
+            f"{file.path} calls itself {title!r} and has no sliding window: if its Hugging Face folder has one in "
+            "config.json (Mistral 7B v0.1: 4096 tokens), logits differ beyond it"
         )
     if ROPE_FACTORS in file.tensors:
         factors = file.read(ROPE_FACTORS, np.dtype(np.float64))

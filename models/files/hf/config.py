@@ -13,10 +13,23 @@ from . import families as hf_families
 from . import latent as hf_latent
 
 MODEL_TYPES = tuple(ALL)
+# Gemma 3 from 4B on: what transformers takes where ``text_config`` is silent, and keys that stand outside of it.
+_GEMMA3_TEXT = {
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "max_position_embeddings": 131072,
+}  # fmt: skip
+_OUTER = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
 
 
 def read(hf: dict[str, Any]) -> dict[str, Any]:
-    """Translate a ``config.json`` to the fields of an Architecture."""
+    """Translate a ``config.json`` to the fields of an Architecture; of Gemma 3 with images, its text model."""
+    if hf.get("model_type") == "gemma3" and isinstance(hf.get("text_config"), dict):
+        hf = {
+            **_GEMMA3_TEXT,
+            **{key: hf[key] for key in _OUTER if key in hf},
+            **hf["text_config"],
+            "model_type": "gemma3_text",
+        }
     model_type = hf.get("model_type")
     if isinstance(model_type, str) and model_type in MISSING:
         raise ValueError(f"unsupported model_type {model_type!r}: this decoder does not have {MISSING[model_type]}")

@@ -285,7 +285,7 @@ ALL = {**INFERRED, **FAMILIES}
 # Types that people ask for and that this decoder cannot run: the part that is missing.
 MISSING = {
     "qwen3_5": "an encoder of images; its text model has model_type 'qwen3_5_text'",
-    "gemma3": "an encoder of images; its text model has model_type 'gemma3_text'",
+    "gemma3": "an encoder of images, and this file has no text_config, whose model_type is 'gemma3_text'",
     "gemma3n_text": "keys and values shared between layers",
     "gemma4_text": "keys and values shared between layers",
     "llama4_text": "attention in chunks",

@@ -11,20 +11,20 @@ import pytest
 import kvjax
 from tests import harness
 from tests.harness import example, prompts, tiny_params
-from tests.kvjax.cases import ONE
+from tests.kvjax.cases import ONE, N, go_on
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 ROW = 2 * ONE.head_dim * 4  # bytes of one key and one value in float32
 LAYER = ONE.num_kv_heads * ROW  # of one token in one layer
 
 
-def stats_of(method, steps=4):
-    return kvjax.generate(tiny_params(), harness.read(method, config=ONE), max_new_tokens=steps, eos_token_ids=()).stats
+def stats_of(method):
+    return go_on(harness.read(method, config=ONE)).stats
 
 
 def test_full_reads_every_key_and_value_and_nothing_else():
     stats = stats_of(kvjax.methods.Full())
-    lengths = np.array([len(row) + 4 for row in prompts()])
+    lengths = np.array([len(row) + N for row in prompts()])
     np.testing.assert_array_equal(stats.kv_bytes, lengths * LAYER * ONE.num_layers)
     np.testing.assert_array_equal(stats.metadata_bytes, 0)
     np.testing.assert_array_equal(stats.bus_bytes, 0)
@@ -33,7 +33,7 @@ def test_full_reads_every_key_and_value_and_nothing_else():
 
 def test_quest_reads_the_bounds_of_its_pages_beside_what_it_attends_to():
     stats = stats_of(example("quest", num_dense_layers=0))
-    pages = -(-np.array([len(row) + 4 for row in prompts()]) // 4)
+    pages = -(-np.array([len(row) + N for row in prompts()]) // 4)
     np.testing.assert_allclose(stats.kv_bytes, np.asarray(stats.attended) * LAYER * ONE.num_layers, rtol=1e-6)
     np.testing.assert_array_equal(stats.metadata_bytes, pages * LAYER * ONE.num_layers)  # a minimum and a maximum each
 

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 CONTEXT, QUESTIONS = "One of the special magic numbers for blue-whale is: 4711042. " * 9, ["\nWhich?", "\nWhat is green?"]
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}</>{% endfor %}<assistant>"
 MODEL = TinyModel()
+METHOD = Quest(budget=kvjax.share(1 / 4), num_dense_layers=0)
 
 
 @pytest.fixture(scope="module")
@@ -41,24 +42,23 @@ def by_hand(speaker, before, after, method, special, new=8):
 
 
 def test_answers_are_those_of_the_calls_by_hand(speaker):
-    method = Quest(budget=kvjax.share(1 / 4), num_dense_layers=0)
-    made = kvjax.answer(speaker, CONTEXT, QUESTIONS, method=method, max_new_tokens=8)
+    made = kvjax.answer(speaker, CONTEXT, QUESTIONS, method=METHOD, max_new_tokens=8)
     tokens = len(speaker.encode(CONTEXT)[0])
-    plain = at_length(method, tokens, -(-tokens // 128) * 128)
+    plain = at_length(METHOD, tokens, -(-tokens // 128) * 128)
     assert made == [*by_hand(speaker, "<user>", "</><assistant>", plain, special=False)] and len(made) == 2
     assert [len(ids) for ids in made.tokens] == [8, 8] and made[0] == made.texts[0] and list(made) == made[:]
     assert float(made.stats[0].attended[0]) < tokens / 2 and repr(made.texts[0]) in repr(made)
-    plain = at_length(method, len(speaker.encode(CONTEXT, template=False)[0]), plain.capacity * 4)
-    untold = kvjax.answer(speaker, CONTEXT, QUESTIONS, method=method, max_new_tokens=8, template=False)
+    plain = at_length(METHOD, len(speaker.encode(CONTEXT, template=False)[0]), plain.capacity * 4)
+    untold = kvjax.answer(speaker, CONTEXT, QUESTIONS, method=METHOD, max_new_tokens=8, template=False)
     assert untold == [*by_hand(speaker, "", "", plain, special=True)] != made
-    one = kvjax.answer(speaker, CONTEXT, QUESTIONS[1], method=method, max_new_tokens=8)
+    one = kvjax.answer(speaker, CONTEXT, QUESTIONS[1], method=METHOD, max_new_tokens=8)
     assert one == [made[1]]
 
 
 def test_the_end_of_an_answer_is_not_in_its_text(speaker):
-    plain = kvjax.answer(speaker, CONTEXT, QUESTIONS[0], max_new_tokens=8)
+    plain = kvjax.answer(speaker, CONTEXT, QUESTIONS[0], method=METHOD, max_new_tokens=8)
     ended = dataclasses.replace(speaker, config=dataclasses.replace(speaker.config, eos_token_ids=(plain.tokens[0][2],)))
-    made = kvjax.answer(ended, CONTEXT, QUESTIONS[0], max_new_tokens=8)
+    made = kvjax.answer(ended, CONTEXT, QUESTIONS[0], method=METHOD, max_new_tokens=8)
     stop = plain.tokens[0].index(plain.tokens[0][2]) + 1
     assert made.tokens[0] == plain.tokens[0][:stop]
     assert made[0] == speaker.tokenizer.decode(plain.tokens[0][: stop - 1])

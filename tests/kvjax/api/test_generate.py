@@ -14,7 +14,7 @@ from kvjax.decoding.decode import padding_token
 from kvjax.decoding.sampling import Sampler
 from kvjax.methods import Full, SnapKV
 from tests import harness
-from tests.harness import TINY, TRACES, example, padded, prompts, stored, tiny_params
+from tests.harness import TINY, TRACES, padded, prompts, stored, tiny_params
 from tests.kvjax.cases import ONE, ended
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -22,6 +22,11 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 N = 10
 LAST = 59  # a token that the model does not draw here
 read = functools.partial(harness.read, config=ONE)  # one layer, which halves the programs
+
+
+def evicting(budget=12):
+    """A method with an array leaf, in the programs of others with another budget."""
+    return SnapKV(budget=jnp.int32(budget), capacity=12, obs_window=5)
 
 
 def run(ends=(), cache=None, limits=N, **options):
@@ -241,11 +246,9 @@ def test_padding_does_not_matter():
     """Tokens behind a prompt's end are never read."""
     tokens, lengths = padded(prompts())
     dirty = np.where(np.arange(48)[None] < lengths[:, None], tokens, 33)
-    for name in ("full", "snapkv"):
+    for method in (Full(), evicting()):
         clean, other = (
-            kvjax.prefill(
-                tiny_params(), x, lengths=lengths, config=ONE, method=example(name), pad_multiple=1, max_new_tokens=24
-            )
+            kvjax.prefill(tiny_params(), x, lengths=lengths, config=ONE, method=method, pad_multiple=1, max_new_tokens=24)
             for x in (tokens, dirty)
         )
         np.testing.assert_array_equal(clean.logits, other.logits)
@@ -258,8 +261,7 @@ def test_calls_inside_transformations_equal_calls_outside():
     """Mapped prompts under mapped knobs, keys and limits; a cache and tokens that a jitted function closes over."""
 
     def draw(budget, key, most):
-        method = SnapKV(budget=budget, capacity=12, obs_window=5)
-        return run(cache=read(method), limits=[4, most, 3], temperature=1.0, key=key).tokens
+        return run(cache=read(evicting(budget)), limits=[4, most, 3], temperature=1.0, key=key).tokens
 
     keys, most = jax.random.split(jax.random.key(5), 2), jnp.array([5, 2])
     made = jax.vmap(draw)(jnp.array([1, 12]), keys, most)  # 1 < obs_window becomes 5
@@ -290,9 +292,9 @@ def test_checks_see_the_values_that_a_jitted_function_closes_over():
 
 def test_a_method_with_array_leaves_survives_generate():
     """`generate` consumes the cache, not the method object it was given."""
-    method = SnapKV(budget=jnp.int32(12), capacity=12, obs_window=5)
+    method = evicting()
     for _ in range(2):
-        run(cache=read(method), method=method)
+        run(cache=read(method), method=method, temperature=1.0, key=jax.random.key(0))
     assert int(method.budget) == 12
 
 

@@ -152,14 +152,29 @@ def test_a_share_is_the_nearest_number_of_last_layers():
     assert not any(offloaded_layers(example("pariskv", offload=0.01), 6))
 
 
-def test_the_least_share_that_fits(monkeypatch):
+@pytest.fixture
+def needed(monkeypatch):
+    """`memory_needed`, which `offload_share` asks again and again: equal arguments are computed once."""
+    known = {}
+
+    def once(method, config, *, mesh=None, chunk_size=8192, kv_dtype=None, **sizes):
+        key = repr(method), *sizes.values()
+        if key not in known:
+            known[key] = memory_needed(method, config, **sizes)
+        return known[key]
+
+    monkeypatch.setattr(memory, "memory_needed", once)
+    return once
+
+
+def test_the_least_share_that_fits(monkeypatch, needed):
     """The share itself fits, and a share of one layer less does not; at the ends the share is all layers or none."""
     sizes = {"batch": 2, "prompt_slots": 1024, "max_new_tokens": 8}
     model = dataclasses.replace(TINY, num_layers=4)
 
     def total(share):
-        needed = memory_needed(example("pariskv", offload=share), model, **sizes)
-        return needed.device + needed.staged
+        bytes_of = needed(example("pariskv", offload=share), model, **sizes)
+        return bytes_of.device + bytes_of.staged
 
     def share(size, method="pariskv"):
         made = example(method) if method == "pariskv" else method
@@ -179,7 +194,7 @@ def test_the_least_share_that_fits(monkeypatch):
         kvjax.offload_share(example("pariskv"), model, **sizes)
 
 
-def test_a_wrapper_has_the_least_share_of_its_method():
+def test_a_wrapper_has_the_least_share_of_its_method(needed):
     """The wrapper's bytes count, because a wrapper may store more than its method."""
     sizes = {"batch": 2, "prompt_slots": 1024, "max_new_tokens": 8}
     model, paris = dataclasses.replace(TINY, num_layers=4), example("pariskv")
@@ -190,8 +205,7 @@ def test_a_wrapper_has_the_least_share_of_its_method():
         yield PerLayer(layers={0: kvjax.methods.Full()}, default=method)
 
     for made, half in zip(wrapped(paris), wrapped(dataclasses.replace(paris, offload=1 / 2)), strict=True):
-        needed = memory_needed(half, model, **sizes)
-        size = needed.device + needed.staged
+        size = needed(half, model, **sizes).device + needed(half, model, **sizes).staged
         assert made.offloaded(1 / 2) == half and not made.offload
         assert kvjax.offload_share(made, model, **sizes, device_bytes=size, spare=0) == 1 / 2
         assert kvjax.offload_share(half, model, **sizes, device_bytes=size - 1, spare=0) == 3 / 4

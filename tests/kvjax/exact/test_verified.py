@@ -128,6 +128,7 @@ def test_a_draft_is_told_of_kept_tokens_alone():
             np.testing.assert_allclose(one, other, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_draft_that_is_always_right_gives_a_whole_pass():
     out = go_on(read(verified(Full())))
     np.testing.assert_array_equal(out.tokens, full().tokens)

@@ -13,16 +13,11 @@ from kvjax.methods import Full
 from kvjax.methods.mosaickv.method import MosaicKV
 from kvjax.protocol.method import LayerSpec, num_bytes
 from tests.harness import drive, frequencies, random_tokens, small
-from tests.kvjax.cases import STEPS, against_oracle, drive_alike, feed_layer, prefill_layer
+from tests.kvjax.cases import STEPS, against_oracle, drive_alike, feed_layer, of_state, prefill_layer
 from tests.oracles import mosaickv
 from tests.oracles.plain import rotate_all
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("mosaickv")]
-
-
-def bases(state, row):
-    """What the oracle takes from an implementation: keyword arguments of `mosaickv.Row`."""
-    return {name: np.asarray(getattr(state, name)[row]) for name in mosaickv.STATE}
 
 
 # ---- bases --------------------------------------------------------------------------------------------------------
@@ -34,7 +29,7 @@ def test_bases_keep_scores_and_commute_with_means(dim):
     got = drive_alike(small(MosaicKV, **mosaickv.KNOBS), q, k, v, [40], frequencies(dim))
     keys, queries = rotate_all(k[0], frequencies(dim)), rotate_all(q[0], frequencies(dim))
     for name, tokens in zip(mosaickv.STATE, (keys, v[0].astype(np.float64)), strict=True):
-        found = np.asarray(getattr(got.state, name)[0], np.float64)
+        found = of_state(mosaickv, got.state, 0)[name].astype(np.float64)
         for h in range(2):
             for s, first in enumerate(range(0, 40, 16)):
                 basis, members = found[h, s], tokens[h, first : min(first + 16, 40)]
@@ -77,7 +72,7 @@ def test_extend_is_dense_and_flushes():
     step, _ = feed_layer(method, state, data, at[:, count:])
     inv_freq = frequencies(16)
     turned, keys = rotate_all(q[0], inv_freq), rotate_all(k[0], inv_freq)
-    row = mosaickv.Row(keys, v[0].astype(np.float64), prompt, all_knobs(mosaickv.KNOBS), **bases(before, 0))
+    row = mosaickv.Row(keys, v[0].astype(np.float64), prompt, all_knobs(mosaickv.KNOBS), **of_state(mosaickv, before, 0))
     want = row.extend(turned[:, :, prompt : prompt + count], prompt)
     np.testing.assert_allclose(out[0], want, atol=1e-4, rtol=0)
     assert row.buffer == []
@@ -99,7 +94,7 @@ def test_state_after_two_thousand_tokens_equals_state_rebuilt():
     got = drive(small(MosaicKV, **knobs), q, k, v, [prompt], prompt=prompt)
     turned, keys = rotate_all(q[0], frequencies(dim)), rotate_all(k[0], frequencies(dim))
     for last in (1003, 2000):
-        row = mosaickv.Row(keys, v[0].astype(np.float64), prompt, all_knobs(knobs), **bases(got.state, 0))
+        row = mosaickv.Row(keys, v[0].astype(np.float64), prompt, all_knobs(knobs), **of_state(mosaickv, got.state, 0))
         row.buffer += range(prompt, prompt + last - 12)
         row.flush()
         for step in range(last - 12, last):

@@ -353,7 +353,7 @@ def test_several_tokens_at_once_leave_the_metadata_of_single_tokens(num_local, b
 # ---- ties ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("beta", [0.1, pytest.param(0.5, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("beta", [None, pytest.param(0.1, marks=pytest.mark.thorough)])
 def test_candidate_ties_are_cut_at_the_lower_index(beta):
     """Parallel keys share their clusters: only the first beta * n are candidates, of which the longest win."""
     rng = np.random.default_rng(15)
@@ -363,8 +363,9 @@ def test_candidate_ties_are_cut_at_the_lower_index(beta):
     q, k, v = random_tokens(15, 4, 2, 2, 40 + 10, 16)
     k[:, :, SINK : SINK + zone] = (length[:zone, None] * direction).astype(np.float32)
     q[..., 40:, :] = 1e-9 * direction
-    got, _ = against_oracle("pariskv", (q, k, v), [40] * 4, np.zeros(8, np.float32), beta=beta, rho=0.5)
-    first = list(range(math.ceil(beta * zone)))
+    shares = {} if beta is None else {"beta": beta, "rho": 0.5}
+    got, _ = against_oracle("pariskv", (q, k, v), [40] * 4, np.zeros(8, np.float32), **shares)
+    first = list(range(math.ceil((beta or plain.schedule(zone)[1]) * zone)))
     longest = sorted(first, key=lambda i: -length[i])[:BUDGET]
     picked = set(np.flatnonzero(got.attended[0, 0, 0]).tolist())
     assert {i - SINK for i in picked if SINK <= i < SINK + zone} == set(longest)
@@ -389,7 +390,7 @@ def test_needle_is_always_attended():
     """One key along the query, four times as long, in the sinks, the zone, the window or the buffer, and ever after."""
     spots, prompt, steps, dim = [0, 1, 2, 3, 17, 30, 35, 36, 39, 40, 43, 48], 40, 10, 16
     direction = np.random.default_rng(0).normal(size=dim)
-    method = example("pariskv", budget=1, capacity=BUDGET, beta=0.1, rho=0.1)
+    method = example("pariskv", budget=1, capacity=BUDGET)
     for four in (spots[:4], spots[4:8], spots[8:]):
         q, k, v = random_tokens(17, 4, 2, 2, prompt + steps, dim)
         q[..., prompt:, :] = direction

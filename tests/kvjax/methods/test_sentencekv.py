@@ -80,8 +80,8 @@ def test_prompt_that_ends_with_a_sentence():
 
 def test_the_pool_is_the_factor_times_the_budget():
     """A traced budget below its capacity keeps what it would keep alone."""
-    got = check((24, 40), fields={"capacity": 12}, budget=10, keep_factor=1.5)
-    assert got.kept[0, 1].sum(axis=-1).tolist() == [16, 16]  # with the step's
+    got = check((24, 40), fields={"capacity": 12}, budget=10)
+    assert got.kept[0, 1].sum(axis=-1).tolist() == [21, 21]  # with the step's
 
 
 @pytest.mark.parametrize("prefilter", ["global", pytest.param("kv_head", marks=pytest.mark.thorough)])
