@@ -22,14 +22,16 @@ MODEL = TinyModel(num_layers=2, head_dim=64, max_position_embeddings=1 << 17)
 SIZES = 1024, 8192  # slots
 LAYERS, SHARE = 8, 0.1  # at most this share of what the cache of a model of so many layers grows
 BOUNDED = ("h2o", "keydiff", "rkv", "streamingllm", "tova", "triattention")  # storage grows with the budget alone
-# An eviction makes new arrays of all that is stored, and compares keys.
-LARGER = {"rkv": 0.5, "triattention": 0.5}
+# Once in an interval an eviction makes new arrays of all that a layer stores.
+LARGER = {"rkv": 0.2, "triattention": 0.3}
 QUICK = ("full", "selfextend", "streamingllm")
+EXTENDED = ("full", "quest", "snapkv")
 
 
 def compiled(name, slots, rows, tokens):
     """A step or an `extend` by ``tokens``: its program, the bytes of the cache, and its largest array's numbers."""
-    method = example(name, budget=slots) if name in BOUNDED else example(name)
+    knobs = {"budget": slots} if name in BOUNDED else {"segment": 65536} if name == "mosaickv" else {}  # as published
+    method = example(name, **knobs)
     length, room = (2 * slots, 64) if name in BOUNDED else (64, slots)
 
     def start(params, prompt, lengths):
@@ -55,8 +57,8 @@ def copied(text):
 
 def cases():
     for name in NAMES:
-        for rows, tokens in ((1, 1), (2, 1), (1, 4), (2, 4)):
-            quick = rows == 1 and name in QUICK and (tokens == 1 or name == "full")
+        for rows, tokens in ((1, 1), (2, 1), *([(1, 4)] if name in EXTENDED else [])):
+            quick = rows == 1 and name in QUICK
             yield pytest.param(name, rows, tokens, marks=() if quick else pytest.mark.thorough)
 
 
@@ -67,4 +69,4 @@ def test_temporaries_hardly_grow_with_the_cache(name, rows, tokens):
     grown = many.memory_analysis().temp_size_in_bytes - few.memory_analysis().temp_size_in_bytes
     share = grown / (held - held_few)
     assert share <= LARGER.get(name, SHARE) * LAYERS / MODEL.num_layers, f"{share:.3f}"
-    assert not [size for size in copied(many.as_text()) if size >= largest // 2]
+    assert name in LARGER or not [size for size in copied(many.as_text()) if size >= largest // 2]

@@ -4,9 +4,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.formats.packed_vectors import join_terms, segments_of, unpack
-from pallas_kernels.numerics import join_pieces
-
-BLOCK = 512  # vectors that are unpacked at once
 
 
 def packed_score(parts, values, bitmap, count, last, *, span, unit, owner, reduce):
@@ -18,17 +15,15 @@ def packed_score(parts, values, bitmap, count, last, *, span, unit, owner, reduc
     scores, piece = [], span if owner is None else blocks
     # Where segments are equal pieces of the list, each piece is multiplied with its own query only.
     for index, first in enumerate(range(0, blocks, piece)):
-        mine = query[jnp.arange(rows), :, jnp.minimum(index, last)] if owner is None else None
-
-        def multiplied(number, mine=mine):
-            mean = unpack(*(x[:, :, number] for x in (values, bitmap)), query.shape[-1]).astype(jnp.float32)
-            if mine is not None:
-                return jnp.einsum("bhge,bhpe->bhgp", mine, mean, precision=lax.Precision.HIGHEST)
+        at = slice(first, min(first + piece, blocks))
+        mean = unpack(values[:, :, at], bitmap[:, :, at], query.shape[-1]).astype(jnp.float32)
+        if owner is None:
+            mine = query[jnp.arange(rows), :, jnp.minimum(index, last)]
+            scores.append(jnp.einsum("bhge,bhpe->bhgp", mine, mean, precision=lax.Precision.HIGHEST))
+        else:
             every = jnp.einsum("bhmge,bhpe->bhgmp", query, mean, precision=lax.Precision.HIGHEST)
-            member = segment[..., number] == jnp.arange(segments, dtype=jnp.int32)[None, None, None, :, None]
-            return jnp.where(member, every, 0).sum(axis=3)
-
-        scores.append(join_pieces(multiplied, BLOCK, number[first : first + piece]))
+            member = segment == jnp.arange(segments, dtype=jnp.int32)[None, None, None, :, None]
+            scores.append(jnp.where(member, every, 0).sum(axis=3))
     score = jnp.concatenate(scores, axis=-1)
     visible = number[None, None] < (count // unit)[:, None, None]
     if reduce is None:
