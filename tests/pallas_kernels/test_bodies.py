@@ -10,10 +10,15 @@ import pytest
 from tests.pallas_kernels.cases import NEEDS_GPU, alike, every_body, implementations, near, offloaded, thorough
 from tests.pallas_kernels.operations import PLACES, arguments, small, table
 
-SIZES = {
+SIZES = {  # of kernels that take no smaller ones
     ("gather_attention", "pallas_tpu"): {"P": 16},
-    ("packed_attention", "pallas_triton"): {"D": 32},
-}  # others have no kernel
+    ("collision", "pallas_triton"): {"D": 32, "M": 4},
+    ("rerank", "pallas_triton"): {"D": 32, "C": 16, "M": 4},
+    **{
+        (name, "pallas_triton"): {"D": 32}
+        for name in ("low_rank_attention", "packed_attention", "packed_score", "project_query")
+    },
+}
 ROWS = {"add_norm": "T", "coded_product": "V", "merge_splits": "H"}  # the axis of rows, where it is not B
 # Kernels that are fast to interpret, and between them have every kind of argument; the others run thoroughly.
 QUICK = {"gather_attention", "merge_splits", "store_token", "widen_page"}
@@ -70,7 +75,7 @@ def test_a_row_is_what_it_is_alone_and_mapped(name, back_end, body):
 
 @kernels(NUMBERS, {"evict_token", "kth_select"})
 def test_numbers_mapped_alone_equal_calls_in_a_loop(name, back_end, body):
-    shape = small(name)
+    shape = small(name, **SIZES.get((name, back_end), {}))
     arrays = shape.draw(jax.random.key(0)) | {
         at: jnp.asarray(shape.options[at]) for at in NUMBERS[name] if at in shape.options
     }
