@@ -57,10 +57,10 @@ SLOW = {("latent",), ("latent", "quest"), ("sinks", "quest")}
 PAIRS = [(kind, name) for kind in KINDS for name in CHOICE]
 
 
-def chosen(cases, always=()):
-    """Parameters of a test; those in ``always`` run by default, those in `SLOW` as slow tests, all others thoroughly."""
+def chosen(cases, always=(), slow=SLOW):
+    """Parameters of a test; those in ``always`` run by default, those in ``slow`` as slow tests, all others thoroughly."""
     marks = {True: [pytest.mark.slow], False: [pytest.mark.thorough]}
-    return [pytest.param(*case, marks=[] if case in always else marks[case in SLOW]) for case in cases]
+    return [pytest.param(*case, marks=[] if case in always else marks[case in slow]) for case in cases]
 
 
 def everything(kind, name):
@@ -128,7 +128,7 @@ def test_a_method_that_keeps_everything_is_full(kind, name):
     laws.everything_kept_equals_full(subject(kind, name))
 
 
-@pytest.mark.parametrize(("kind", "name"), chosen(PAIRS, LAWFUL))
+@pytest.mark.parametrize(("kind", "name"), chosen(PAIRS, slow=SLOW | LAWFUL))
 def test_laws_hold(kind, name):
     for law in MODEL_LAWS:
         if law is not laws.setting_does_something or name not in ("full", "verified"):

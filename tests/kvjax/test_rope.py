@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import rope
-from kvjax.decoding.checks import check_room
+from kvjax.decoding.checks import check_border, check_room
 from kvjax.decoding.passes import layer_inputs
 from kvjax.methods import Full, MosaicKV, Quest, StreamingLLM, TokenSelect
 from kvjax.methods.chess.method import Chess
@@ -131,10 +131,9 @@ def test_a_text_does_not_grow_across_the_border_of_longrope():
     ):
         with pytest.raises(ValueError, match="original_max_position_embeddings=16.*expected at most [27] more"):
             call()
-    for case in ({"text": [[3] * 17] * 2}, {"method": small(StreamingLLM, budget=8)}, {"scaling": same}):
-        model = dataclasses.replace(model, rope_scaling=case.get("scaling", LONG))
-        where = {"config": model, "max_new_tokens": 24, "pad_multiple": 1, "method": case.get("method", "full")}
-        check_room(kvjax.prefill(params, case.get("text", text), **where), 5)
+    length = np.array([14, 9])
+    for case in ((LONG, Full(), length + 9), (LONG, small(StreamingLLM, budget=8), length), (same, Full(), length)):
+        check_border(dataclasses.replace(model, rope_scaling=case[0]), *case[1:], 24)
 
 
 def test_methods_get_queries_and_keys_with_the_attention_factor():

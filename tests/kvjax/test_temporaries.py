@@ -58,7 +58,7 @@ def copied(text):
 def cases():
     for name in NAMES:
         for rows, tokens in ((1, 1), (2, 1), *([(1, 4)] if name in EXTENDED else [])):
-            quick = rows == 1 and name in QUICK
+            quick = rows == tokens == 1 and name in QUICK
             yield pytest.param(name, rows, tokens, marks=() if quick else pytest.mark.thorough)
 
 

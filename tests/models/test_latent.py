@@ -198,7 +198,9 @@ def test_full_reads_and_stores_each_key_once():
     assert needed.device == sum(x.nbytes for x in jax.tree.leaves(layer))
 
 
-@pytest.mark.parametrize("kv_dtype", ["int4", pytest.param("int8", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "kv_dtype", [pytest.param("int4", marks=pytest.mark.slow), pytest.param("int8", marks=pytest.mark.thorough)]
+)
 def test_attention_to_codes_is_attention_to_what_they_stand_for(kv_dtype):
     """Rotation changes the rounding of mixed channels: in 4 bits values apart, which do not rotate, have other codes."""
     out = generated(CONFIG, "full", kv_dtype=kv_dtype)

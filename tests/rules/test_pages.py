@@ -157,6 +157,7 @@ def test_code_of_the_page_on_jax_runs(quick_compile):
     assert scope["tokens"].shape == (2, 4) and scope["drawn"].shape == (4, 2) and scope["logits"].shape == (2, 61)
 
 
+@pytest.mark.slow
 def test_what_fits_is_what_memory_needed_says():
     """The first row of the page's table, by the page's code; beyond the model's positions the line says so."""
     page, scope, printed = text_of(DOCS / "fits.md"), {}, io.StringIO()

@@ -219,13 +219,8 @@ def test_a_wrapper_has_the_least_share_of_its_method(needed):
         pytest.param(  # the last page ends behind the cache
             "chess", {"page_size": 64}, [[1] * 40, list(range(30)), [2]], marks=pytest.mark.thorough
         ),
-        ("tokenselect", {}, [[3], [4] * 8, [5] * 9]),  # a chunk of the prompt with a single token
-        pytest.param(
-            "sentencekv",
-            {"lists": "q_head", "query": "finished"},
-            None,
-            marks=[pytest.mark.xdist_group("sentencekv"), pytest.mark.thorough],
-        ),
+        # A chunk of the prompt with a single token.
+        pytest.param("tokenselect", {}, [[3], [4] * 8, [5] * 9], marks=pytest.mark.slow),
     ],
 )
 def test_prompts_of_any_length(name, knobs, rows):

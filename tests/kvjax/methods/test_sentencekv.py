@@ -221,10 +221,6 @@ def test_state_after_many_tokens_is_what_a_rebuild_gives(prefilter, steps):
 
 def test_a_table_that_is_none():
     """Without a table the refusal says how to make one, at the prompt, where the tokens are first cut into sentences."""
-    for wrong, told in (
-        (np.zeros(61, np.int32), "boundary"),
-        (np.zeros((61, 1), bool), "boundary"),
-        (None, "boundary_table"),
-    ):
+    for wrong, told in ((np.zeros(61, np.int32), "boundary"), (np.zeros((61, 1), bool), "boundary"), (None, "tokenizer=")):
         with pytest.raises(ValueError, match=told):
             read(small(SentenceKV, **{**KNOBS, "boundary": wrong}))

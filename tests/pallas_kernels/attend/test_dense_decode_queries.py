@@ -61,7 +61,7 @@ MORE = [
 )
 def test_several_queries_and_what_each_slot_receives_equal_float64(name, kind, dtype, group, length, dim, slots):
     """A slot receives from the first query. In bfloat16, codes have a kernel of their own. A row's first query is padding."""
-    (query, *stored), rest, seen = cache(slots, group, length, dim, slots, dtype)
+    (query, *stored), rest, seen = cache(slots + 1, group, length, dim, slots, dtype)
     exact = stored
     if kind is not None:
         held = ~np.isnan(np.asarray(stored[0], np.float32)[..., 0])
@@ -73,7 +73,7 @@ def test_several_queries_and_what_each_slot_receives_equal_float64(name, kind, d
     *want, weight = softmax_attention(query, *(x[:, :, None] for x in exact), seen)
     close((out, lse, mass), (*want, weight[:, :, :, 0].sum(axis=2)), dtype)
     assert not np.any(out[1, :, :, 0]) and np.all(lse[1, :, :, 0] == -np.inf)
-    assert not np.any(np.asarray(mass)[1]) and np.any(mass)
+    assert not np.any(np.asarray(mass)[1])
 
 
 @every_body
@@ -96,7 +96,7 @@ def test_parts_partials_and_a_gap_with_several_queries(name):
         close(result, want, "float32")
 
 
-@pytest.mark.parametrize("length", one_shape(8, *range(1, 8)))
+@pytest.mark.parametrize("length", one_shape(3, *range(4, 9), 1, 2))
 def test_queries_together_equal_queries_one_by_one(length):
     """Each query sees what a decode step at its position would find in the cache."""
     (query, key, value), rest, _ = cache(length, 2, length, dim=16, slots=40)
