@@ -101,7 +101,7 @@ def bounded_maps():
     """Forget compiled programs before Linux's 65,530 memory maps per process run out, which ends in a crash of XLA."""
     yield
     maps = pathlib.Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 40_000:
+    if maps.exists() and maps.read_bytes().count(b"\n") > 55_000:
         jax.clear_caches()
         gc.collect()
 

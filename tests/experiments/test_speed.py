@@ -74,6 +74,7 @@ def test_variants_cover_the_registry():
         setting("nope", N, CONFIG)
 
 
+@pytest.mark.slow
 def test_exact_decoding_is_timed_with_drafted_tokens_kept_as_told(command):
     """A row has the shares that were given, tokens per pass as they say, and the weights of a pass and its draft steps."""
     kept = ["--methods", "verified_knorm", "--acceptance", "1,0.5", "--tokens", 64, "--repeats", 1, "--no-split"]

@@ -35,6 +35,7 @@ def without_parts(part, tokens):
     return np.asarray(tiny_models.run(plain, layers, jnp.asarray([tokens], jnp.int32)))[0, -1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", MOST)
 @pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("int4", marks=pytest.mark.thorough)])
 def test_codes_of_keys_and_values_are_near_the_definition(part, kv_dtype):

@@ -51,9 +51,9 @@ SIZES = {  # windows that prompts are shorter than, as long as, and longer than
 CAPS = ("sinks", "cap", "window, capped", "recurrent, capped")
 CHOICE = ("full", "snapkv", "quest", "pariskv", "tokenselect", "chess", "verified")
 # A choice for speed; all others run under --thorough.
-DEFINED = {("window, capped",), ("recurrent",)}
+DEFINED = {("recurrent",)}
 LAWFUL = {("recurrent", "quest")}
-SLOW = {("latent",), ("latent", "quest"), ("sinks", "quest")}
+SLOW = {("window, capped",), ("latent",), ("latent", "quest"), ("sinks", "quest")}
 PAIRS = [(kind, name) for kind in KINDS for name in CHOICE]
 
 

@@ -14,7 +14,7 @@ from tests.mesh import two_processes
 from tests.mesh.eight_devices import CONFIG, READS_CHUNKS, STEPS, params, read
 from tests.mesh.processes import found_in, run_two
 
-# The checks of a program that the default suite runs, and the mark of the others. TokenSelect decides by sums over all heads,
+# The checks of a program that the slow line runs, and the mark of the others. TokenSelect decides by sums over all heads,
 # and by all slots in two ways.
 PROGRAMS = {
     "eight_devices": (
@@ -26,7 +26,7 @@ OF_TWO = ("pariskv on data=2 model=2", "full on slots=4", "snapkv on data=2 slot
 
 
 def checks_of(program):
-    """The names of its checks, those that the default suite runs first, then the others."""
+    """The names of its checks, those that the slow line runs first, then the others."""
     always, module = PROGRAMS[program][0], importlib.import_module(f"tests.mesh.{program}")
     every = [*vars(module).get("LAWS", ()), *module.CHECKS]
     return always, tuple(name for name in every if name not in always)
@@ -40,7 +40,7 @@ def found(program, names):
 def params_of(program):
     """A check and the names that run in one process with it."""
     group, (always, others) = pytest.mark.xdist_group(program), checks_of(program)
-    marked = ((always, [group]), (others, [group, PROGRAMS[program][1]]))
+    marked = ((always, [group, pytest.mark.slow]), (others, [group, PROGRAMS[program][1]]))
     return [pytest.param(program, names, name, marks=marks, id=name) for names, marks in marked for name in names]
 
 

@@ -160,6 +160,7 @@ MOST += ["stages", "dense_below", "periodic", "twilight", "prefill"]
 ONCE = [("h2o", None), *((name, None) for name in MOST if name != "h2o"), ("full", "int8"), ("h2o", "int8")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kv_dtype"), [ONCE[0], *(pytest.param(*x, marks=pytest.mark.thorough) for x in ONCE[1:])])
 def test_keys_stored_once_give_what_keys_stored_twice_give(name, kv_dtype):
     knobs = {"scores": ((0.3,),)} if "scores" in type(any_example(name)).__dataclass_fields__ else {}

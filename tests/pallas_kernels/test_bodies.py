@@ -89,6 +89,7 @@ def test_numbers_mapped_alone_equal_calls_in_a_loop(name, back_end, body):
     alike(mapped, looped, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @every_body
 @pytest.mark.parametrize(
     "stores", ["sentence_add", "store_buckets", "store_codes", "store_ids", "store_partial", "widen_page"]

@@ -12,6 +12,7 @@ from pallas_kernels._triton.kth_histogram import narrowed
 from pallas_kernels._triton.kth_search import INFINITE, NEVER, bounds_of, find, hits_of, order_key, pair_of, rank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("two", [False, True])
 @pytest.mark.parametrize(
     "kind", ["normal", "ties", "forced", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("equal", "exponential"))]

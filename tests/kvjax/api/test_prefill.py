@@ -119,6 +119,7 @@ def test_prompts_under_vmap_refuse_host_memory(name):
         jax.eval_shape(jax.vmap(read), tokens)
 
 
+@pytest.mark.slow
 def test_stretched_methods_with_a_factor_of_one_read_as_full_does():
     """They share its storage, first or last in the list, and answer with its tokens; another factor reads alone."""
     stretched, whole = [kvjax.methods.PI(factor=1), kvjax.methods.NTK(factor=1.0)], [kvjax.methods.Full(), example("quest")]

@@ -197,6 +197,7 @@ def test_keys_of_draws_are_fulls(steps):
     np.testing.assert_array_equal(last, jax.random.key_data(key))
 
 
+@pytest.mark.slow
 def test_sampled_tokens_are_fulls_for_the_same_key():
     drawn = {"temperature": 1.0, "top_p": 0.9, "key": jax.random.key(7)}
     want = go_on(read(Full()), **drawn)

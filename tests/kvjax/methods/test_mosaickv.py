@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group(
 # ---- bases --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [16, pytest.param(64, marks=pytest.mark.thorough)])
 def test_bases_keep_scores_and_commute_with_means(dim):
     q, k, v = random_tokens(0, 1, 2, 2, 40 + STEPS, dim)

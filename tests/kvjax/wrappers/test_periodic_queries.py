@@ -66,6 +66,7 @@ def blocks_of(method, q, k, v, inv_freq):
 RUN = jax.jit(blocks_of, static_argnums=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "evict",
     [

@@ -112,6 +112,7 @@ def test_codes_are_evicted_as_what_they_read_back(name, kind):
     np.testing.assert_allclose(numbers(got[4], 150), directions(left[0], got[2]).sum(2), atol=2e-6)
 
 
+@pytest.mark.slow
 @every_body
 def test_the_sum_keeps_no_error_of_10000_steps(name):
     """Each step stores a token with a direction near a moving one, so the sum turns around."""
