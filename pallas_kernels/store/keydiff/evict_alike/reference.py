@@ -52,8 +52,10 @@ def evict_alike(key, value, position, cursor, total, done, *, newest, budget):
     length = _length(vector)
 
     def at(slot, counts):  # the directions of one slot per head, in rows where they count
-        one = jnp.where(held[b, h, slot][..., None], numbers_at(key, slot[..., None])[:, :, 0], 0).astype(jnp.float32)
-        return jnp.where(counts[:, None, None, None], jnp.stack(words(one / length[b, h, slot], slots), axis=2), 0)
+        one = jnp.where(held[b, h, slot][..., None], numbers_at(key, slot[..., None])[:, :, 0], 0)
+        info = jnp.finfo(one.dtype)  # on a GPU, XLA would read codes without this rounding, and the sum would drift
+        one = jax.lax.reduce_precision(one.astype(jnp.float32), info.nexp, info.nmant)
+        return jnp.where(counts[:, None, None, None], jnp.stack(words(unit(one), slots), axis=2), 0)
 
     last = jnp.broadcast_to(jnp.clip(cursor - 1, 0, slots - 1)[:, None], (batch, heads))
     total = total + at(last, newest >= 0)
