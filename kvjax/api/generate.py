@@ -35,7 +35,7 @@ from kvjax.decoding.checks import (
 from kvjax.decoding.sampling import Sampler
 from kvjax.mesh.sharding import place_rows, readable
 from kvjax.protocol.describe import count_rows, describe_numbers, is_known, on_device, tracing
-from kvjax.protocol.fields import is_traced, positive_int, shown
+from kvjax.protocol.fields import number, positive_int, shown
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model, pytree, traced
 from kvjax.registry import resolve
@@ -245,9 +245,9 @@ def _ready(params: Any, cache: Cache, method: Method | str | None, tokens: int |
 def sampler_of(temperature: Any, top_k: Any, top_p: Any, key: Array | None) -> Sampler:
     """Make the sampler of a call; refuse a temperature without a key, and a key that is none."""
     for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
-        if np.ndim(value):
+        if read_array(value).ndim:
             raise ValueError(f"{name} must be one number for all rows, got {shown(value)}: generate the other rows apart")
-    if key is None and not is_traced(temperature) and temperature == 0:
+    if key is None and number(temperature) == 0:
         return Sampler()
     sampler = on_device(Sampler(temperature=temperature, top_k=top_k, top_p=top_p))
     if temperature is not None and key is None:

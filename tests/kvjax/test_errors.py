@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import types
 
 import jax
@@ -214,8 +215,8 @@ def test_drawing_needs_a_key_and_a_temperature(knob, name):
 
 def test_one_temperature_is_for_all_rows_and_zero_is_greedy():
     """Without a key, because a greedy step draws nothing."""
-    for knob in ("temperature", "top_k", "top_p"):
-        given = {"temperature": 1.0, "key": jax.random.key(0), knob: np.ones(3)}
+    for knob, value in itertools.product(("temperature", "top_k", "top_p"), (np.ones(3), [["a"], 3])):
+        given = {"temperature": 1.0, "key": jax.random.key(0), knob: value}
         refuses(knob, lambda given=given: kvjax.generate(tiny_params(), None, max_new_tokens=2, **given))
     greedy = kvjax.generate(tiny_params(), read("full"), max_new_tokens=2)
     at_zero = kvjax.generate(tiny_params(), read("full"), max_new_tokens=2, temperature=0.0, top_k=3)
