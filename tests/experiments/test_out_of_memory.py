@@ -147,6 +147,7 @@ def growth(monkeypatch):
     return at
 
 
+@pytest.mark.slow
 def test_a_question_is_answered_before_the_context_is_copied_for_the_next(growth):
     grown, params = growth("fork"), models.random_params(CONFIG, jax.random.key(0))
     shape = Shape(64, 1, 2, questions=3, question_length=8)

@@ -125,6 +125,7 @@ def test_dense_decode_joined_to_what_is_beside(name, kind):
     assert not np.any(got[0][1, 1, 2:]) and np.all(got[1][1, 1, 2:] == -np.inf)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES[1:])
 @pytest.mark.parametrize(("kind", "allowed"), [("int8", 2.0**-15), ("float8", 1e-6), ("int4", 2.0**-15)])
 def test_a_query_is_multiplied_exactly_or_in_two_digits(name, kind, allowed):

@@ -72,6 +72,7 @@ def check_equal(method, chunk_size, lengths=LENGTHS, go_on=False):
     return passes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "snapkv"])  # rows taken out of the storage of all, and groups with their own
 def test_no_pass_holds_padding_alone(name):
     method = example(name)

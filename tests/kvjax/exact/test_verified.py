@@ -135,6 +135,7 @@ def test_a_draft_that_is_always_right_gives_a_whole_pass():
     assert set(place(out, "passes")) == {N / (DEPTH + 1)} and set(place(out, "tokens_per_pass")) == {DEPTH + 1}
 
 
+@pytest.mark.slow
 def test_a_draft_that_is_always_wrong_is_given_up():
     """The depth falls, and after a few passes Full decodes alone; a later call tries one token of the draft again."""
     out = go_on(read(verified(Wrong(), worth=0.5)))

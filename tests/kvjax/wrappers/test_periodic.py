@@ -139,6 +139,7 @@ def positions(methods, q, k, v, inv_freq):
     return jax.lax.scan(step, states, (jnp.asarray(ACTIVE), before))[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [ALONE, pytest.param(range(len(CASES)), marks=pytest.mark.thorough)])
 def test_what_is_kept_again_is_what_the_oracles_keep(cases):
     """Each row counts its own tokens, and continues while other rows are evicted. By default, the cases in `ALONE` run."""

@@ -230,6 +230,7 @@ def test_default_config_gives_every_program_work():
     assert pallas_triton.default_config(128, 2048).splits == 4  # all programs run at once
 
 
+@pytest.mark.slow
 @every_body
 @pytest.mark.parametrize("values_only", [False, True])
 @pytest.mark.parametrize(("sinks", "recent", "page"), one_shape((16, 32, 8), (8, 24, 1), (0, 16, 1), (5, 91, 1)))

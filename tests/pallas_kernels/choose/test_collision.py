@@ -127,6 +127,7 @@ def test_clusters_of_one_score_and_block_stand_in_order(limits, interpret, monke
         np.testing.assert_array_equal(slots[b, h, : count[b, h]], want)
 
 
+@pytest.mark.slow
 @every_body
 @pytest.mark.parametrize(
     "sizes", [{"holes": True, "stop": (200, 3)}, *(pytest.param(x, marks=thorough) for x in ({}, {"stop": (70, 90)}))]

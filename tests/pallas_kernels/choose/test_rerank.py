@@ -130,6 +130,7 @@ def test_programs_of_any_size_agree_interpreted(part, parts):
     compare(arrays, run("interpreted", pallas_triton.Config(part, parts))(*arrays, jnp.int32(9), jnp.int32(60)), 9, 60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random", "ties", "equal", "few"])
 @pytest.mark.parametrize(
     "name, config",
