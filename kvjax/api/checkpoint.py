@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -152,7 +153,7 @@ def load_cache(
 def _named(source: pathlib.Path, text: str) -> Method:
     """Make the method that a text of `describe` names."""
     try:
-        return make(text if "(" in text and not text.endswith("()") else text.removesuffix("()"))
+        return make(text.removesuffix("()"))
     except ValueError as error:
         raise ValueError(f"the cache in {source} was made by {text}, which its text cannot make: pass method") from error
 
@@ -162,7 +163,8 @@ def _unlike(given: Any, text: str, show: Callable[[Any, bool], str]) -> list[str
     known = dataclasses.fields(given) if dataclasses.is_dataclass(given) else ()
     fields = [field for field in known if field.metadata.get("static", True)]
     pairs = [(field.name, show(vars(given)[field.name], False)) for field in fields]
-    return [f"{name}={value:.60}" for name, value in pairs if f"{name}={value}" not in text and value != "None"]
+    stated = {name for name, value in pairs if re.search(rf"\b{name}={re.escape(value)}(?![\w.])", text)}
+    return [f"{name}={value:.60}" for name, value in pairs if name not in stated and value != "None"]
 
 
 def _array(file: pathlib.Path, leaf: dict[str, Any], where: Sharding) -> jax.Array:

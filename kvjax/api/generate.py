@@ -247,9 +247,9 @@ def sampler_of(temperature: Any, top_k: Any, top_p: Any, key: Array | None) -> S
     for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
         if read_array(value).ndim:
             raise ValueError(f"{name} must be one number for all rows, got {shown(value)}: generate the other rows apart")
+    sampler = on_device(Sampler(temperature=temperature, top_k=top_k, top_p=top_p))
     if key is None and number(temperature) == 0:
         return Sampler()
-    sampler = on_device(Sampler(temperature=temperature, top_k=top_k, top_p=top_p))
     if temperature is not None and key is None:
         raise ValueError(f"temperature={temperature} needs a PRNG key: pass key=jax.random.key(seed)")
     check_key(key)

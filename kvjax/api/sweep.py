@@ -110,28 +110,12 @@ def sweep(
     if questions is not None:
         asked, ask_length = pad_tokens(questions, question_lengths)
     plan = plan_of(params)
-    if plan is not None and plan.parts > 1:
-        raise ValueError(
-            f"sweep does not run where the mesh's axis 'slots' divides the slots of each row, got the mesh {plan}; run "
-            "prefill and generate for each method there, or sweep on a mesh with the axes 'data' and 'model' alone"
-        )
-    if len(asked) != len(padded):
-        raise ValueError(f"questions must have {len(padded)} rows like the prompts, got {len(asked)}")
-    check_vocabulary(padded, config)
-    check_vocabulary(asked, config)
-    for method in settings:
-        check_sizes(method, config)
-        check_fits(length, max_new_tokens + asked.shape[1], config, method)
-        check_border(config, method, length, max_new_tokens + asked.shape[1])
-        if method.offload:
-            raise ValueError(f"sweep keeps all caches on the device: offload must be False, got {describe(method)}")
+    _check(settings, padded, length, asked, config, max_new_tokens, plan)
     padded, length, asked, ask_length = place_rows(plan, padded, length, asked, ask_length)
     eos = eos_array(eos_token_ids, config)
     say = report or (lambda line: None)
     groups = group_by_structure(settings)
-    kinds = ", ".join(f"{len(members)} x {type(settings[members[0]]).__name__}" for members in groups)
-    plural = "s" * (len(groups) > 1)
-    say(f"{len(settings)} settings in {len(groups)} group{plural} of equal structure (one compile each): {kinds}")
+    say(_about(settings, groups))
     results: dict[int, SweepResult] = {}
     for number, members in enumerate(groups):
         group = [settings[i] for i in members]
@@ -149,19 +133,62 @@ def sweep(
             plan=plan,
             kv_dtype=kv_dtype,
         )
-        ended, count, bad, stats = readable(plan, (ended, count, bad, stats))
-        if is_known(bad) and (worst := jax.device_get(bad).max(axis=1)).max() >= 0:
-            raise FloatingPointError(f"logits are not finite under {describe(group[worst.argmax()])}")
-        for lane, index in enumerate(members):
-            results[index] = SweepResult(
-                method=settings[index],
-                tokens=ended[lane],
-                num_tokens=count[lane],
-                eos_token_ids=eos,
-                group=number,
-                stats=jax.tree.map(lambda x, lane=lane: x[lane], stats),
-            )
+        of_group = _results(group, number, eos, *readable(plan, (ended, count, bad, stats)))
+        results.update(zip(members, of_group, strict=True))
     return [results[index] for index in range(len(settings))]
+
+
+def _check(
+    settings: Sequence[Method],
+    padded: Array,
+    length: Array,
+    asked: Array,
+    config: Model,
+    max_new_tokens: int,
+    plan: Plan | None,
+) -> None:
+    """Refuse what a sweep cannot run, before anything is compiled."""
+    if plan is not None and plan.parts > 1:
+        raise ValueError(
+            f"sweep does not run where the mesh's axis 'slots' divides the slots of each row, got the mesh {plan}; run "
+            "prefill and generate for each method there, or sweep on a mesh with the axes 'data' and 'model' alone"
+        )
+    if len(asked) != len(padded):
+        raise ValueError(f"questions must have {len(padded)} rows like the prompts, got {len(asked)}")
+    check_vocabulary(padded, config)
+    check_vocabulary(asked, config)
+    for method in settings:
+        check_sizes(method, config)
+        check_fits(length, max_new_tokens + asked.shape[1], config, method)
+        check_border(config, method, length, max_new_tokens + asked.shape[1])
+        if method.offload:
+            raise ValueError(f"sweep keeps all caches on the device: offload must be False, got {describe(method)}")
+
+
+def _about(settings: Sequence[Method], groups: Sequence[Sequence[int]]) -> str:
+    """Write a line for people: how many settings there are, and which settings share a program."""
+    kinds = ", ".join(f"{len(members)} x {type(settings[members[0]]).__name__}" for members in groups)
+    plural = "s" * (len(groups) > 1)
+    return f"{len(settings)} settings in {len(groups)} group{plural} of equal structure (one compile each): {kinds}"
+
+
+def _results(
+    group: Sequence[Method], number: int, eos: Array, ended: Array, count: Array, bad: Array, stats: Stats
+) -> list[SweepResult]:
+    """Divide what a group returned by its lanes; refuse logits that were not finite, by bad steps int32 [lanes, B]."""
+    if is_known(bad) and (worst := jax.device_get(bad).max(axis=1)).max() >= 0:
+        raise FloatingPointError(f"logits are not finite under {describe(group[worst.argmax()])}")
+    return [
+        SweepResult(
+            method=method,
+            tokens=ended[lane],
+            num_tokens=count[lane],
+            eos_token_ids=eos,
+            group=number,
+            stats=jax.tree.map(lambda x, lane=lane: x[lane], stats),
+        )
+        for lane, method in enumerate(group)
+    ]
 
 
 def group_by_structure(methods: Sequence[Method]) -> list[list[int]]:

@@ -169,7 +169,7 @@ def setting_does_something(subject: Subject) -> None:
 
 
 def ragged_rows_equal_alone(subject: Subject, rows: int | None = None) -> None:
-    """Check that a row of a ragged batch gets the tokens that it gets alone.
+    """Check that a row of a ragged batch gets the tokens that it gets alone, greedily.
 
     Args:
         subject: the method.
