@@ -96,8 +96,9 @@ def answer(
     """Answer questions about a text: the method compresses or indexes the text once, without any question.
 
     The chat template goes around context and question, if the model has one. The context is prefilled; each question is
-    appended to a copy of its cache (`kvjax.fork`, `kvjax.extend`), and answered (`kvjax.generate`). A blank line stands
-    between the two, unless the context ends or the question begins with white space.
+    appended to a copy of its cache (`kvjax.fork`, `kvjax.extend`), the last one to the cache itself, and answered
+    (`kvjax.generate`): memory holds at most two caches. A blank line stands between context and question, unless the
+    context ends or the question begins with white space.
 
     Args:
         model: what ``kvjax.models.load`` returns; or a name, a directory or a GGUF file, which is loaded for this call alone.
@@ -153,8 +154,9 @@ def answer(
     )
     keys = [None] * len(asked) if key is None else jax.random.split(key, len(asked))
     texts, tokens, stats = [], [], []
-    for tail, size, drawn in zip(tails, sizes, keys, strict=True):
-        cache = extend(speaker.params, fork(whole), tail[None], lengths=[size])
+    for number, (tail, size, drawn) in enumerate(zip(tails, sizes, keys, strict=True), 1):
+        cache = whole if number == len(asked) else fork(whole)  # which `extend` consumes
+        cache = extend(speaker.params, cache, tail[None], lengths=[size])
         out = generate(
             speaker.params, cache, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, key=drawn
         )
@@ -162,4 +164,5 @@ def answer(
         tokens.append(ids)
         texts.append(tokenizer.decode([token for token in ids if token not in config.eos_token_ids]))
         stats.append(out.stats)
+        del cache, out  # before the next copy is made: memory need not hold both
     return Answers(texts, tokens, stats)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -179,13 +179,7 @@ class Periodic(SlotMethod):
             moments=recent.moments,
             length=newest + 1,
         )
-        kept = min(_slots(self._later), cache.num_slots)
-        compressed, _ = self._later.compress(cache, prompt, cache.num_slots - kept)
-
-        def of_rows(new: Array, old: Array) -> Array:
-            return jnp.where(due.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-
-        return jax.tree.map(of_rows, compressed, cache)
+        return cache.compact_in_place(*cast("Eviction", self._later).kept(cache, prompt), due)
 
 
 @pytree
