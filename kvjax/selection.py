@@ -190,7 +190,8 @@ def moved_rows(store: Array, slots: Array, due: Array | None) -> Array:
         return lax.dynamic_update_slice_in_dim(store, rows, first, 2)
 
     blocks, rest = divmod(slots.shape[2], _MOVED)
-    store = lax.fori_loop(0, blocks, lambda number, store: move(store, number * _MOVED, _MOVED), store)
+    if blocks:
+        store = lax.fori_loop(0, blocks, lambda number, store: move(store, number * _MOVED, _MOVED), store)
     return move(store, blocks * _MOVED, rest) if rest else store
 
 

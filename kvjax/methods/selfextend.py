@@ -37,13 +37,11 @@ from kvjax.protocol.fields import known
 from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.protocol.slots import cost_of_all
 from kvjax.protocol.typing import pytree, static, traced
-from kvjax.rope import rotate
+from kvjax.rope import rotate, rotate_by_parts
 from pallas_kernels.attend.dense_attention import dense_attention
 from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention
 from pallas_kernels.numerics import merge_pair
-
-_ROWS = 1024  # keys that `_rotated_by_parts` rotates at once at least
 
 
 @pytree
@@ -154,7 +152,7 @@ class SelfExtend(LayerMethod):
         query = jnp.take_along_axis(query, seeing[:, None, None, :, None], axis=3)
         place = self._far(jnp.take_along_axis(position, seeing, axis=1))
         slot = jnp.arange(key.shape[2], dtype=jnp.int32)
-        turn = _rotated_by_parts if inputs.start is None else rotate
+        turn = rotate_by_parts if inputs.start is None else rotate
         out, lse = prefix_attention(
             rotate(query, place[:, None, None], inputs.inv_freq),
             turn(key, slot // self.group_size, inputs.inv_freq),
@@ -169,21 +167,6 @@ class SelfExtend(LayerMethod):
     def _far(self, position: Array) -> Array:
         """Compute the position at which a query at ``position`` meets keys in groups."""
         return position // self.group_size + self.window - self.window // self.group_size
-
-
-def _rotated_by_parts(key: Array, place: Array, inv_freq: Array) -> Array:
-    """Run `rotate` for keys [B, H, S, D] at ``place`` int32 [S], an eighth at a time: XLA holds more than what it rotates."""
-    slots = key.shape[2]
-    size = max(_ROWS, -(-slots // 8))
-    if size >= slots:
-        return rotate(key, place, inv_freq)
-
-    def add(number: Array, out: Array) -> Array:
-        first = jnp.minimum(number * size, slots - size)
-        part, at = lax.dynamic_slice_in_dim(key, first, size, 2), lax.dynamic_slice_in_dim(place, first, size)
-        return lax.dynamic_update_slice_in_dim(out, rotate(part, at, inv_freq), first, 2)
-
-    return lax.fori_loop(0, -(-slots // size), add, jnp.zeros_like(key))
 
 
 def _slots(store: Array, first: Array, size: int) -> Array:
