@@ -41,6 +41,11 @@ class Sampler:
         greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         if self.temperature is None:
             return greedy
+        scaled = self.filtered(logits)
+        drawn = jax.vmap(jax.random.categorical)(not_none("keys", keys), scaled).astype(jnp.int32)
+        return jnp.where(jnp.asarray(self.temperature) > 0, drawn, greedy)
+
+    def filtered(self, logits: Array) -> Array:
         scaled = logits / jnp.maximum(jnp.asarray(self.temperature, jnp.float32), 1e-6)
         if self.top_k is not None or self.top_p is not None:
             ordered = jnp.sort(scaled, axis=-1, descending=True)
@@ -53,8 +58,7 @@ class Sampler:
                 keep = keep & (jnp.cumsum(weight, axis=-1) - weight < self.top_p)  # mass before the token is below p
             floor = jnp.min(jnp.where(keep, ordered, jnp.inf), axis=-1, keepdims=True)
             scaled = jnp.where(scaled >= floor, scaled, -jnp.inf)
-        drawn = jax.vmap(jax.random.categorical)(not_none("keys", keys), scaled).astype(jnp.int32)
-        return jnp.where(jnp.asarray(self.temperature) > 0, drawn, greedy)
+        return scaled
 
 
 def rows_of(count: int) -> Array:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.decoding.decode import Decoded, padding_token
+from kvjax.decoding.decode import Call, Decoded, padding_token, seen_probs
 from kvjax.decoding.sampling import Sampler, rows_of
 from pallas_kernels import axes
 
@@ -70,18 +70,25 @@ def ends(tokens: Array, eos: Array) -> Array:
     return (tokens[..., None] == eos.reshape((1,) * tokens.ndim + (-1,))).any(axis=-1)
 
 
-def written(now: Decoded, tokens: Array, active: Array, accepted: Array, eos: Array, limits: Array | None) -> Decoded:
-    """Write the first and the ``accepted`` int32 [B] following ``tokens`` int32 [B, T] of ``active`` rows to the result."""
+def written(call: Call, now: Decoded, tokens: Array, active: Array, accepted: Array, seen: Array | None) -> Decoded:
+    """Write the first and the ``accepted`` int32 [B] following ``tokens`` int32 [B, T] of ``active`` rows to the result.
+
+    ``seen`` float32 [B, T, V] are Full's logits that the tokens were drawn from; None if nobody asked for log-probabilities.
+    """
     order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     kept = active[:, None] & (order <= accepted[:, None])
     place = jnp.where(kept, now.num_tokens[:, None] + order, now.tokens.shape[1])  # past the end, so it is dropped
     row = jnp.arange(len(tokens))[:, None]
     num_tokens = now.num_tokens + jnp.sum(kept, axis=1, dtype=jnp.int32)
-    done = now.done | (kept & ends(tokens, eos)).any(axis=1)
+    done = now.done | (kept & ends(tokens, call.eos)).any(axis=1)
+    noted = now.log_probs
+    if noted is not None and seen is not None:
+        noted = noted.scattered(seen_probs(call, now, seen, tokens, kept), place)
     return dataclasses.replace(
         now,
         tokens=now.tokens.at[row, place].set(tokens, mode="drop"),
         num_tokens=num_tokens,
-        done=done if limits is None else done | (num_tokens >= limits),
+        done=done if call.limits is None else done | (num_tokens >= call.limits),
         step=now.step + 1,
+        log_probs=noted,
     )
