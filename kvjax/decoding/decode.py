@@ -180,7 +180,7 @@ def seen_probs(call: Call, now: Decoded, logits: Array, tokens: Array, active: A
     """Compute the log-probabilities of ``tokens`` int32 [B, T] that were drawn from ``logits`` float32 [B, T, V]."""
     drawn_from = None
     if (temperature := call.sampler.temperature) is not None:
-        drawn_from = call.sampler.filtered(logits)
+        drawn_from = call.sampler.filtered(logits.reshape(-1, logits.shape[-1])).reshape(logits.shape)
     new = log_probs(not_none("log_probs", now.log_probs), logits, drawn_from, tokens, active)
     if temperature is None:
         return new
