@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from experiments.cli import Job, option, record_path
 from experiments.evaluation import CompileAhead
 from experiments.lab.fidelity.settings import FidelitySettings
 from experiments.lab.fidelity.texts import passages
-from experiments.records import Results, knobs_of, method_title
+from experiments.records import Results, method_title
 from experiments.records.report import row_table
 from experiments.speed.settings import Output
 from kvjax.protocol.method import Method
@@ -38,13 +38,18 @@ TEN = ("streamingllm", "h2o", "tova", "keydiff", "rkv", "triattention", "snapkv"
 _COLUMNS: Mapping[str, Any] = {
     "method": lambda row: method_title(row["method"]),
     "mean, nats": ("value", 1, ".2e"),
-    "99 % of tokens within": ("tail_99", 1, ".2e"),
-    "largest": ("largest", 1, ".2e"),
-    "weight outside [1/2, 2]": ("outside", 100, ".2f"),
-    "effective share, tokens": ("token_ess", 1, ".3f"),
-    "effective share, answers": ("answer_ess", 1, ".3f"),
-    "read, MB": ("bytes_read_per_step", 1e-6, ".2f"),
+    "99 % of tokens within": ("tail", 1, ".2e"),
+    "farthest token": ("farthest", 1, ".2e"),
+    "tokens of weight outside [1/2, 2]": ("outside", 1, ".2f"),
+    "effective share of tokens": ("effective_tokens", 1, ".3f"),
+    "of answers": ("effective_answers", 1, ".3f"),
+    "read": ("bytes_read_per_step", 1e-6, ".2f"),
 }
+
+
+def rollout_table(rows: Sequence[Mapping[str, Any]], notes: Mapping[str, Any]) -> str:
+    """Format the rows of a record as a Markdown table; nats, percent, shares, and MB that a step reads."""
+    return "\n".join(row_table(rows, _COLUMNS))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,16 +110,16 @@ def mismatch(sampled: np.ndarray, scored: np.ndarray, counts: np.ndarray) -> dic
         weight = np.exp(logs - logs.max())
         return float(weight.sum() ** 2 / (len(weight) * (weight**2).sum()))
 
-    return {
-        "value": float(-each.mean()),
-        "tail_99": float(np.quantile(np.abs(each), 0.99)),
-        "largest": float(np.abs(each).max()),
-        "outside": float((np.abs(each) > np.log(2)).mean()),
-        "mean_weight": float(np.exp(each).mean()),
-        "token_ess": effective(each),
-        "answer_ess": effective(answers),
-        "tokens": int(counts.sum()),
+    found = {
+        "value": 0.0 - each.mean(),
+        "tail": np.quantile(np.abs(each), 0.99),
+        "farthest": np.abs(each).max(),
+        "outside": 100 * (np.abs(each) > np.log(2)).mean(),
+        "mean_weight": np.exp(each).mean(),
+        "effective_tokens": effective(each),
+        "effective_answers": effective(answers),
     }
+    return {name: float(f"{value:.4g}") for name, value in found.items()} | {"tokens": int(counts.sum())}
 
 
 def _measure(settings: RolloutSettings, output: RolloutOutput) -> None:
@@ -125,25 +130,24 @@ def _measure(settings: RolloutSettings, output: RolloutOutput) -> None:
     sizes = {"model": model.config, "tokens": settings.tokens}
     about = options | {"model": model.name, "dtype": model.dtypes, "haystack": settings.haystack, "length": settings.length}
     results = Results(output.out, "rollouts", about)
-    named = [
-        (x, x.at(settings.length, model.tokenizer, model.config).method)
-        for x in at_budgets(settings.methods, settings.budgets)
-    ]
-    arrays = {x.label: (model.params, method, prompts, lengths, key) for x, method in named}
-    with CompileAhead() as ahead, tqdm(named, unit="method") as bar:
+    choices = [x for x in at_budgets(settings.methods, settings.budgets) if not results.find({"method": x.label})]
+    arrays = {
+        x.label: (model.params, x.at(settings.length, model.tokenizer, model.config).method, prompts, lengths, key)
+        for x in choices
+    }
+    with CompileAhead() as ahead, tqdm(arrays.items(), unit="method") as bar:
         for label, given in arrays.items() if ahead.spare else ():
             ahead.add(label, lambda given=given: [rollout.lower(*given, **sizes)])
-        for choice, method in bar:
-            bar.set_description(choice.label)
+        for label, given in bar:
+            bar.set_description(label)
             if ahead.spare:
-                ahead.wait(choice.label)
-            made, counts, sampled, stats = jax.device_get(rollout(*arrays[choice.label], **sizes))
+                ahead.wait(label)
+            made, counts, sampled, stats = jax.device_get(rollout(*given, **sizes))
             scored = jax.device_get(dense(model.params, prompts, lengths, made, counts, model=model.config))
             read = float(stats.bytes_read.mean())
             row = {"name": "mismatch", "unit": "nats", **mismatch(sampled, scored, counts), "bytes_read_per_step": read}
-            row |= {"method": choice.name, "label": choice.label, "knobs": knobs_of(method)}
-            results.add(row, {"label": choice.label})
-    print("\n".join(row_table(results.metrics, _COLUMNS)))
+            results.add({"method": label, **row}, {"method": label})
+    print(rollout_table(results.metrics, results.notes))
     print(f"written: {output.out}", file=sys.stderr)
 
 
