@@ -14,12 +14,12 @@ from jax import Array, lax
 from kvjax.cache import Cache
 from kvjax.cache.offload import steps_between_syncs, sync
 from kvjax.decoding.layers import guessing_layers, layer_methods, observe
-from kvjax.decoding.log_probs import LogProbs, log_probs
+from kvjax.decoding.log_probs import LogProbs, Seen, log_probs
 from kvjax.decoding.passes import checked, layer_inputs
 from kvjax.decoding.recurrent import run_recurrent
 from kvjax.decoding.sampling import Sampler
 from kvjax.protocol.method import settle_due
-from kvjax.protocol.typing import EMPTY, Model, attention_soft_cap, is_recurrent, not_none, pytree
+from kvjax.protocol.typing import EMPTY, Model, attention_soft_cap, is_recurrent, pytree
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
 from pallas_kernels.numerics import bounded_loop
@@ -154,13 +154,14 @@ def decode_once(call: Call, now: Decoded) -> Decoded:
     draw_key, key = (None, None) if now.key is None else jax.random.split(now.key)
     active = ~now.done
     if call.forced is None:
-        drawn = call.sampler.draw(now.cache.logits, draw_key)
+        drawn, filtered = call.sampler.draw(now.cache.logits, draw_key)
     else:
-        drawn = lax.dynamic_index_in_dim(call.forced, now.step, 1, keepdims=False)
+        drawn, filtered = lax.dynamic_index_in_dim(call.forced, now.step, 1, keepdims=False), now.cache.logits
     token = jnp.where(active, drawn, padding_token(now.cache.model))
     noted = now.log_probs
     if noted is not None:
-        noted = noted.written(seen_probs(call, now, now.cache.logits[:, None], token[:, None], active[:, None]), now.step)
+        seen = Seen(now.cache.logits[:, None], filtered[:, None])
+        noted = noted.written(log_probs(noted, seen, token[:, None], active[:, None], call.sampler.temperature), now.step)
     broken = active & (now.bad_step < 0) & ~jnp.isfinite(now.cache.logits).all(axis=-1)
     num_tokens = now.num_tokens + active.astype(jnp.int32)
     done = now.done | (token[:, None] == call.eos[None]).any(axis=1)
@@ -174,17 +175,6 @@ def decode_once(call: Call, now: Decoded) -> Decoded:
         step=now.step + 1,
         log_probs=noted,
     )
-
-
-def seen_probs(call: Call, now: Decoded, logits: Array, tokens: Array, active: Array) -> LogProbs:
-    """Compute the log-probabilities of ``tokens`` int32 [B, T] that were drawn from ``logits`` float32 [B, T, V]."""
-    drawn_from = None
-    if (temperature := call.sampler.temperature) is not None:
-        drawn_from = call.sampler.filtered(logits.reshape(-1, logits.shape[-1])).reshape(logits.shape)
-    new = log_probs(not_none("log_probs", now.log_probs), logits, drawn_from, tokens, active)
-    if temperature is None:
-        return new
-    return dataclasses.replace(new, sampled=jnp.where(jnp.asarray(temperature) > 0, new.sampled, 0.0))  # at 0 it is greedy
 
 
 def run_decode(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,21 +53,25 @@ class LogProbs:
         return jax.tree.map(lambda kept, some: kept.at[row, place].set(some, mode="drop"), self, new)
 
 
-def log_probs(like: LogProbs, logits: Array, drawn_from: Array | None, tokens: Array, active: Array) -> LogProbs:
-    """Compute the log-probabilities of ``tokens``, with as many likeliest tokens as ``like`` has.
+class Seen(NamedTuple):
+    """What tokens were drawn from."""
 
-    Args:
-        logits: float32 [B, T, V], of the model.
-        drawn_from: float32 [B, T, V], logits of the distribution that the tokens were drawn from; None if it is greedy.
-        tokens: int32 [B, T].
-        active: bool [B, T], False where there is no token.
+    logits: Array  # float32 [B, T, V], of the model
+    filtered: Array  # float32 [B, T, V], behind penalties, temperature and filters
+
+
+def log_probs(like: LogProbs, seen: Seen, tokens: Array, active: Array, temperature: float | Array | None) -> LogProbs:
+    """Compute the log-probabilities of ``tokens`` int32 [B, T], with as many likeliest tokens as ``like`` has.
+
+    ``active`` bool [B, T] is False where there is no token. Without a temperature, and where it is 0, tokens are certain.
     """
-    logits = logits.astype(jnp.float32)
+    logits = seen.logits.astype(jnp.float32)
     total = jax.nn.logsumexp(logits, axis=-1)
     model = jnp.where(active, _picked(logits, tokens) - total, 0.0)
     sampled = jnp.zeros_like(model)
-    if drawn_from is not None:
-        sampled = jnp.where(active, _picked(drawn_from, tokens) - jax.nn.logsumexp(drawn_from, axis=-1), 0.0)
+    if temperature is not None:
+        drawn = active & (jnp.asarray(temperature) > 0)
+        sampled = jnp.where(drawn, _picked(seen.filtered, tokens) - jax.nn.logsumexp(seen.filtered, axis=-1), 0.0)
     new = LogProbs(model=model, sampled=sampled)
     if like.top is None:
         return new

@@ -32,22 +32,24 @@ class Sampler:
             names = " and ".join(f"{name}={shown(value)}" for name, value in given.items())
             raise ValueError(f"{names} need a temperature; without one decoding is greedy")
 
-    def draw(self, logits: Array, key: Array | None) -> Array:
-        """Draw next tokens int32 [B] from logits float32 [B, V]. Greedy drawing does not use ``key``.
+    def draw(self, logits: Array, key: Array | None) -> tuple[Array, Array]:
+        """Draw next tokens int32 [B] from logits float32 [B, V]; also return the `filtered` logits that they are drawn from.
 
-        A row draws with a key made of its index in the batch, so it draws the same token on whatever device it is.
+        Greedy drawing does not use ``key``. A row draws with a key made of its index in the batch, so it draws the same token
+        on whatever device it is.
         """
         if self.temperature is None:
             return self.draw_each(logits, None)
         return self.draw_each(logits, jax.vmap(jax.random.fold_in, (None, 0))(not_none("key", key), rows_of(len(logits))))
 
-    def draw_each(self, logits: Array, keys: Array | None) -> Array:
-        """Draw a token int32 [N] from each of the logits float32 [N, V], with a key for each of them."""
+    def draw_each(self, logits: Array, keys: Array | None) -> tuple[Array, Array]:
+        """Run `draw` for logits float32 [N, V], with a key for each of them: tokens int32 [N], and filtered logits."""
         greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        filtered = self.filtered(logits)
         if self.temperature is None:
-            return greedy
-        drawn = jax.vmap(jax.random.categorical)(not_none("keys", keys), self.filtered(logits)).astype(jnp.int32)
-        return jnp.where(jnp.asarray(self.temperature) > 0, drawn, greedy)
+            return greedy, filtered
+        drawn = jax.vmap(jax.random.categorical)(not_none("keys", keys), filtered).astype(jnp.int32)
+        return jnp.where(jnp.asarray(self.temperature) > 0, drawn, greedy), filtered
 
     def filtered(self, logits: Array) -> Array:
         """Return the logits float32 [N, V] of the distribution that tokens are drawn from; greedily they are ``logits``."""

@@ -125,7 +125,7 @@ def test_draws_follow_the_filtered_distribution(options):
     logits = np.array([1.2, -0.3, 0.4, 2.0, 0.9, -1.5, 0.0], np.float32)
     want = probabilities(logits, **options)
     draws = 20_000
-    tokens = Sampler(**options).draw(jnp.broadcast_to(jnp.asarray(logits), (draws, 7)), jax.random.key(0))
+    tokens, _ = Sampler(**options).draw(jnp.broadcast_to(jnp.asarray(logits), (draws, 7)), jax.random.key(0))
     got = np.bincount(np.asarray(tokens), minlength=7) / draws
     assert set(np.flatnonzero(got)) <= set(np.flatnonzero(want))
     np.testing.assert_allclose(got, want, atol=4 * 0.5 / np.sqrt(draws))
