@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from typing import Any, ClassVar
+import math
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from jax import Array, lax
 from kvjax.attention.moments import Moments, add_queries
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.protocol.families import Eviction
+from kvjax.protocol.fields import number, shown
 from kvjax.protocol.method import LayerMethod, Prompt, Step, num_bytes
 from kvjax.protocol.slots import SlotMethod, SlotState, count_all
 from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
@@ -47,6 +50,11 @@ class Periodic(SlotMethod):
     if so, the eviction computes all rows of all layers and changes the due rows in place. `kvjax.extend` processes at most
     ``interval`` tokens at once, and each such block counts as its tokens.
 
+    With ``ratio`` the cache grows with the text: ``Periodic(evict=SnapKV(), ratio=1/4)`` keeps a quarter of the tokens that a
+    row has seen so far, rounded, of its prompt and after every ``interval`` tokens. The budget of ``evict`` then says no more
+    than how layers differ. The arrays have room for the ratio of the padded prompt and ``max_new_tokens``; a row that grows
+    beyond keeps no more than this.
+
     ``evict`` is a method that keeps the best tokens of a prompt by a score of the stored tokens and of the newest queries:
     `SnapKV` (then this is SnapKV-D), `PyramidKV`, `AdaKV`, `Knorm`, `ExpectedAttention`, `RKV` with ``interval=None``, and
     an `Eviction` of your own. Three kinds of methods are refused when the wrapper is made (ValueError): methods that keep
@@ -55,7 +63,7 @@ class Periodic(SlotMethod):
 
     **Source**: Liu et al., "Hold Onto That Thought: Assessing KV Cache Compression On Reasoning" (arXiv:2512.12008), for
     SnapKV-D; NVIDIA/kvpress 0dc3358, DecodingPress, whose ``compression_interval`` and ``target_size`` are ``interval`` and
-    ``budget``.
+    ``budget``. A ratio while decoding is asked for in NVIDIA/kvpress#230, as the share that is removed.
 
     **Departures**: kvpress leaves the prompt whole until the first interval ends, and here ``evict`` compresses it at its
     end. kvpress scores by the queries of the last 256 tokens that came after the last eviction; here ``evict`` scores by as
@@ -72,6 +80,7 @@ class Periodic(SlotMethod):
     budget: int | Array | None = traced("kept while decoding; None = as `evict`", default=None, least=1, within="capacity")
     capacity: int | None = static("slots allocated for them; None = budget", default=None, least=1)
     interval: int = static("tokens of a row between two evictions", default=128, least=1)
+    ratio: float | None = static("share of all tokens seen that is kept, in place of budgets", default=None, above=0, most=1)
 
     keeps = "the budget of `evict`, and up to `interval` newer tokens"
     evicts = True
@@ -92,6 +101,8 @@ class Periodic(SlotMethod):
             )
         if self.capacity is not None and self.budget is None:
             raise ValueError(f"Periodic: budget must be given with capacity, got budget=None, capacity={self.capacity}")
+        if self.ratio is not None and self.budget is not None:
+            raise ValueError(f"Periodic: ratio must be given without budget, got ratio={self.ratio}, budget={self.budget}")
         _slots(self._later)  # which refuses a budget that `evict` cannot have
 
     @property
@@ -106,13 +117,30 @@ class Periodic(SlotMethod):
         if evict.slots_again() is None:  # a layer that the method leaves as it is
             return evict
         if self.budget is None:
-            return Periodic(evict=evict, interval=self.interval)
+            return Periodic(evict=evict, interval=self.interval, ratio=self._ratio_of(evict))
         kept = vars(later)
         return Periodic(evict=evict, budget=kept["budget"], capacity=kept["capacity"], interval=self.interval)
 
+    def _ratio_of(self, evict: SlotMethod) -> float | None:
+        """Return the ratio of the layer in which ``evict`` runs: in proportion to its budget."""
+        if self.ratio is None:
+            return None
+        mean, own = (number(vars(method)["budget"]) for method in (self.evict, evict))
+        if mean is None or own is None:
+            raise ValueError(
+                f"Periodic: ratio needs one known budget for the heads of a layer, {type(self.evict).__name__} has "
+                f"{shown(vars(evict)['budget'])}"
+            )
+        return min(1.0, self.ratio * own / mean)
+
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Recent]:
-        kept = min(_slots(self.evict), cache.num_slots)
-        compressed, _ = self.evict.compress(cache, prompt, min(self.bounded_slots() - kept, room))
+        if self.ratio is None:
+            kept = min(_slots(self.evict), cache.num_slots)
+            compressed, _ = self.evict.compress(cache, prompt, min(self.bounded_slots() - kept, room))
+        else:
+            # A window that is always kept may be more than the ratio of a short prompt.
+            capacity = max(math.ceil(self.ratio * (cache.row_slots + room)), self.evict.obs_window)
+            compressed = self._of_ratio(cache, prompt, _slots(_resized(self.evict, capacity)) + self._most_since)
         batch, heads, group, _, dim = prompt.query.shape
         # With moments there is room for all queries between two evictions.
         entries = self.obs_window if self.reads.moments_from is None else max(self.obs_window, self._most_since)
@@ -149,6 +177,8 @@ class Periodic(SlotMethod):
         return stored, jnp.full(stored.shape, read / stored.size, jnp.float32)
 
     def bounded_slots(self) -> int:
+        if self.ratio is not None:  # `compress` allocates what no row can fill
+            return self._most_since
         return max(_slots(self.evict), _slots(self._later)) + self._most_since
 
     def max_tokens(self, in_prompt: bool) -> int | None:
@@ -179,13 +209,33 @@ class Periodic(SlotMethod):
             moments=recent.moments,
             length=newest + 1,
         )
-        kept = min(_slots(self._later), cache.num_slots)
-        compressed, _ = self._later.compress(cache, prompt, cache.num_slots - kept)
+        if self.ratio is None:
+            kept = min(_slots(self._later), cache.num_slots)
+            compressed, _ = self._later.compress(cache, prompt, cache.num_slots - kept)
+        else:
+            compressed = self._of_ratio(cache, prompt, cache.num_slots)
 
         def of_rows(new: Array, old: Array) -> Array:
             return jnp.where(due.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
         return jax.tree.map(of_rows, compressed, cache)
+
+    def _of_ratio(self, cache: LayerCache, prompt: Prompt, slots: int) -> LayerCache:
+        """Keep the ratio of each row's tokens, in a cache of so many slots."""
+        # The largest capacity whose slots, which can be more, have room: `compress` and later evictions find the same.
+        least, tokens = max(1, self.evict.obs_window), slots - self._most_since
+        more = bisect.bisect_right(range(least + 1, tokens + 1), tokens, key=lambda x: _slots(_resized(self.evict, x)))
+        capacity = least + more
+        kept = min(_slots(_resized(self.evict, capacity)), cache.num_slots)
+        length = not_none("length", prompt.length).astype(jnp.float32)
+        budget = jnp.maximum(jnp.rint(not_none("ratio", self.ratio) * length), 1).astype(jnp.int32)
+
+        def of_row(cache: LayerCache, prompt: Prompt, budget: Array) -> LayerCache:  # rows have budgets of their own
+            cache, prompt = jax.tree.map(lambda x: x[None], (cache, prompt))
+            compressed, _ = _resized(self.evict, capacity, budget).compress(cache, prompt, slots - kept)
+            return jax.tree.map(lambda x: x[0], compressed)
+
+        return jax.vmap(of_row)(cache, prompt, budget)
 
 
 @pytree
@@ -205,6 +255,11 @@ class PeriodicEviction(Eviction):
         if self.interval is None:
             return self
         return Periodic(evict=dataclasses.replace(self, interval=None), interval=self.interval)
+
+
+def _resized(method: SlotMethod, capacity: int, budget: Array | None = None) -> SlotMethod:
+    """Return an eviction with another capacity, and with this budget or the capacity as its budget."""
+    return dataclasses.replace(cast("Any", method), budget=capacity if budget is None else budget, capacity=capacity)
 
 
 def _slots(method: SlotMethod) -> int:

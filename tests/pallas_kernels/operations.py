@@ -12,7 +12,7 @@ import pytest
 import pallas_kernels
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.formats.shapes import LAYER
-from tests.pallas_kernels import untimed
+from experiments.speed.kernels import untimed
 
 PLACES = {name: f"pallas_kernels.{room}.{name}" for room, name in pallas_kernels.operations()}
 BESIDE = {"estimates": "rerank", "kth_select_mask": "kth_select"}  # public functions beside that of an operation's name
