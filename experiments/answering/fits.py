@@ -6,6 +6,7 @@ import json
 import pathlib
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,16 +88,23 @@ def list_fits(
     given = {"max_new_tokens": tokens, "kv_dtype": kv_dtype, "params": params}
     rows, refused = [], []
     for at, name in enumerate(names):
-        print(f"\r{at + 1} of {len(names)}: {name:40.40s}", end="", file=sys.stderr, flush=True)
+        _say(f"{at + 1} of {len(names)}: {name}")
         try:
             rows.append(_row(name, config, have, length, given))
         except ValueError as error:
             refused.append({"method": name, "refused": str(error)})
-    print(f"\r{'':60s}\r", end="", file=sys.stderr, flush=True)
+    _say("")
     if as_json:
         return json.dumps([*rows, *refused], indent=1)
-    return "\n".join([*_lines(rows, length), *(f"{row['method']}: {row['refused']}" for row in refused), "", *_legend(
-        model, config, have, weights, length, tokens)])  # fmt: skip
+    told = [f"{row['method']}: {row['refused']}" for row in refused]
+    about = _legend(model, config, have, weights, length, tokens)
+    return "\n".join([*_lines(rows, length), *told, "", *(textwrap.fill(line, 120) for line in about)])
+
+
+def _say(text: str) -> None:
+    """Show which method it is at, where somebody watches."""
+    if sys.stderr.isatty():
+        print(f"\r{text:60.60s}\r", end="", file=sys.stderr, flush=True)
 
 
 def _row(name: str, config: ModelConfig, have: int, length: int, given: dict[str, Any]) -> dict[str, Any]:

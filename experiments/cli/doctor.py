@@ -90,7 +90,9 @@ def _versions() -> list[str]:
     at = commit()
     head = f"kvjax {__version__}" + (f" at {at[:10]}{'+changes' * at.endswith('+changes')}" if at else "")
     found = [f"{name} {version}" for name, version in known.items()]
-    lines = textwrap.wrap(", ".join([f"{head} on {platform.platform()}", *found]), _WIDTH, subsequent_indent="  ")
+    unbroken = [text.replace(" ", "\0") for text in (head, *found)]  # a line ends between two packages
+    text = f"{', '.join(unbroken)} on {platform.platform()}"
+    lines = [line.replace("\0", " ") for line in textwrap.wrap(text, _WIDTH, subsequent_indent="  ")]
     given = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)]
     return [*lines, *(f"set: {text}" for text in given)]
 
@@ -142,16 +144,12 @@ def _run() -> list[Check]:
     """Check all operations, with a line on standard error that says which one it is at."""
     from experiments.speed.kernels.small_runs import check_all
 
-    shows = sys.stderr.isatty()
-
     def say(text: str) -> None:
-        if shows:
-            print(f"\r{text:60.60s}", end="", file=sys.stderr, flush=True)
+        if sys.stderr.isatty():
+            print(f"\r{text:60.60s}\r", end="", file=sys.stderr, flush=True)
 
     checks = list(check_all(say))
     say("")
-    if shows:
-        print("\r", end="", file=sys.stderr, flush=True)
     return checks
 
 

@@ -69,7 +69,7 @@ def largest_budget(
         made = cast("Method", with_budget(method, tokens))
         return memory_needed(made, config, batch=batch, prompt_slots=prompt_slots, max_new_tokens=max_new_tokens, **sizes)
 
-    least = _least_budget(method, most)
+    least = _least(lambda tokens: with_budget(method, tokens), most)
     found = _most(lambda tokens: _bytes(needed(tokens)) + spare, have, least, most)
     if found is None:
         raise MemoryError(
@@ -114,7 +114,8 @@ def longest_prompt(
         )
 
     have = _have("longest_prompt", device_bytes, sizes.get("mesh"))
-    return _unbounded(_most(needs, have, 1, _MOST_TOKENS, step), _MOST_TOKENS)
+    least = _least(lambda tokens: resolve(method, tokens), _MOST_TOKENS)
+    return _unbounded(_most(needs, have, least, _MOST_TOKENS, step), _MOST_TOKENS)
 
 
 def most_rows(
@@ -166,24 +167,23 @@ def with_budget(method: Method, tokens: int) -> Method | None:
     return None
 
 
-def _least_budget(method: Method, most: int) -> int:
-    """Find the smallest budget that the method takes; some keep a window, or whole pages."""
+def _least(make: Callable[[int], Any], most: int) -> int:
+    """Find the smallest number that ``make`` does not refuse: some budgets hold a window or whole pages. At most ``most``."""
+
+    def takes(number: int) -> bool:
+        try:
+            make(number)
+        except ValueError:
+            return False
+        return True
+
     low, high = 0, 1  # refused, perhaps taken
-    while high <= most and not _takes(method, high):
-        low, high = high, 2 * high
-    high = min(high, most)
+    while high < most and not takes(high):
+        low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if _takes(method, middle) else (middle, high)
+        low, high = (low, middle) if takes(middle) else (middle, high)
     return high
-
-
-def _takes(method: Method, tokens: int) -> bool:
-    try:
-        with_budget(method, tokens)
-    except ValueError:
-        return False
-    return True
 
 
 def _most(needs: Callable[[int], int], have: int, least: int, most: int, step: int = 1) -> int | None:

@@ -14,7 +14,7 @@ from jax import Array, lax
 from kvjax.attention.moments import Moments, add_queries
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.protocol.families import Eviction
-from kvjax.protocol.fields import number, shown
+from kvjax.protocol.fields import number
 from kvjax.protocol.method import LayerMethod, Prompt, Step, num_bytes
 from kvjax.protocol.slots import SlotMethod, SlotState, count_all
 from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
@@ -117,21 +117,21 @@ class Periodic(SlotMethod):
         if evict.slots_again() is None:  # a layer that the method leaves as it is
             return evict
         if self.budget is None:
-            return Periodic(evict=evict, interval=self.interval, ratio=self._ratio_of(evict))
+            return Periodic(evict=evict, interval=self.interval, ratio=self._ratio_of(layer, num_layers))
         kept = vars(later)
         return Periodic(evict=evict, budget=kept["budget"], capacity=kept["capacity"], interval=self.interval)
 
-    def _ratio_of(self, evict: SlotMethod) -> float | None:
-        """Return the ratio of the layer in which ``evict`` runs: in proportion to its budget."""
+    def _ratio_of(self, layer: int, num_layers: int) -> float | None:
+        """Return the ratio of a layer, in proportion to its budget: sizes of arrays follow, so its value must be known."""
         if self.ratio is None:
             return None
-        mean, own = (number(vars(method)["budget"]) for method in (self.evict, evict))
-        if mean is None or own is None:
+        mean = vars(self.evict)["capacity"]
+        own = vars(inner_of_layer(_resized(self.evict, mean), layer, num_layers))["budget"]
+        if number(own) is None:
             raise ValueError(
-                f"Periodic: ratio needs one known budget for the heads of a layer, {type(self.evict).__name__} has "
-                f"{shown(vars(evict)['budget'])}"
+                f"Periodic: ratio needs one budget for the heads of a layer, {type(self.evict).__name__} has several"
             )
-        return min(1.0, self.ratio * own / mean)
+        return min(1.0, self.ratio * number(own) / mean)
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Recent]:
         if self.ratio is None:

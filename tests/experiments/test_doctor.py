@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
+from unittest import mock
 
 import jax
 import pytest
@@ -13,9 +15,10 @@ from experiments.cli import doctor
 from experiments.cli.main import main
 from experiments.speed.kernels import small_runs
 from experiments.speed.kernels.cases import small_cases
-from pallas_kernels.dispatch import Implementation, added_implementation
+from pallas_kernels.dispatch import Implementation, Operation, added_implementation
 from pallas_kernels.machine import assume_machine
 from pallas_kernels.score.page_score.reference import page_score
+from tests.pallas_kernels.operations import Chosen, timed
 
 FEW = ("merge_splits", "page_score", "store_ids")
 
@@ -25,10 +28,8 @@ def few(monkeypatch):
     monkeypatch.setattr(small_runs, "small_cases", lambda: [case for case in small_cases() if case.operation.name in FEW])
 
 
-def test_every_operation_has_a_case_and_takes_what_it_takes_in_full_size():
-    """Without running anything: a check of a shape that no kernel takes would test plain JAX alone."""
-    made = small_cases()
-    assert [case.operation.name for case in made] == [name for _, name in pallas_kernels.operations()]
+def test_every_operation_has_a_case():
+    assert [case.operation.name for case in small_cases()] == [name for _, name in pallas_kernels.operations()]
 
 
 def test_what_is_wrong_or_fails_is_named(few, monkeypatch, capsys):
@@ -44,7 +45,7 @@ def test_what_is_wrong_or_fails_is_named(few, monkeypatch, capsys):
     assert main(["doctor"]) == 0
     told = capsys.readouterr().out
     assert f"jax {jax.__version__}" in told and "python 3" in told and f"{len(FEW)} of {len(FEW)} right" in told
-    assert re.search(r"xla \(not pallas_triton: needs a platform in \('gpu',\).*\): .*page_score", told)
+    assert re.search(r"(?s)xla \(not pallas_triton: needs a platform in \('gpu',\).*\): .*page_score", told)
     refused = Implementation(page_score, (), refusing)
     with contextlib.ExitStack() as stack:
         for operation, name, entry in (
@@ -75,15 +76,22 @@ def test_all_operations_are_right_here(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-def test_the_small_run_is_of_the_implementation_that_the_full_size_takes(capability):
-    """Traced only, for a GPU that is not there."""
+def test_the_small_run_takes_what_the_full_size_takes(capability):
+    """Or the doctor would test another implementation than users run. Nothing is run: for GPUs that are not there."""
+    differ = {}
     with assume_machine("gpu", capability):
         for case in small_cases():
-            arguments = jax.eval_shape(case.make)
-            taken = {}
-            for name, entry in case.operation.implementations.items():
-                with contextlib.suppress(NotImplementedError):
-                    jax.eval_shape(lambda *given, case=case, name=name: case.defined(case.run(*given, implementation=name)), *arguments)
-                    taken[name] = entry
-            kernels = [name for name, entry in case.operation.implementations.items() if "gpu" in entry.platforms]
-            print(case.operation.name, [*taken], kernels)
+            if (full := timed(case.operation.name)) is not None:
+                names = [taken(case.function, shape) for shape in (case.shape, full.listed()[0])]
+                if names[0] != names[1]:
+                    differ[case.operation.name] = names
+    assert not differ
+
+
+def taken(function, shape):
+    def stop(self, *args, **kwargs):
+        raise Chosen(self.resolve(*args, **kwargs))
+
+    with mock.patch.object(Operation, "run", stop), pytest.raises(Chosen) as caught:
+        jax.eval_shape(functools.partial(function, **shape.options), **jax.eval_shape(shape.draw, jax.random.key(0)))
+    return caught.value.args[0]

@@ -6,11 +6,15 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.random import define_prng_impl
 
 from experiments.speed.kernels.cases import Case, small_cases
 from experiments.speed.kernels.compare import error, first_wrong
@@ -19,6 +23,30 @@ from pallas_kernels.machine import assume_machine
 
 # The reference is compiled without LLVM's optimisations, which is faster, and other machine code than that of the device.
 _PLAIN = {"xla_backend_optimization_level": 0}
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """Return a hash of each of the numbers, uint32."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> shift)) * jnp.uint32(factor)
+    return x ^ (x >> 16)
+
+
+def _hashed(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return uint32 of a shape: a hash of each place and of ``key`` [1]."""
+    place = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
+    return _mixed(_mixed(place * jnp.uint32(0x9E3779B9) + key[0]) + key[0])
+
+
+# JAX's own random numbers would take most of the time that the references compile.
+_HASH = define_prng_impl(
+    key_shape=(1,),
+    seed=lambda seed: _mixed(seed.astype(jnp.uint32)).reshape(1),
+    split=lambda key, shape: _hashed(key, (*shape, 1)),
+    random_bits=lambda key, width, shape: _hashed(key, shape).astype({8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[width]),
+    fold_in=lambda key, data: _mixed(key ^ _mixed(data.astype(jnp.uint32))),
+    name="hash of places",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,32 +76,41 @@ def check_all(say: Callable[[str], None]) -> Iterator[Check]:
     Args:
         say: is told what is going on.
     """
-    cases = small_cases()
-    say("computing what is expected")
-    arguments, wanted = expected(cases)
-    say("tracing")
-    begun = [_begin(case, jax.device_put(given)) for case, given in zip(cases, arguments, strict=True)]
+    cases, seed = small_cases(), np.zeros(1, np.uint32)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        programs = [pool.submit(_compiled, lowered) for _, lowered in begun]
+        say("tracing the references")
+        with _reference():
+            lowered = jax.jit(functools.partial(_expected, cases)).lower(seed)
+        reference = pool.submit(lowered.compile, compiler_options=_PLAIN)
+        begun = []
+        for case, given in zip(cases, lowered.out_info[0], strict=True):
+            say(f"tracing {case.operation.name}")
+            begun.append(_begin(case, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)))
+        programs = [pool.submit(_compiled, program) for _, program in begun]
+        say("compiling the references")
+        with _reference():
+            arguments, wanted = jax.device_get(reference.result()(seed))
         for case, given, want, (check, _), program in zip(cases, arguments, wanted, begun, programs, strict=True):
-            say(case.operation.name)
+            say(f"running {case.operation.name}")
             yield _finish(check, case, given, want, program)
 
 
-def expected(cases: list[Case]) -> tuple[list[Any], list[Any]]:
-    """Draw the arguments of every case, and compute its result as plain JAX, in one program on the CPU if there is one."""
-
-    def compute(key: jax.Array) -> tuple[list[Any], list[Any]]:
-        arguments = [case.make(key) for case in cases]
-        return arguments, [case.reference(*given) for case, given in zip(cases, arguments, strict=True)]
-
+@contextlib.contextmanager
+def _reference() -> Iterator[None]:
+    """Run plain JAX on the CPU within this context, or on the device where JAX_PLATFORMS leaves the CPU out."""
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may leave the CPU out
+        with contextlib.suppress(RuntimeError):
             stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
             stack.enter_context(assume_machine("cpu"))
         stack.enter_context(default_implementation(XLA))
-        key = jax.random.key(0, impl="unsafe_rbg")  # whose numbers need few instructions
-        return jax.device_get(jax.jit(compute).lower(key).compile(compiler_options=_PLAIN)(key))
+        yield
+
+
+def _expected(cases: list[Case], seed: jax.Array) -> tuple[list[Any], list[Any]]:
+    """Draw the arguments of every case from uint32 [1], and compute its result."""
+    key = jax.random.wrap_key_data(seed, impl=_HASH)
+    arguments = [case.make(key) for case in cases]
+    return arguments, [case.reference(*given) for case, given in zip(cases, arguments, strict=True)]
 
 
 def _begin(case: Case, given: Any) -> tuple[Check, Any]:

@@ -40,7 +40,9 @@ def test_the_largest_budget_fits_and_one_more_does_not(method):
 
 def test_a_budget_is_found_where_one_is():
     sizes = {"batch": 1, "prompt_slots": 100, "device_bytes": 1 << 30, "spare": 0, **NEW}
-    assert largest_budget("quest", CONFIG, **sizes) == largest_budget(Stages(evict=SnapKV(), retrieve=Quest()), CONFIG, **sizes)
+    assert largest_budget("quest", CONFIG, **sizes) == largest_budget(
+        Stages(evict=SnapKV(), retrieve=Quest()), CONFIG, **sizes
+    )
     assert with_budget(Stages(evict=SnapKV(), retrieve=Quest(budget=64)), 50).retrieve.budget == 64
     for method in (Full(), RetroInfer()):
         with pytest.raises(ValueError, match="expected a method with a field budget"):

@@ -256,8 +256,8 @@ def test_a_ratio_of_layers_is_in_proportion_to_their_budgets():
     layers = [Periodic(evict=pyramid, ratio=0.25).for_layer(layer, 4) for layer in range(4)]
     np.testing.assert_allclose(np.mean([x.ratio for x in layers]), 0.25, atol=0.002)
     assert [x.ratio for x in layers] == [0.25 * pyramid.for_layer(layer, 4).budget / 100 for layer in range(4)]
-    with pytest.raises(ValueError, match="ratio needs one known budget"):
-        Periodic(evict=HeadKV(**HEADS), ratio=0.5).for_layer(0, 2)
+    with pytest.raises(ValueError, match="ratio needs one budget"):
+        Periodic(evict=small(HeadKV, **HEADS), ratio=0.5).for_layer(0, 2)
     for wrong in ({"ratio": 0.5, "budget": 9}, {"ratio": 0.0}, {"ratio": 1.5}):
         with pytest.raises(ValueError, match="ratio"):
             Periodic(evict=Knorm(), **wrong)
