@@ -17,7 +17,7 @@ from kvjax.accounting.fits import SPARE
 from kvjax.accounting.memory import memory_needed
 from kvjax.accounting.phases import gib
 from kvjax.mesh.sharding import bytes_on_device
-from kvjax.registry import builtin, make
+from kvjax.registry import builtin, find, make
 from models import ModelConfig, shapes
 
 SIZES = {
@@ -84,6 +84,8 @@ def list_fits(
     weights = bytes_on_device(params)
     if have < weights + SPARE:
         raise MemoryError(f"{model} has {gib(weights)} of weights, and {gib(SPARE)} are for activations, got {gib(have)}")
+    for name in methods:
+        find(name)  # refuses an unknown one
     names = methods or sorted(builtin(), key=lambda name: (name != "full", name))
     given = {"max_new_tokens": tokens, "kv_dtype": kv_dtype, "params": params}
     rows, refused = [], []

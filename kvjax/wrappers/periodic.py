@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import math
 from typing import Any, ClassVar, cast
@@ -138,8 +139,8 @@ class Periodic(SlotMethod):
             kept = min(_slots(self.evict), cache.num_slots)
             compressed, _ = self.evict.compress(cache, prompt, min(self.bounded_slots() - kept, room))
         else:
-            # A window that is always kept may be more than the ratio of a short prompt.
-            capacity = max(math.ceil(self.ratio * (cache.row_slots + room)), self.evict.obs_window)
+            # What is always kept may be more than the ratio of a short prompt.
+            capacity = max(math.ceil(self.ratio * (cache.row_slots + room)), _least_capacity(self.evict))
             compressed = self._of_ratio(cache, prompt, _slots(_resized(self.evict, capacity)) + self._most_since)
         batch, heads, group, _, dim = prompt.query.shape
         # With moments there is room for all queries between two evictions.
@@ -223,7 +224,7 @@ class Periodic(SlotMethod):
     def _of_ratio(self, cache: LayerCache, prompt: Prompt, slots: int) -> LayerCache:
         """Keep the ratio of each row's tokens, in a cache of so many slots."""
         # The largest capacity whose slots, which can be more, have room: `compress` and later evictions find the same.
-        least, tokens = max(1, self.evict.obs_window), slots - self._most_since
+        least, tokens = _least_capacity(self.evict), slots - self._most_since
         more = bisect.bisect_right(range(least + 1, tokens + 1), tokens, key=lambda x: _slots(_resized(self.evict, x)))
         capacity = least + more
         kept = min(_slots(_resized(self.evict, capacity)), cache.num_slots)
@@ -260,6 +261,15 @@ class PeriodicEviction(Eviction):
 def _resized(method: SlotMethod, capacity: int, budget: Array | None = None) -> SlotMethod:
     """Return an eviction with another capacity, and with this budget or the capacity as its budget."""
     return dataclasses.replace(cast("Any", method), budget=capacity if budget is None else budget, capacity=capacity)
+
+
+def _least_capacity(method: SlotMethod) -> int:
+    """Find the smallest capacity that an eviction takes: it may have a window or first tokens that it keeps for certain."""
+    for capacity in range(1, vars(method)["capacity"]):
+        with contextlib.suppress(ValueError):
+            _resized(method, capacity)
+            return capacity
+    return vars(method)["capacity"]
 
 
 def _slots(method: SlotMethod) -> int:

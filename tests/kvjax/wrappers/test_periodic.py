@@ -219,7 +219,16 @@ def test_a_long_generation_keeps_its_bytes():
     np.testing.assert_array_equal(stored(after).position.max(axis=2)[:, 0], length + steps - 1)
 
 
-@pytest.mark.parametrize("evict", [Knorm(budget=7), pytest.param(AdaKV(budget=9, obs_window=3), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "evict",
+    [
+        Knorm(budget=7),
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in (AdaKV(budget=9, obs_window=3), small(ExpectedAttention, **EXPECTED))
+        ),
+    ],
+)
 def test_a_ratio_keeps_a_share_of_what_each_row_has_seen(evict):
     """Of its prompt, and of prompt and answer after every interval; beyond the room, no more than its share."""
     tiny, interval, ratio, rooms, steps = TinyModel(num_layers=1), 4, 0.3, 16, 40
@@ -239,7 +248,7 @@ def test_a_ratio_keeps_a_share_of_what_each_row_has_seen(evict):
         return first, jax.lax.scan(step, cache, None, length=steps)[1]
 
     first, held = (np.asarray(x).mean(axis=-1) for x in run(tiny.random_params()))
-    least = evict.obs_window or 1
+    least = max(evict.obs_window, 1 + getattr(evict, "num_sink", 0))
 
     def share(seen):
         kept = np.clip(np.round(ratio * seen), least, np.ceil(ratio * (40 + rooms)))
