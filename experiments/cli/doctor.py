@@ -30,6 +30,7 @@ _MORE = (
     "transformers", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "libtpu",
     "jax-triton",
 )  # fmt: skip
+_UNUSED = ("optax", "orbax-checkpoint", "wonderwords")  # no decode step depends on them
 _SETTINGS = ("XLA_", "JAX_", "CUDA_VISIBLE_DEVICES")  # environment variables that change what is tested
 
 
@@ -77,7 +78,8 @@ def _doctor(command: DoctorCommand) -> int:
     wrong = [check for check in checks if check.problem]
     right = f"{len(checks) - len(wrong)} of {len(checks)}"
     print(f"operations: {right} right on {devices[0].device_kind}, in {time.perf_counter() - begun:.0f} s")
-    print("\n".join([*_chosen(checks), *_problems(wrong), *(f"known fault: {fault.sentence}" for fault in faults)]))
+    known = [line for fault in faults for line in _wrapped(f"known fault: {fault.sentence}")]
+    print("\n".join([*_chosen(checks), *_problems(wrong), *known]))
     return int(bool(wrong) or any(fault.serious for fault in faults))
 
 
@@ -89,10 +91,10 @@ def _versions() -> list[str]:
     known.setdefault("transformers", "not installed")
     at = commit()
     head = f"kvjax {__version__}" + (f" at {at[:10]}{'+changes' * at.endswith('+changes')}" if at else "")
-    found = [f"{name} {version}" for name, version in known.items()]
+    found = [f"{name} {version}" for name, version in known.items() if name not in _UNUSED]
     unbroken = [text.replace(" ", "\0") for text in (head, *found)]  # a line ends between two packages
     text = f"{', '.join(unbroken)} on {platform.platform()}"
-    lines = [line.replace("\0", " ") for line in textwrap.wrap(text, _WIDTH, subsequent_indent="  ")]
+    lines = [line.replace("\0", " ") for line in _wrapped(text)]
     given = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)]
     return [*lines, *(f"set: {text}" for text in given)]
 
@@ -109,6 +111,9 @@ def _devices(devices: Sequence) -> list[str]:
         alike = [device for device in devices if device.device_kind == kind]
         stats = alike[0].memory_stats() or {}
         used = "memory not reported"
+        if alike[0].platform == "cpu":
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            used = f"{os.cpu_count()} cores, {memory / 2**30:.1f} GiB of memory"
         if "bytes_limit" in stats:
             used = (
                 f"JAX may use {stats['bytes_limit'] / 2**30:.1f} GiB of each, {stats['bytes_in_use'] / 2**20:.0f} MiB in use"
@@ -163,8 +168,12 @@ def _chosen(checks: Sequence[Check]) -> list[str]:
     for (implementation, *reasons), names in sorted(groups.items(), key=lambda group: -len(group[1])):
         why = f" (not {'; not '.join(reasons)})" if reasons else ""
         text = f"{implementation}{why}: {', '.join(names)}"
-        lines += textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+        lines += _wrapped(f"  {text}", "    ")
     return lines
+
+
+def _wrapped(text: str, indent: str = "  ") -> list[str]:
+    return textwrap.wrap(text, _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _problems(wrong: Sequence[Check]) -> list[str]:
