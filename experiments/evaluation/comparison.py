@@ -177,8 +177,8 @@ def place_of(rows: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]],
 def _against(entry: Entry, base: Entry) -> Compared:
     if other := entry.examples.keys() ^ base.examples.keys():
         raise ValueError(
-            f"{entry.row['method']} and {base.row['method']} answered different examples of {entry.row['name']}: {len(other)} "
-            "keys are not in both; a key holds the prompt, the references, the scorer and the limits"
+            f"{entry.row['method']} and {base.row['method']} answered different examples of {entry.row['name']}: "
+            f"{len(other)} keys are not in both; a key holds the prompt, the references, the scorer and the limits"
         )
     pairs = [(entry.examples[key], theirs) for key, theirs in base.examples.items()]
     changes = [mine["score"] - theirs["score"] for mine, theirs in pairs]

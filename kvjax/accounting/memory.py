@@ -27,7 +27,7 @@ from kvjax.mesh.sharding import Plan, bytes_on_device, check_axes, on_each
 from kvjax.protocol.fields import positive_int
 from kvjax.protocol.method import LayerMethod, LayerSpec, Method, num_bytes
 from kvjax.protocol.typing import Model, not_none, values_are_keys
-from kvjax.registry import classes, resolve, resolve_each
+from kvjax.registry import classes, resolve, resolve_each, without_text
 from pallas_kernels.host import to_device, to_host
 
 _LEAST = 1 << 20  # bytes of a piece if the device is almost full
@@ -86,7 +86,7 @@ def memory_needed(
 ) -> Needed:
     """Compute from shapes alone the memory that prefill and decode need; printed, the result says the peak and what remains.
 
-    Activations and the state that layers share are not counted. A method that needs a tokenizer (`make`) needs none here.
+    Activations and the state that layers share are not counted. No method needs a tokenizer here.
 
     Args:
         method: any method, or its name; or several in a list, whose caches exist together (`kvjax.prefill_each`).
@@ -105,39 +105,14 @@ def memory_needed(
         ValueError: an unknown name, a size below 1, or a ``kv_dtype`` on which the method cannot run. Or a mesh with other
             axes than ``data``, ``model`` and ``slots``, or over which the model or the rows cannot be divided.
     """
-    several = isinstance(method, Sequence) and not isinstance(method, str)
-    given = resolve_each(cast("Any", method if several else [method]), prompt_slots)
-    sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
     check_model(config)
-    methods = [_with_text(method, config.vocab_size) for method in given]
+    each = method if isinstance(method, Sequence) and not isinstance(method, str) else [method]
+    methods = [without_text(one, config.vocab_size) for one in resolve_each(cast("Any", each), prompt_slots)]
+    sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
     needed = _sum(needed_each(methods, config, mesh, kv_dtype, sizes, share_storage))
     beyond = prompt_slots + max_new_tokens - config.max_position_embeddings
     beyond = 0 if all(method.extrapolates for method in methods) else max(beyond, 0)
     return dataclasses.replace(needed, weights=bytes_on_device(params), beyond=beyond)
-
-
-class _NoText:
-    """Stands for a tokenizer where only sizes count."""
-
-    def get_vocab(self) -> dict[str, int]:
-        return {}
-
-    def encode(self, text: str, **options: Any) -> list[int]:
-        return []
-
-
-def _with_text[T](method: T, vocab_size: int) -> T:
-    """Fill the knobs that are None and come from a tokenizer (`Method.tokenizer_knobs`); sizes ask for no values."""
-    changed: dict[str, Any] = {}
-    of_text = method.tokenizer_knobs(_NoText(), vocab_size) if isinstance(method, Method) else {}
-    for name, value in vars(method).items():
-        if isinstance(value, dict):
-            changed[name] = {at: _with_text(inner, vocab_size) for at, inner in value.items()}
-        elif isinstance(value, Method):
-            changed[name] = _with_text(value, vocab_size)
-        elif value is None and name in of_text:
-            changed[name] = of_text[name]
-    return dataclasses.replace(cast("Any", method), **changed) if changed else method
 
 
 def _sum(each: Sequence[Phases]) -> Needed:
