@@ -272,21 +272,20 @@ def switches_change_no_token(draw: Draw) -> None:
 
     What is compiled is not traced again, so a switch would change nothing: the caches are cleared.
     """
-    want, answered = np.asarray(draw.base[1].tokens), np.asarray(draw.ask(draw.read()).logits)
+    want, few = np.asarray(draw.base[1].tokens), int(draw.rng.integers(1, 4))
+    chosen = draw.rng.choice([*_SWITCHES], few, replace=False).tolist()
     jax.clear_caches()
     options = {"max_new_tokens": STEPS, "eos_token_ids": (), "temperature": 1.0, "top_p": 0.9}
     with contextlib.ExitStack() as stack:
-        chosen = {name: switch for name, switch in _SWITCHES.items() if draw.rng.random() < 0.4}
-        for enter in chosen.values():
-            stack.enter_context(enter())
-        key = jax.random.key(7)
-        if draw.rng.random() < 0.4:  # making the key is a transfer
+        for name in chosen:
+            stack.enter_context(_SWITCHES[name]())
+        keys = [jax.random.key(7) for _ in range(2)]
+        if draw.rng.random() < 0.4:  # making a key is a transfer
             stack.enter_context(jax.transfer_guard("disallow"))
-        got, asked = draw.go_on(draw.read()).tokens, draw.ask(draw.read()).logits
-        first, second = (kvjax.generate(draw.params, draw.read(), key=key, **options).tokens for _ in range(2))
+        got = draw.go_on(draw.read()).tokens
+        first, second = (kvjax.generate(draw.params, draw.read(), key=key, **options).tokens for key in keys)
     told = f"under {', '.join(chosen)}"
     np.testing.assert_array_equal(got, want, err_msg=told)
-    np.testing.assert_allclose(asked, answered, atol=1e-4, rtol=0, err_msg=told)
     np.testing.assert_array_equal(first, second, err_msg=told)
     np.testing.assert_array_less(first, draw.model.vocab_size)
 
