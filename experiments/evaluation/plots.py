@@ -33,7 +33,7 @@ from experiments.tasks import GROUPS
 
 Row = Mapping[str, Any]
 _BEST = 8  # baselines in the figure of the main table
-_READINGS = ("centred=", "hierarchy=", "prefilter=")  # knobs of other readings of a paper
+_READINGS = ("centred=", "hierarchy=", "prefilter=", "kernel=", "chunk=")  # knobs of other readings of a paper
 _FULL = {"color": REFERENCE, "linestyle": "--", "linewidth": 1}
 # The quantity of a row against which `curves` draws scores, what it is, and what the frontier says.
 _QUANTITIES = {
@@ -79,7 +79,7 @@ def _mean(rows: Sequence[Row], name: str = "value") -> float:
 
 def _score_axis(panel: Any, least: float = 0) -> None:
     """Scale the axis of scores up to 100, from the multiple of 20 below the ``least``."""
-    least = 20 * (int(least) // 20)
+    least = 20 * (int(min(least, 80)) // 20)
     panel.set_ylim(least - (104 - least) / 26, 104)  # room for the marks at both ends
     panel.set_yticks(range(least, 101, 20 if least < 60 else 10))
 
@@ -142,7 +142,7 @@ def sweep(rows: Sequence[Row]) -> Any:
 def _swept(rows: Sequence[Row]) -> list[tuple[list[Row], dict[str, list[Any]]]]:
     """Find the methods of which just two knobs vary at a length, in all combinations: their rows, and the values of both."""
     groups: dict[tuple, list[Row]] = {}
-    for row in rows:
+    for row in (row for row in rows if "(" in row["method"]):  # a label has the knobs that were set
         groups.setdefault((row["method"].partition("(")[0], row["question"], row.get("length")), []).append(row)
     found = []
     for mine in groups.values():

@@ -185,7 +185,7 @@ def answer(
         jax.block_until_ready(whole.logits)
     keys = [None] * len(asked) if key is None else jax.random.split(key, len(asked))
     texts, tokens, stats = [], [], []
-    sampled = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    sampled: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     for number, (tail, size, drawn) in enumerate(zip(tails, sizes, keys, strict=True), 1):
         with progress.of(f"answers question {number} of {len(asked)} in at most {max_new_tokens:,} tokens{compiles}"):
             cache = extend(speaker.params, fork(whole), tail[None], lengths=[size])

@@ -668,7 +668,10 @@ def test_any_method_can_be_the_reference():
 
 def test_a_sweep_of_two_knobs_is_a_heat_map():
     """Of methods with all combinations of two knobs; a capacity follows the budget and is no knob of the sweep."""
-    rows = [entry("full", [1.0], knobs={})]
+    rows = [
+        entry("full", [1.0], knobs={}),
+        entry("own", [1.0], knobs={"budget": 99, "capacity": 99, "mass": 0.5, "kind": "a"}),
+    ]
     for budget, mass, score in ((8, 0.5, 0.1), (8, 0.9, 0.2), (16, 0.5, 0.3), (16, 0.9, 0.4)):
         knobs = {"budget": budget, "capacity": budget, "mass": mass, "kind": "a"}
         rows.append(entry(f"own(budget={budget}, mass={mass})", [score], knobs=knobs))
