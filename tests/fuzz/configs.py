@@ -85,6 +85,7 @@ _THINGS = (
     _keys(lambda: {**HF, "model_type": "mixtral", "num_experts_per_tok": 2}, st.sampled_from((4, 8)),
           "num_local_experts", "num_experts"),
     _keys(_without("glm4_moe", "n_routed_experts"), st.sampled_from((8, 16)), "n_routed_experts", "num_local_experts"),
+    _keys(_without("gemma2", "sliding_window"), st.sampled_from((4, 6)), "sliding_window", "sliding_window_size"),
     Thing(_without("minimax_m2", "rotary_dim", "rope_parameters"), st.sampled_from((2, 4)),
           (lambda x: {"rotary_dim": x}, lambda x: {"partial_rotary_factor": x / 8}), ("rotary_dim",)),
     Thing(lambda: HF, _RULES, (

@@ -53,7 +53,7 @@ _OF_ROPE: dict[str, _Kind] = {
 
 NAMES = (  # of one thing: a file that states two of them means one value
     ("dtype", "torch_dtype"), ("hidden_act", "hidden_activation"), ("num_experts_per_tok", "experts_per_token"),
-    ("num_experts", "num_local_experts", "n_routed_experts"),
+    ("num_experts", "num_local_experts", "n_routed_experts"), ("sliding_window", "sliding_window_size"),
 )  # fmt: skip
 
 
