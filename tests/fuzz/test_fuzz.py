@@ -66,7 +66,9 @@ PLANTED = {  # a fault by the kind of cases that shall find it: an owner, a name
 }
 
 
-@pytest.mark.parametrize("kind", [pytest.param(x, marks=pytest.mark.slow) if x == "arguments" else x for x in PLANTED])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=pytest.mark.slow) if x in ("arguments", "ropes") else x for x in PLANTED]
+)
 def test_a_planted_fault_is_found_and_the_next_run_begins_with_it(kind, tmp_path, monkeypatch):
     owner, name, replacement, verdict = PLANTED[kind]
     monkeypatch.chdir(tmp_path)  # where failing cases are remembered
