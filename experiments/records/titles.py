@@ -21,7 +21,7 @@ _FIRST = ("chess", "sentencekv", "tokenselect", "mosaickv", "pariskv", "quest", 
 def method_styles(labels: Sequence[str], *, points: bool = True) -> list[dict[str, Any]]:
     """Choose the looks of some settings of methods: a method has one colour everywhere, and dashes for settings."""
     order = list(dict.fromkeys([*_FIRST, *sorted(registry.builtin()), *sorted(registry.WRAPPERS)]))
-    names, styles = [label.partition("(")[0] for label in labels], []
+    names, styles = [re.split("[(@_]", label)[0] for label in labels], []  # of settings and of timed variants
     for at, name in enumerate(names):
         index = order.index(name) if name in order else len(order) + zlib.crc32(name.encode()) % len(_FIRST)
         styles.append(line_style(index, names[:at].count(name), points=points))

@@ -206,7 +206,6 @@ def test_rows_are_decoded_in_pieces(tmp_path, monkeypatch):
     assert sizes == [3, 3, 1]
 
 
-@pytest.mark.parametrize("matrices", [1, 3])
 @pytest.mark.parametrize(
     ("texts", "ends"),
     [(["<|user|>", "<|end|>"], {0, 2}), (["<|end|>", "<|return|>", "<|call|>"], {0, 2, 3}),
@@ -222,6 +221,7 @@ def test_an_answer_ends_at_the_tokens_that_end_turns(texts, ends, tmp_path):
     assert {*models.from_pretrained(tmp_path / "x.gguf")[1].eos_token_ids} == ends
 
 
+@pytest.mark.parametrize("matrices", [1, 3])
 def test_codes_in_nvfp4_are_multiplied_by_their_factors(matrices, tmp_path):
     """As llama.cpp's converter writes them: a factor for each matrix, and a scale for activations, which is not read."""
     blocks = np.random.default_rng(0).integers(0, 120, (*(matrices,)[: matrices > 1], 4, 2 * 36), dtype=np.uint8)
