@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels._triton import call
 from pallas_kernels._triton.pallas import pl, plt
 
+_program_id = pl.program_id
 _WRONG = 1
 _MOST_PROGRAMS = 256  # whose blocks are looked at; of a larger grid the programs at its corners
 
@@ -28,13 +29,35 @@ def spoilt(x):
     return jnp.full_like(x, jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.iinfo(x.dtype).min + 7)
 
 
+class _Program:
+    """One program of a kernel: where wrong accesses are noted, and the axes of its grid, whose numbers are in range."""
+
+    def __init__(self, fault, grid):
+        self._fault, self._grid, self._known = fault, grid, {}
+
+    def program_id(self, axis):
+        number = _program_id(axis)
+        self._known[id(number)] = number, self._grid[axis]
+        return number
+
+    def within(self, x, size):
+        """Tell whether an index is a program's number on an axis no longer than ``size``: it needs no check."""
+        return id(x) in self._known and self._known[id(x)][1] <= size
+
+    def expect(self, right):
+        self._fault[0] = jnp.where(jnp.all(right), self._fault[0], _WRONG)
+
+
 class _Ref:
-    """A ref of a kernel, or a part of one, whose accesses are checked; ``fault`` is where a wrong one is noted."""
+    """A ref of a kernel, or a part of one, whose accesses are checked."""
 
-    def __init__(self, ref, fault, index=...):
-        self.ref, self._fault, self._index = ref, fault, index
+    def __init__(self, ref, program, index=...):
+        self.ref, self._program, self._index = ref, program, index
 
-    at = property(lambda self: _At(self.ref, self._fault))
+    @property
+    def at(self):
+        assert self._index is ..., "got a part of a part, expected one index"
+        return _At(self.ref, self._program)
 
     def __getattr__(self, name):
         return getattr(self.ref, name)
@@ -63,12 +86,12 @@ class _Ref:
                     x = pl.ds(jnp.clip(x.start, 0, size - x.size), x.size)
             elif isinstance(x, int):
                 assert 0 <= x < size, f"got index {x} of {size}"
-            else:
+            elif not self._program.within(x, size):
                 inside, x = inside & (x >= 0) & (x < size), jnp.clip(x, 0, size - 1)
             safe.append(x)
         if inside is not True:
             read = True if mask is None else jnp.any(mask) if pieces else mask
-            self._fault[0] = jnp.where(jnp.all(inside | ~jnp.asarray(read)), self._fault[0], _WRONG)
+            self._program.expect(inside | ~jnp.asarray(read))
         return tuple(safe)
 
 
@@ -135,11 +158,13 @@ def _strict_call(kernel, *, out_shape, interpret, grid, in_specs=None, out_specs
 
     def checked(*refs):
         *refs, fault = refs
+        program = _Program(fault, grid)
         with (
             mock.patch.multiple(plt, load=_load, store=_store, atomic_add=_unchecked(plt.atomic_add)),
             mock.patch.object(jax.ref, "addupdate", _unchecked(jax.ref.addupdate)),
+            mock.patch.object(pl, "program_id", program.program_id),
         ):
-            kernel(*(_Ref(ref, fault) for ref in refs))
+            kernel(*(_Ref(ref, program) for ref in refs))
 
     run = pl.pallas_call(
         checked, out_shape=[*leaves, jax.ShapeDtypeStruct((1,), jnp.int32)], interpret=True, grid=grid, **more, **options
