@@ -173,9 +173,9 @@ def test_what_is_refused():
     cache = read(Full())
     for options, told in (
         ({"top_logprobs": 2, "logprobs": False}, "top_logprobs=2 needs logprobs=True"),
-        ({"top_logprobs": 62}, "top_logprobs must be at most vocab_size=61, got 62"),
+        ({"top_logprobs": 62}, "top_logprobs must be .*61.*, got 62"),
         ({"top_logprobs": -1}, "top_logprobs"),
-        ({"logprobs": 5}, "logprobs must be True or False, got 5"),
+        ({"logprobs": 5}, "logprobs must be .*, got 5"),
     ):
         with pytest.raises(ValueError, match=told):
             kvjax.generate(tiny_params(), cache, **{"logprobs": True, **options})
