@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -13,13 +17,15 @@ from jax import Array
 from kvjax import models
 from kvjax.accounting.stats import Stats
 from kvjax.api.fork import fork
-from kvjax.api.generate import check_key, extend, generate
+from kvjax.api.generate import check_key, extend, generate, likeliest
 from kvjax.api.prefill import prefill
+from kvjax.api.text import ScoredToken
 from kvjax.protocol.fields import positive_int, shown
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model
 from kvjax.registry import make
 
+_PATIENCE = 5.0  # seconds without a word
 _MULTIPLE = 32  # questions are padded to a multiple of this many tokens, so that similar questions share a program
 
 
@@ -61,11 +67,18 @@ class Answers(list[str]):
     Attributes:
         tokens: the generated token ids of each answer, a closing EOS included.
         stats: the cost of the method at the last step of each answer, with B = 1.
+        scored: the same tokens with their log-probabilities (`kvjax.api.text.ScoredToken`); None unless they are asked for.
     """
 
-    def __init__(self, texts: Sequence[str], tokens: Sequence[list[int]], stats: Sequence[Stats]) -> None:
+    def __init__(
+        self,
+        texts: Sequence[str],
+        tokens: Sequence[list[int]],
+        stats: Sequence[Stats],
+        scored: Sequence[list[ScoredToken]] | None = None,
+    ) -> None:
         super().__init__(texts)
-        self.tokens, self.stats = list(tokens), list(stats)
+        self.tokens, self.stats, self.scored = list(tokens), list(stats), None if scored is None else list(scored)
 
     @property
     def texts(self) -> list[str]:
@@ -74,6 +87,29 @@ class Answers(list[str]):
 
     def __repr__(self) -> str:
         return f"Answers({self.texts!r})"
+
+
+class _Progress:
+    """Says on standard error what a call does, if it takes longer than `_PATIENCE`, and then no more often than that."""
+
+    def __init__(self) -> None:
+        self._due = time.monotonic() + _PATIENCE
+
+    @contextlib.contextmanager
+    def of(self, job: str) -> Iterator[None]:
+        """Say what is done while the block runs."""
+        timer = threading.Timer(max(self._due - time.monotonic(), 0), self._say, [job])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _say(self, job: str) -> None:
+        self._due = time.monotonic() + _PATIENCE
+        if sys.stderr is not None:
+            sys.stderr.write(f"kvjax.answer: {job}\n")
 
 
 def answer(
@@ -92,12 +128,15 @@ def answer(
     key: Array | None = None,
     chunk_size: int = 8192,
     kv_dtype: str | None = None,
+    logprobs: bool = False,
+    top_logprobs: int = 0,
 ) -> Answers:
     """Answer questions about a text: the method compresses or indexes the text once, without any question.
 
     The chat template goes around context and question, if the model has one. The context is prefilled; each question is
     appended to a copy of its cache (`kvjax.fork`, `kvjax.extend`), and answered (`kvjax.generate`). A blank line stands
-    between the two, unless the context ends or the question begins with white space.
+    between the two, unless the context ends or the question begins with white space. A call of more than 5 seconds says on
+    standard error what it does.
 
     Args:
         model: what ``kvjax.models.load`` returns; or a name, a directory or a GGUF file, which is loaded for this call alone.
@@ -110,6 +149,7 @@ def answer(
         variables: other variables of the template, such as {"enable_thinking": False}.
         temperature, top_k, top_p, key: as in `kvjax.generate`; the key is split among the questions.
         chunk_size, kv_dtype: as in `kvjax.prefill`.
+        logprobs, top_logprobs: as in `kvjax.generate`; they are in `Answers.scored`.
 
     Returns:
         One text per question, without tokens that end an answer.
@@ -131,6 +171,7 @@ def answer(
     if not isinstance(speaker, Speaker):
         raise ValueError(f"model must be what kvjax.models.load returns, or a name of a model, got {shown(model)}")
     config, tokenizer = speaker.config, speaker.tokenizer
+    likeliest(logprobs, top_logprobs, config)
     if isinstance(method, str):
         method = make(method, tokenizer, config.vocab_size)
     about = {"template": template, "system": system, "variables": variables}
@@ -142,24 +183,37 @@ def answer(
     tails = np.zeros((len(pairs), max(*sizes, 1, min(-(-max(*sizes, 1) // _MULTIPLE) * _MULTIPLE, room))), np.int32)
     for row, (_, tail) in zip(tails, pairs, strict=True):
         row[: len(tail)] = tail
-    whole = prefill(
-        speaker.params,
-        [head],
-        config=config,
-        method=method,
-        max_new_tokens=tails.shape[1] + max_new_tokens,
-        chunk_size=chunk_size,
-        kv_dtype=kv_dtype,
-    )
-    keys = [None] * len(asked) if key is None else jax.random.split(key, len(asked))
-    texts, tokens, stats = [], [], []
-    for tail, size, drawn in zip(tails, sizes, keys, strict=True):
-        cache = extend(speaker.params, fork(whole), tail[None], lengths=[size])
-        out = generate(
-            speaker.params, cache, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, key=drawn
+    progress, compiles = _Progress(), "; the first call of its size compiles"
+    with progress.of(f"reads {len(head):,} tokens under {type(method).__name__}{compiles}"):
+        whole = prefill(
+            speaker.params,
+            [head],
+            config=config,
+            method=method,
+            max_new_tokens=tails.shape[1] + max_new_tokens,
+            chunk_size=chunk_size,
+            kv_dtype=kv_dtype,
         )
-        ids = np.asarray(out.tokens[0])[: int(out.num_tokens[0])].tolist()
+        jax.block_until_ready(whole.logits)
+    keys = [None] * len(asked) if key is None else jax.random.split(key, len(asked))
+    texts, tokens, stats, scored = [], [], [], []
+    for number, (tail, size, drawn) in enumerate(zip(tails, sizes, keys, strict=True), 1):
+        with progress.of(f"answers question {number} of {len(asked)} in at most {max_new_tokens:,} tokens{compiles}"):
+            cache = extend(speaker.params, fork(whole), tail[None], lengths=[size])
+            out = generate(
+                speaker.params,
+                cache,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                key=drawn,
+                logprobs=logprobs,
+                top_logprobs=top_logprobs,
+            )
+            (ids,) = out.rows()
+        scored += out.scored_rows() if logprobs else ()
         tokens.append(ids)
         texts.append(tokenizer.decode([token for token in ids if token not in config.eos_token_ids]))
         stats.append(out.stats)
-    return Answers(texts, tokens, stats)
+    return Answers(texts, tokens, stats, scored if logprobs else None)
