@@ -11,9 +11,9 @@ import jax
 import pytest
 
 import pallas_kernels
-from experiments.cli import doctor
 from experiments.cli.main import main
-from experiments.speed.kernels import small_runs
+from experiments.doctor import __main__ as doctor
+from experiments.doctor import small_runs
 from experiments.speed.kernels.cases import small_cases
 from pallas_kernels.dispatch import Implementation, Operation, added_implementation
 from pallas_kernels.machine import assume_machine

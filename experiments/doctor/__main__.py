@@ -20,10 +20,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from experiments.cli.job import Job
+from experiments.cli import Job
 
 if TYPE_CHECKING:
-    from experiments.speed.kernels.small_runs import Check
+    from experiments.doctor.small_runs import Check
 
 _WIDTH = 120
 _MORE = (
@@ -147,7 +147,7 @@ def _cards() -> list[str]:
 
 def _run() -> list[Check]:
     """Check all operations, with a line on standard error that says which one it is at."""
-    from experiments.speed.kernels.small_runs import check_all
+    from experiments.doctor.small_runs import check_all
 
     def say(text: str) -> None:
         if sys.stderr.isatty():
@@ -237,3 +237,7 @@ FAULTS = (
 )
 
 main = Job(_doctor, DoctorCommand, models=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
