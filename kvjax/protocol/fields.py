@@ -203,7 +203,7 @@ def check_field(owner: type, name: str, value: Any, prefix: str | None = None) -
     kinds, limits, static = declared(owner)[name]
     if limits.within is not None and int in kinds:
         if isinstance(value, (float, np.floating)) and 0 < value < 1:
-            value = share(value)
+            value = share(float(value))
         if isinstance(value, Share):
             return value
     return check_value((f"{owner.__name__}: " if prefix is None else prefix) + name, value, kinds, limits, static)
