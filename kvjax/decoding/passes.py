@@ -10,7 +10,7 @@ from jax import Array
 
 from kvjax.decoding.recurrent import run_recurrent
 from kvjax.protocol.method import Inputs, LayerMethod, Method, Reading
-from kvjax.protocol.typing import EMPTY, Model, is_recurrent, layer_ropes, method_layers
+from kvjax.protocol.typing import EMPTY, Model, is_recurrent, layer_ropes, method_layers, position_option
 from kvjax.rope import frequencies, prepare
 from pallas_kernels.dispatch import run_shared
 
@@ -106,7 +106,8 @@ def reread(
             return run_shared(type(layers[layer]).attend, layers[layer], state, inputs)[0], state
 
         states = _put(given)
-        made = model.apply(params, piece, one, states, last=jnp.zeros_like(length))
+        options = position_option(model, position)
+        made = model.apply(params, piece, one, states, last=jnp.zeros_like(length), **options)
         return _among(seen, checked(model, len(piece), len(states), made)[1])
 
     def _put(given: tuple) -> tuple:
