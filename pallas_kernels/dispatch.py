@@ -18,13 +18,22 @@ from typing import Any
 import jax
 
 from pallas_kernels import operations
-from pallas_kernels.machine import KERNELS_FROM, PALLAS_TPU, PALLAS_TRITON, Machine, current_machine, say_once, why_missing
+from pallas_kernels.machine import (
+    KERNELS_FROM,
+    PALLAS,
+    PALLAS_TPU,
+    PALLAS_TRITON,
+    Machine,
+    current_machine,
+    say_once,
+    why_missing,
+)
 from pallas_kernels.soft_cap import get_soft_cap
 
 XLA = "xla"  # the name of plain JAX in every table
 
-# The module of JAX without which the implementations of a name do not run. Those in Triton's own language are for comparison.
-_NEEDS = {"pallas_triton": PALLAS_TRITON, "jax_triton": PALLAS_TRITON, "pallas_tpu": PALLAS_TPU}
+# The module of JAX without which the implementations of a name do not run. The language of "jax_triton" is not of JAX.
+_NEEDS = {"pallas_triton": PALLAS_TRITON, "jax_triton": PALLAS, "pallas_tpu": PALLAS_TPU}
 
 # The platforms of each back end, which is a file of this name in an operation's folder; `reference` runs everywhere.
 BACK_ENDS = {"pallas_triton": ("gpu",), "jax_triton": ("gpu",), "cudnn": ("gpu",), "pallas_tpu": ("tpu",)}
@@ -298,7 +307,8 @@ def _say_where_kernels_are(here: Machine) -> None:
     """Tell the user of an accelerator what runs as plain JAX there, and any user which modules JAX lacks."""
     lacking = {"gpu": (PALLAS_TRITON,), "tpu": (PALLAS_TPU,)}.get(here.platform, (PALLAS_TRITON, PALLAS_TPU))
     if lacks := [f"{module} ({why})" for module in lacking if (why := why_missing(module))]:
-        say_once(f"operations run as plain JAX (implementation {XLA!r}): this JAX has no {' and no '.join(lacks)}")
+        missing = " and no ".join(lacks)
+        say_once(f"operations without another kernel run as plain JAX (implementation {XLA!r}): this JAX has no {missing}")
     elif here.platform == "tpu":
         say_once(f"operations without a kernel for TPUs run as plain JAX (implementation {XLA!r})")
     elif here.platform != "cpu" and not here.has_kernels:

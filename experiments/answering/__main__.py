@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-from jsonargparse.typing import PositiveInt
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 import kvjax
+from experiments.answering.logprobs import check_logprobs, logprob_lines
 from experiments.answering.method_settings import MethodSettings
 from experiments.answering.model import LoadedModel, check_system
 from experiments.answering.texts import read_prompt
 from experiments.cli import Job, option
-from experiments.records import CompileClock, Timer
+from experiments.records import CompileClock, Timer, write_bytes
 from experiments.tasks import encode_prompt
 from kvjax.accounting.memory import link_bandwidth, memory_needed
 from kvjax.api.text import GrowingText
@@ -39,6 +41,8 @@ class GenerateSettings(MethodSettings):
         top_k: sample among this many most likely tokens
         top_p: sample among the most likely tokens that together have this probability
         seed: seed of sampling
+        logprobs: a file for the log-probabilities of the continuation's tokens: a JSON line for each token
+        top_logprobs: so many of the likeliest tokens in each line of --logprobs
     """
 
     prompt: str | None = None
@@ -51,6 +55,8 @@ class GenerateSettings(MethodSettings):
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
+    logprobs: pathlib.Path | None = option(None, metavar="OUT")
+    top_logprobs: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,6 +65,7 @@ class GenerateSettings(MethodSettings):
             raise ValueError(f"the text to continue is given by --prompt TEXT or --prompt-file FILE, got {got}")
         if self.template == "none" and (self.system is not None or self.template_variables):
             raise ValueError("--system and --template-set belong to a chat template: add --template auto")
+        check_logprobs(self.logprobs, self.top_logprobs)
         Sampler(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 
@@ -82,13 +89,16 @@ def _generate(settings: GenerateSettings) -> None:
             options = {"max_new_tokens": settings.max_new_tokens, "kv_dtype": settings.kv_dtype}
             cache = kvjax.prefill(model.params, [ids] * model.groups, config=config, method=method, **options)
             jax.block_until_ready(cache)
-        text, new = GrowingText(tokenizer), 0
+        text, new, lines = GrowingText(tokenizer), 0, []
         with Timer(clock) as writing:
             for out in _blocks(model.params, cache, settings):
                 piece = out.rows()[0]
                 new += len(piece)
+                lines += logprob_lines(tokenizer, out.scored_rows()[0]) if out.logprobs is not None else ()
                 _show(text.add([token for token in piece if token not in config.eos_token_ids]))
     _show(text.add([], last=True) + "\n")
+    if settings.logprobs is not None:
+        write_bytes(settings.logprobs, "".join(lines).encode())
     _say(out.stats.summary())
     _say(
         f"prefill {reading.run:.2f} s ({len(ids) / max(reading.run, 1e-9):.0f} tokens/s), {new} tokens "
@@ -118,6 +128,7 @@ def _blocks(params: Any, cache: kvjax.Cache, settings: GenerateSettings) -> Iter
         keys = jax.random.split(jax.random.key(settings.seed), len(keys))
     for key in keys:
         options = {"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p}
+        options |= {"logprobs": settings.logprobs is not None, "top_logprobs": settings.top_logprobs}
         out = kvjax.generate(params, cache, max_new_tokens=block, key=key, **options)
         cache = out.cache
         yield out

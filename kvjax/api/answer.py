@@ -13,8 +13,9 @@ from jax import Array
 from kvjax import models
 from kvjax.accounting.stats import Stats
 from kvjax.api.fork import fork
-from kvjax.api.generate import check_key, extend, generate
+from kvjax.api.generate import check_key, extend, generate, likeliest
 from kvjax.api.prefill import prefill
+from kvjax.api.text import ScoredToken
 from kvjax.protocol.fields import positive_int, shown
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model
@@ -61,11 +62,18 @@ class Answers(list[str]):
     Attributes:
         tokens: the generated token ids of each answer, a closing EOS included.
         stats: the cost of the method at the last step of each answer, with B = 1.
+        scored: the same tokens with their log-probabilities (`kvjax.api.text.ScoredToken`); None unless they are asked for.
     """
 
-    def __init__(self, texts: Sequence[str], tokens: Sequence[list[int]], stats: Sequence[Stats]) -> None:
+    def __init__(
+        self,
+        texts: Sequence[str],
+        tokens: Sequence[list[int]],
+        stats: Sequence[Stats],
+        scored: Sequence[list[ScoredToken]] | None = None,
+    ) -> None:
         super().__init__(texts)
-        self.tokens, self.stats = list(tokens), list(stats)
+        self.tokens, self.stats, self.scored = list(tokens), list(stats), None if scored is None else list(scored)
 
     @property
     def texts(self) -> list[str]:
@@ -92,6 +100,8 @@ def answer(
     key: Array | None = None,
     chunk_size: int = 8192,
     kv_dtype: str | None = None,
+    logprobs: bool = False,
+    top_logprobs: int = 0,
 ) -> Answers:
     """Answer questions about a text: the method compresses or indexes the text once, without any question.
 
@@ -110,6 +120,7 @@ def answer(
         variables: other variables of the template, such as {"enable_thinking": False}.
         temperature, top_k, top_p, key: as in `kvjax.generate`; the key is split among the questions.
         chunk_size, kv_dtype: as in `kvjax.prefill`.
+        logprobs, top_logprobs: as in `kvjax.generate`; they are in `Answers.scored`.
 
     Returns:
         One text per question, without tokens that end an answer.
@@ -131,6 +142,7 @@ def answer(
     if not isinstance(speaker, Speaker):
         raise ValueError(f"model must be what kvjax.models.load returns, or a name of a model, got {shown(model)}")
     config, tokenizer = speaker.config, speaker.tokenizer
+    likeliest(logprobs, top_logprobs, config)
     if isinstance(method, str):
         method = make(method, tokenizer, config.vocab_size)
     about = {"template": template, "system": system, "variables": variables}
@@ -152,14 +164,23 @@ def answer(
         kv_dtype=kv_dtype,
     )
     keys = [None] * len(asked) if key is None else jax.random.split(key, len(asked))
-    texts, tokens, stats = [], [], []
+    texts, tokens, stats, scored = [], [], [], []
     for tail, size, drawn in zip(tails, sizes, keys, strict=True):
         cache = extend(speaker.params, fork(whole), tail[None], lengths=[size])
         out = generate(
-            speaker.params, cache, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, key=drawn
+            speaker.params,
+            cache,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            key=drawn,
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
         )
-        ids = np.asarray(out.tokens[0])[: int(out.num_tokens[0])].tolist()
+        (ids,) = out.rows()
+        scored += out.scored_rows() if logprobs else ()
         tokens.append(ids)
         texts.append(tokenizer.decode([token for token in ids if token not in config.eos_token_ids]))
         stats.append(out.stats)
-    return Answers(texts, tokens, stats)
+    return Answers(texts, tokens, stats, scored if logprobs else None)

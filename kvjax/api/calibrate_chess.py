@@ -94,7 +94,7 @@ def _entropies(
         def step(carry: tuple, _: None) -> tuple:
             cache, key, done = carry
             draw, key = (None, None) if key is None else jax.random.split(key)
-            token = jnp.where(done, 0, sampler.draw(cache.logits, draw))
+            token = jnp.where(done, 0, sampler.draw(cache.logits, draw)[0])
             cache = run_step(params, cache, token[:, None], ~done[:, None])
             log = jax.nn.log_softmax(cache.logits.astype(jnp.float32))
             entropy = -jnp.sum(jnp.exp(log) * log, axis=-1)

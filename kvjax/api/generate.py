@@ -19,7 +19,7 @@ from jax import Array
 from kvjax.accounting.stats import Stats, with_bytes
 from kvjax.api.prefill import Integers, Tokens, pad_tokens
 from kvjax.api.programs import consuming, decode_program, extend_program, generate_program, step_program
-from kvjax.api.text import GrowingText, rows_of, texts_of
+from kvjax.api.text import GrowingText, ScoredToken, rows_of, scored_rows, texts_of
 from kvjax.cache.whole_model import Cache, check_alive
 from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.checks import (
@@ -32,6 +32,7 @@ from kvjax.decoding.checks import (
     int32_rows,
     read_array,
 )
+from kvjax.decoding.log_probs import LogProbs
 from kvjax.decoding.sampling import Sampler
 from kvjax.mesh.sharding import place_rows, readable
 from kvjax.protocol.describe import count_rows, describe_numbers, is_known, on_device, tracing
@@ -50,6 +51,7 @@ class Generation:
     eos_token_ids: Array = traced("int32 [E], the tokens that could end a row")
     cache: Cache = traced("for another `generate`, or for `extend` with the next turn")
     stats: Stats = traced("cost of the method at the last step")
+    logprobs: LogProbs | None = traced("log-probabilities of the tokens; None unless they are asked for", default=None)
 
     def __repr__(self) -> str:
         return f"Generation({describe_numbers(self.num_tokens)} tokens in {count_rows(self.num_tokens)}, {self.cache!r})"
@@ -57,6 +59,14 @@ class Generation:
     def rows(self) -> list[list[int]]:
         """List the token ids of each row without padding, a closing EOS included."""
         return rows_of(self.tokens, self.num_tokens)
+
+    def scored_rows(self) -> list[list[ScoredToken]]:
+        """List the tokens of each row without padding, each with its log-probabilities.
+
+        Raises:
+            ValueError: `generate` was not asked for log-probabilities.
+        """
+        return scored_rows(self.tokens, self.num_tokens, self.logprobs)
 
     def texts(self, tokenizer: Any) -> list[str]:
         """Decode each row, without padding and without EOS tokens.
@@ -108,12 +118,7 @@ def extend(params: Any, cache: Cache, tokens: Tokens, *, lengths: Integers | Non
     Raises:
         ValueError: tokens of another number of rows, no room, a cache of another model, or a cache that was consumed.
     """
-    check_params(params, cache)
-    padded, length = pad_tokens(tokens, lengths)
-    if padded.shape[0] != cache.batch:
-        raise ValueError(f"tokens must have {cache.batch} rows like the cache, got {padded.shape[0]}")
-    check_vocabulary(padded, cache.model)
-    check_room(cache, length)
+    padded, length = tokens_after(params, cache, tokens, lengths)
     if not padded.shape[1]:
         return cache
     args = place_rows(cache.plan, padded, length)
@@ -133,6 +138,8 @@ def generate(
     top_p: float | Array | None = None,
     key: Array | None = None,
     limits: Integers | None = None,
+    logprobs: bool = False,
+    top_logprobs: int = 0,
 ) -> Generation:
     """Generate up to ``max_new_tokens`` tokens per row, greedily unless a temperature is given.
 
@@ -149,6 +156,8 @@ def generate(
         key: PRNG key, required with a temperature above 0. A row draws by its place in the batch.
         limits: int [B], most tokens of each row, 0 to N; None means N for all rows. Limits are traced: calls with other
             limits and the same N share a compiled program.
+        logprobs: whether to return log-probabilities, `Generation.logprobs`; without them nothing is computed.
+        top_logprobs: K, so many of the likeliest tokens at each place, too; needs ``logprobs=True``.
 
     Raises:
         ValueError: not enough room in the cache, a cache of another method, no key, limits of another shape or above N.
@@ -157,6 +166,7 @@ def generate(
     max_new_tokens = positive_int("max_new_tokens", max_new_tokens)
     sampler = sampler_of(temperature, top_k, top_p, key)
     check_alive(cache)
+    top = likeliest(logprobs, top_logprobs, cache.model)
     eos = eos_array(eos_token_ids, cache.model)
     most = None if limits is None else int32_rows("limits", limits, cache.batch, max_new_tokens, "max_new_tokens")
     cache = _ready(params, cache, method, max_new_tokens if most is None else most)
@@ -164,11 +174,12 @@ def generate(
     done, most = place_rows(cache.plan, as_jax(np.zeros(cache.batch, bool)), most)
     args = params, cache, sampler, key, eos, done, most
     stop_early = (eos.size > 0 or most is not None) and not in_trace
-    end, cost = consuming(generate_program, *args)(*args, steps=max_new_tokens, stop_early=stop_early)
-    tokens, count, bad, cost = readable(cache.plan, (end.tokens, end.num_tokens, end.bad_step, cost))
-    _check_finite(bad)
+    end, cost = consuming(generate_program, *args)(*args, steps=max_new_tokens, stop_early=stop_early, top=top)
+    ended = end.tokens, end.num_tokens, end.bad_step, end.log_probs, cost
+    tokens, count, bad, made, cost = readable(cache.plan, ended)
+    check_finite(bad)
     stats = with_bytes(cost, end.cache, params)
-    return Generation(tokens=tokens, num_tokens=count, eos_token_ids=eos, cache=end.cache, stats=stats)
+    return Generation(tokens=tokens, num_tokens=count, eos_token_ids=eos, cache=end.cache, stats=stats, logprobs=made)
 
 
 @in_32_bits
@@ -185,6 +196,8 @@ def stream(
     key: Array | None = None,
     tokenizer: Any = None,
     block: int = 4,
+    logprobs: bool = False,
+    top_logprobs: int = 0,
 ) -> Iterator[list]:
     """Generate, and yield a list with one entry per row after every ``block`` tokens.
 
@@ -193,12 +206,16 @@ def stream(
             waits until its last character is complete, and all pieces together are `Generation.texts`.
             Without a tokenizer they are lists of new token ids.
         block: tokens per compiled call. A larger block is faster, a smaller block is smoother.
+        logprobs: whether entries have log-probabilities. Entries are then lists of `kvjax.api.text.ScoredToken`. With a
+            tokenizer they are pairs: the new piece of text, and the list of the block's tokens, EOS tokens included; the text
+            of the last ones may come with the next piece.
 
     See `generate` for the other arguments. All tokens together equal the tokens of `generate`.
     """
     block, max_new_tokens = positive_int("block", block), positive_int("max_new_tokens", max_new_tokens)
     sampler = sampler_of(temperature, top_k, top_p, key)
     check_alive(cache)
+    top = likeliest(logprobs, top_logprobs, cache.model)
     eos = eos_array(eos_token_ids, cache.model)
     cache = _ready(params, cache, method, max_new_tokens)
     if tracing() or not is_known(params, cache, sampler, key, eos):
@@ -210,23 +227,52 @@ def stream(
         texts = [GrowingText(tokenizer) for _ in range(cache.batch)]
         for first in range(0, max_new_tokens, block):
             steps = min(block, max_new_tokens - first)
-            end = in_32_bits(decode_program)(params, cache, sampler, key, eos, done, steps=steps, stop_early=eos.size > 0)
+            end = in_32_bits(decode_program)(
+                params, cache, sampler, key, eos, done, steps=steps, stop_early=eos.size > 0, top=top
+            )
             cache, key, done = end.cache, end.key, end.done
-            results = readable(cache.plan, (end.tokens, end.num_tokens, end.bad_step, done))
-            drawn, counts, bad, ended = jax.device_get(results)
-            _check_finite(bad)
-            new = [row[:count].tolist() for row, count in zip(drawn, counts, strict=True)]
+            results = readable(cache.plan, (end.tokens, end.num_tokens, end.bad_step, end.log_probs, done))
+            drawn, counts, bad, made, ended = jax.device_get(results)
+            check_finite(bad)
+            new = rows_of(drawn, counts)
+            scored = new if top is None else scored_rows(drawn, counts, made)
             last = first + steps >= max_new_tokens or bool(ended.all())
             if tokenizer is None:
-                yield new
+                yield scored
             else:
                 kept = [[token for token in row if token not in ends] for row in new]
                 lasts = [last or row_ended for row_ended in ended.tolist()]
-                yield [text.add(row, row_last) for text, row, row_last in zip(texts, kept, lasts, strict=True)]
+                pieces = [text.add(row, row_last) for text, row, row_last in zip(texts, kept, lasts, strict=True)]
+                yield pieces if top is None else list(zip(pieces, scored, strict=True))
             if last:
                 return
 
     return blocks(cache, key)
+
+
+def tokens_after(params: Any, cache: Cache, tokens: Tokens, lengths: Integers | None) -> tuple[Array, Array]:
+    """Pad tokens for every row of a cache, which has room for them: int32 [B, N], and their lengths int32 [B]."""
+    check_params(params, cache)
+    padded, length = pad_tokens(tokens, lengths)
+    if padded.shape[0] != cache.batch:
+        raise ValueError(f"tokens must have {cache.batch} rows like the cache, got {padded.shape[0]}")
+    check_vocabulary(padded, cache.model)
+    check_room(cache, length)
+    return padded, length
+
+
+def likeliest(logprobs: bool, top_logprobs: int, model: Model) -> int | None:
+    """Return how many of the likeliest tokens each place has; None if nobody asked for log-probabilities."""
+    if not isinstance(logprobs, bool | np.bool_):
+        raise ValueError(
+            f"logprobs must be True or False, got {shown(logprobs)}; top_logprobs=K asks for the K likeliest tokens"
+        )
+    top = 0 if number(top_logprobs) == 0 else positive_int("top_logprobs", top_logprobs)
+    if top > model.vocab_size:
+        raise ValueError(f"top_logprobs must be at most vocab_size={model.vocab_size}, got {top}")
+    if top and not logprobs:
+        raise ValueError(f"top_logprobs={top} needs logprobs=True")
+    return top if logprobs else None
 
 
 def _ready(params: Any, cache: Cache, method: Method | str | None, tokens: int | Array) -> Cache:
@@ -279,7 +325,7 @@ def eos_array(ids: Integers | int | None, model: Model) -> Array:
     return as_jax(values, jnp.int32).reshape(-1)
 
 
-def _check_finite(bad_step: Array | np.ndarray) -> None:
+def check_finite(bad_step: Array | np.ndarray) -> None:
     """Refuse logits that were not finite. ``bad_step`` int32 [B] is the first such step of each row, -1 if there is none."""
     if not is_known(bad_step):
         return

@@ -134,13 +134,32 @@ def decode(
     **static: Any,
 ) -> Decoded:
     """Run `run_decode` on the devices that hold the cache, with the same arguments."""
-
-    def split(cache: Cache, row: Any) -> Decoded:
-        return Decoded(cache=cache, tokens=row, num_tokens=row, done=row, bad_step=row, key=SAME, step=SAME)
-
     run = functools.partial(run_decode, advance=_loop(cache), **static)
     same = {"sampler": sampler, "key": key, "eos": eos}
-    return on_devices(run, params, cache, rows={"done": done, "limits": limits}, same=same, split=split)
+    return on_devices(run, params, cache, rows={"done": done, "limits": limits}, same=same, split=_decoded)
+
+
+def _decoded(cache: Cache, row: Any) -> Decoded:
+    """Return how the result of `run_decode` is split, from the specs of its cache and the spec of rows."""
+    rows = {"tokens": row, "num_tokens": row, "done": row, "bad_step": row, "log_probs": row}
+    return Decoded(cache=cache, key=SAME, step=SAME, **rows)
+
+
+def score(params: Any, cache: Cache, tokens: Array, length: Array, done: Array, *, stop_early: bool) -> tuple[Array, Array]:
+    """Decode ``length`` int32 [B] given ``tokens`` int32 [B, N], one in a step, on the devices that hold the cache.
+
+    Returns:
+        Their log-probabilities float32 [B, N], and the first bad step of each row int32 [B], see `Decoded`.
+    """
+
+    def run(params: Any, cache: Cache, tokens: Array, done: Array, length: Array) -> tuple[Array, Array]:
+        eos, steps = jnp.zeros((0,), jnp.int32), tokens.shape[1]
+        static = {"steps": steps, "stop_early": stop_early, "top": 0, "forced": tokens}
+        end = run_decode(params, cache, Sampler(), None, eos, done, length, **static)
+        return not_none("log_probs", end.log_probs).model, end.bad_step
+
+    rows = {"tokens": tokens, "done": done, "length": length}
+    return on_devices(run, params, cache, rows=rows, split=lambda cache, row: (row, row))
 
 
 def decode_and_measure(params: Any, cache: Cache, *args: Any, **static: Any) -> tuple[Decoded, Stats]:

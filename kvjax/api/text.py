@@ -1,12 +1,16 @@
-"""Generated tokens as rows of ids and as text, at the end or while they are generated."""
+"""Generated tokens as rows of ids, with log-probabilities, and as text, at the end or while they are generated."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax import Array
+
+from kvjax.decoding.log_probs import LogProbs
+from kvjax.protocol.typing import not_none
 
 _REPLACED = "\ufffd"  # what bytes that are no character decode to
 _LEFT = 3  # the most tokens that a character can still need: a character has at most 4 bytes, a token at least 1
@@ -16,6 +20,29 @@ def rows_of(tokens: Array, num_tokens: Array) -> list[list[int]]:
     """List the token ids of each row of ``tokens`` int32 [B, N] without padding; ``num_tokens`` is int32 [B]."""
     counts = np.asarray(num_tokens).tolist()
     return [row[:count].tolist() for row, count in zip(np.asarray(tokens), counts, strict=True)]
+
+
+class ScoredToken(NamedTuple):
+    """A generated token and its log-probabilities in nats, as numbers of Python; see `kvjax.decoding.log_probs.LogProbs`."""
+
+    token: int
+    logprob: float  # under the model's distribution
+    sampled_logprob: float  # under the distribution that it was drawn from; 0 where decoding is greedy
+    top: tuple[tuple[int, float], ...]  # the model's likeliest tokens with their log-probabilities, the likeliest first
+
+
+def scored_rows(tokens: Array, num_tokens: Array, logprobs: LogProbs | None) -> list[list[ScoredToken]]:
+    """List the tokens of each row of ``tokens`` int32 [B, N] without padding, with their log-probabilities."""
+    made = jax.tree.map(np.asarray, not_none("logprobs", logprobs))
+
+    def scored(row: int, place: int, token: int) -> ScoredToken:
+        top = ()
+        if made.top is not None:
+            top = tuple(zip(made.top_tokens[row, place].tolist(), made.top[row, place].tolist(), strict=True))
+        return ScoredToken(token, float(made.model[row, place]), float(made.sampled[row, place]), top)
+
+    rows = rows_of(tokens, num_tokens)
+    return [[scored(row, place, token) for place, token in enumerate(ids)] for row, ids in enumerate(rows)]
 
 
 def texts_of(tokenizer: Any, rows: Sequence[Sequence[int]], ends: Array) -> list[str]:

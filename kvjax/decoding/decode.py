@@ -14,6 +14,7 @@ from jax import Array, lax
 from kvjax.cache import Cache
 from kvjax.cache.offload import steps_between_syncs, sync
 from kvjax.decoding.layers import guessing_layers, layer_methods, observe
+from kvjax.decoding.log_probs import LogProbs, Seen, log_probs
 from kvjax.decoding.passes import checked, layer_inputs
 from kvjax.decoding.recurrent import run_recurrent
 from kvjax.decoding.sampling import Sampler
@@ -104,6 +105,7 @@ class Decoded:
     bad_step: Array  # int32 [B], first step whose logits were not finite, -1 if none
     key: Array | None
     step: Array  # int32, steps run so far
+    log_probs: LogProbs | None = None  # [B, N], of the tokens; None if nobody asked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +117,7 @@ class Call:
     eos: Array  # int32 [E], tokens that end a row
     limits: Array | None = None  # int32 [B], most tokens of each row; None if nothing limits them
     draws: Array | None = None  # N keys, one for each place of the result; None unless tokens are drawn out of order
+    forced: Array | None = None  # int32 [B, N], tokens that are given; None if they are drawn
 
 
 def padding_token(model: Model) -> int:
@@ -127,10 +130,13 @@ def all_done(now: Decoded) -> Array:
     return axes.every(now.done.all())
 
 
-def start_decode(cache: Cache, key: Array | None, done: Array, steps: int, limits: Array | None = None) -> Decoded:
+def start_decode(
+    cache: Cache, key: Array | None, done: Array, steps: int, limits: Array | None = None, top: int | None = None
+) -> Decoded:
     """Return the state before the first of ``steps`` tokens.
 
-    Rows in ``done`` bool [B] never change, and neither do rows whose ``limits`` int32 [B] are below 1.
+    Rows in ``done`` bool [B] never change, and neither do rows whose ``limits`` int32 [B] are below 1. With ``top`` there are
+    log-probabilities, and so many of the likeliest tokens.
     """
     return Decoded(
         cache=cache,
@@ -140,6 +146,7 @@ def start_decode(cache: Cache, key: Array | None, done: Array, steps: int, limit
         bad_step=jnp.full((cache.batch,), -1, jnp.int32),
         key=key,
         step=jnp.zeros((), jnp.int32),
+        log_probs=None if top is None else LogProbs.empty(cache.batch, steps, top),
     )
 
 
@@ -147,7 +154,15 @@ def decode_once(call: Call, now: Decoded) -> Decoded:
     """Draw the next token of every row that is not done, and store it. The caller syncs host memory."""
     draw_key, key = (None, None) if now.key is None else jax.random.split(now.key)
     active = ~now.done
-    token = jnp.where(active, call.sampler.draw(now.cache.logits, draw_key), padding_token(now.cache.model))
+    if call.forced is None:
+        drawn, filtered = call.sampler.draw(now.cache.logits, draw_key)
+    else:
+        drawn, filtered = lax.dynamic_index_in_dim(call.forced, now.step, 1, keepdims=False), now.cache.logits
+    token = jnp.where(active, drawn, padding_token(now.cache.model))
+    noted = now.log_probs
+    if noted is not None:
+        seen = Seen(now.cache.logits[:, None], filtered[:, None])
+        noted = noted.written(log_probs(noted, seen, token[:, None], active[:, None], call.sampler.temperature), now.step)
     broken = active & (now.bad_step < 0) & ~jnp.isfinite(now.cache.logits).all(axis=-1)
     num_tokens = now.num_tokens + active.astype(jnp.int32)
     done = now.done | (token[:, None] == call.eos[None]).any(axis=1)
@@ -159,6 +174,7 @@ def decode_once(call: Call, now: Decoded) -> Decoded:
         bad_step=jnp.where(broken, now.step, now.bad_step),
         key=key,
         step=now.step + 1,
+        log_probs=noted,
     )
 
 
@@ -173,15 +189,18 @@ def run_decode(
     *,
     steps: int,
     stop_early: bool,
+    top: int | None = None,
+    forced: Array | None = None,
     advance: Callable[[Call, Decoded], Decoded] | None = None,
 ) -> Decoded:
     """Draw up to ``steps`` tokens per row. Every drawn token is stored in the cache, EOS included.
 
     A token of ``eos`` int32 [E] ends its row, which then does not change. A row also ends after ``limits`` int32 [B] tokens;
-    None means ``steps`` tokens for all rows. ``stop_early`` leaves the loop when all rows have ended. A method
-    that drafts tokens has a loop of its own, ``advance``.
+    None means ``steps`` tokens for all rows. ``stop_early`` leaves the loop when all rows have ended. With ``top`` there are
+    log-probabilities (`start_decode`). Tokens that are ``forced`` int32 [B, N] are not drawn. A method that drafts tokens has
+    a loop of its own, ``advance``.
     """
-    call, start = Call(params, sampler, eos, limits), start_decode(cache, key, done, steps, limits)
+    call, start = Call(params, sampler, eos, limits, forced=forced), start_decode(cache, key, done, steps, limits, top)
     if advance is not None:
         return advance(call, start)
     once = functools.partial(decode_once, call)

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.decoding.decode import Decoded, padding_token
+from kvjax.decoding.decode import Call, Decoded, padding_token
+from kvjax.decoding.log_probs import Seen, log_probs
 from kvjax.decoding.sampling import Sampler, rows_of
 from pallas_kernels import axes
 
@@ -46,7 +47,7 @@ def largest(limits: Array | None, now: Decoded, count: Array) -> Array:
     return axes.most(jnp.max(jnp.where(active_rows(limits, now), count, 0)), axes.DATA)
 
 
-def draw(sampler: Sampler, logits: Array, draws: Array | None, place: Array) -> Array:
+def draw(sampler: Sampler, logits: Array, draws: Array | None, place: Array) -> tuple[Array, Seen]:
     """Draw tokens int32 [B, T] from logits float32 [B, T, V] for the places int32 [B, T] of the result."""
     keys = None
     if draws is not None:
@@ -54,15 +55,17 @@ def draw(sampler: Sampler, logits: Array, draws: Array | None, place: Array) -> 
         row = jnp.broadcast_to(rows_of(len(place))[:, None], place.shape)
         keys = jax.vmap(jax.vmap(jax.random.fold_in))(keys, row)
         keys = keys.reshape(-1, *keys.shape[2:])
-    return sampler.draw_each(logits.reshape(-1, logits.shape[-1]), keys).reshape(place.shape)
+    tokens, filtered = sampler.draw_each(logits.reshape(-1, logits.shape[-1]), keys)
+    return tokens.reshape(place.shape), Seen(logits, filtered.reshape(logits.shape))
 
 
-def next_token(sampler: Sampler, draws: Array | None, active: Array, now: Decoded) -> tuple[Array, Array]:
+def next_token(sampler: Sampler, draws: Array | None, active: Array, now: Decoded) -> tuple[Array, Array, Seen]:
     """Draw the next token int32 [B] of each row, and mark bad logits in `Decoded.bad_step`: int32 [B]."""
     logits = now.cache.logits
-    token = draw(sampler, logits[:, None], draws, now.num_tokens[:, None])[:, 0]
+    token, seen = draw(sampler, logits[:, None], draws, now.num_tokens[:, None])
     broken = active & (now.bad_step < 0) & ~jnp.isfinite(logits).all(axis=-1)
-    return jnp.where(active, token, padding_token(now.cache.model)), jnp.where(broken, now.num_tokens, now.bad_step)
+    token = jnp.where(active, token[:, 0], padding_token(now.cache.model))
+    return token, jnp.where(broken, now.num_tokens, now.bad_step), seen
 
 
 def ends(tokens: Array, eos: Array) -> Array:
@@ -70,18 +73,26 @@ def ends(tokens: Array, eos: Array) -> Array:
     return (tokens[..., None] == eos.reshape((1,) * tokens.ndim + (-1,))).any(axis=-1)
 
 
-def written(now: Decoded, tokens: Array, active: Array, accepted: Array, eos: Array, limits: Array | None) -> Decoded:
-    """Write the first and the ``accepted`` int32 [B] following ``tokens`` int32 [B, T] of ``active`` rows to the result."""
+def written(call: Call, now: Decoded, tokens: Array, active: Array, accepted: Array, *seen: Seen) -> Decoded:
+    """Write the first and the ``accepted`` int32 [B] following ``tokens`` int32 [B, T] of ``active`` rows to the result.
+
+    ``seen`` are parts of what Full drew the tokens from, in their order, of T tokens together.
+    """
     order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     kept = active[:, None] & (order <= accepted[:, None])
     place = jnp.where(kept, now.num_tokens[:, None] + order, now.tokens.shape[1])  # past the end, so it is dropped
     row = jnp.arange(len(tokens))[:, None]
     num_tokens = now.num_tokens + jnp.sum(kept, axis=1, dtype=jnp.int32)
-    done = now.done | (kept & ends(tokens, eos)).any(axis=1)
+    done = now.done | (kept & ends(tokens, call.eos)).any(axis=1)
+    noted = now.log_probs
+    if noted is not None:
+        whole = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *seen)
+        noted = noted.scattered(log_probs(noted, whole, tokens, kept, call.sampler.temperature), place)
     return dataclasses.replace(
         now,
         tokens=now.tokens.at[row, place].set(tokens, mode="drop"),
         num_tokens=num_tokens,
-        done=done if limits is None else done | (num_tokens >= limits),
+        done=done if call.limits is None else done | (num_tokens >= call.limits),
         step=now.step + 1,
+        log_probs=noted,
     )

@@ -88,11 +88,11 @@ def rate_of(passes: Passes, active: Array) -> Array:
 def _alone(call: Call, _: Array, now: Decoded) -> Decoded:
     """Decode one token of each row with Full, and tell the draft of it, so that a later call can draft."""
     active = active_rows(call.limits, now)
-    token, bad = next_token(call.sampler, call.draws, active, now)
+    token, bad, seen = next_token(call.sampler, call.draws, active, now)
     cache = run_step(call.params, now.cache, token[:, None], active[:, None])
     passes = dataclasses.replace(cache.shared, passes=cache.shared.passes + active.astype(jnp.int32))
     now = dataclasses.replace(now, cache=dataclasses.replace(cache, shared=passes), bad_step=bad)
-    return written(now, token[:, None], active, jnp.zeros_like(now.num_tokens), call.eos, call.limits)
+    return written(call, now, token[:, None], active, jnp.zeros_like(now.num_tokens), seen)
 
 
 def _depth(call: Call, now: Decoded) -> Array:
@@ -108,20 +108,20 @@ def _depth(call: Call, now: Decoded) -> Array:
 
 def _round(call: Call, now: Decoded) -> Decoded:
     """Run a round: the draft decodes tokens, Full reads them, and the tokens that it agrees with are kept."""
-    eos, limits, cache, most = call.eos, call.limits, now.cache, now.cache.method.drafts
+    limits, cache, most = call.limits, now.cache, now.cache.method.drafts
     active = active_rows(limits, now)
-    first, bad = next_token(call.sampler, call.draws, active, now)
+    first, bad, before = next_token(call.sampler, call.draws, active, now)
     # A row's drafted tokens fit its limit, so they also fit its storage.
     wanted = jnp.minimum(_depth(call, now), left_tokens(limits, now) - 1)
-    wanted = jnp.where(active & ~ends(first, eos), wanted, 0)
+    wanted = jnp.where(active & ~ends(first, call.eos), wanted, 0)
     place = now.num_tokens[:, None] + jnp.arange(most + 1, dtype=jnp.int32)[None]
     with jax.named_scope("draft"):  # profiles tell the parts of a round by these names
         tokens, cache = _drafted(call, cache, first, wanted, place)
     order = jnp.arange(most + 1, dtype=jnp.int32)[None]
     with jax.named_scope("judge"):
         logits, cache, inputs = _judged(call.params, cache, tokens, active[:, None] & (order <= wanted[:, None]))
-    right = draw(call.sampler, logits[:, :-1], call.draws, place[:, 1:]) == tokens[:, 1:]
-    right = right & (order[:, :-1] < wanted[:, None]) & ~ends(tokens[:, :-1], eos)
+    wished, behind = draw(call.sampler, logits[:, :-1], call.draws, place[:, 1:])
+    right = (wished == tokens[:, 1:]) & (order[:, :-1] < wanted[:, None]) & ~ends(tokens[:, :-1], call.eos)
     accepted = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
     broken = ~jnp.isfinite(logits).all(axis=-1) & (order < accepted[:, None])
     worse = (bad < 0) & broken.any(axis=1)
@@ -130,7 +130,7 @@ def _round(call: Call, now: Decoded) -> Decoded:
         cache = _committed(cache, inputs, logits, wanted, accepted, active)
     passes = noted(cache.shared, wanted, accepted, active)
     now = dataclasses.replace(now, cache=dataclasses.replace(cache, shared=passes), bad_step=bad)
-    return written(now, tokens, active, accepted, eos, limits)
+    return written(call, now, tokens, active, accepted, before, behind)
 
 
 def _drafted(call: Call, cache: Cache, first: Array, wanted: Array, place: Array) -> tuple[Array, Cache]:
@@ -147,7 +147,7 @@ def _drafted(call: Call, cache: Cache, first: Array, wanted: Array, place: Array
         fed, asked = (lax.dynamic_slice_in_dim(x, at, 1, 1) for x, at in ((tokens, order), (place, order + 1)))
         drafts = (order < wanted)[:, None]
         view = run_step(call.params, view, fed, drafts, sync_host=False)
-        guess = jnp.where(drafts, draw(call.sampler, view.logits[:, None], call.draws, asked), pad)
+        guess = jnp.where(drafts, draw(call.sampler, view.logits[:, None], call.draws, asked)[0], pad)
         return lax.dynamic_update_slice_in_dim(tokens, guess, order + 1, 1), view
 
     # A number of steps that is known before the program runs spares the host a wait for each.

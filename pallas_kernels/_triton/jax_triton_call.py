@@ -1,12 +1,14 @@
 """The only call into jax-triton, an optional package: for comparison, and in case Pallas drops its Triton back end.
 
-The package has no batching rule, so its kernels work neither under ``vmap`` nor interpreted.
+Its kernels do not run interpreted. The package has no batching rule: under ``jax.vmap`` a kernel is launched for one index of
+the mapped axis after the other, so that no operand is copied for an axis that it does not have.
 """
 
 import inspect
 from typing import Any
 
 import jax
+from jax.custom_batching import sequential_vmap
 
 
 def package() -> Any:
@@ -23,4 +25,4 @@ def launch(body: Any, operands: tuple[jax.Array, ...], outputs: tuple[Any, ...],
     """Run a Triton kernel, jitted: ``options`` are its compile-time parameters, grid, warps and stages."""
     call = package().triton_call
     renamed = "out_type" if "out_type" in inspect.signature(call).parameters else "out_shape"  # before version 0.4
-    return call(*operands, kernel=body, **{renamed: outputs}, **options)
+    return sequential_vmap(lambda *arrays: call(*arrays, kernel=body, **{renamed: outputs}, **options))(*operands)

@@ -6,11 +6,17 @@ A row has the operation, and what differs from its shapes (`operations.sized`). 
 import functools
 import importlib
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
+from pallas_kernels import dispatch
+from pallas_kernels._triton.jax_triton_call import launch
 from pallas_kernels.attend.dense_decode import DENSE_DECODE, Rotation
 from pallas_kernels.attend.gather_attention import GATHER_ATTENTION
 from pallas_kernels.choose.pariskv.collision import Part
@@ -21,7 +27,7 @@ from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.formats.shapes import counted, full, integers, normal, packed
 from pallas_kernels.host import Rows
 from pallas_kernels.layer.coded_product import MOST_VECTORS
-from pallas_kernels.machine import assume_machine
+from pallas_kernels.machine import PALLAS_TRITON, assume_machine
 from pallas_kernels.store.evict_token import pallas_triton as evict_kernel
 from pallas_kernels.store.store_token import STORE_TOKEN
 from tests.pallas_kernels.operations import PLACES, choose, chooser, every_operation, named, table
@@ -266,6 +272,38 @@ def test_a_missing_package_is_named(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "jax_triton", None)
     with pytest.raises(NotImplementedError, match=r"needs the package jax_triton \(pip install kvjax\[triton\]\)"):
         choose(name, platform="gpu", implementation=LANGUAGE, **FIRST.get(name, {}))
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """A stand-in for jax-triton, and no Triton back end of Pallas: as if a release of JAX had none."""
+    twice = Primitive("twice")  # without a batching rule, as the package's own
+    twice.def_abstract_eval(lambda x, **_: x)
+    mlir.register_lowering(twice, mlir.lower_fun(lambda x, **_: 2 * x, multiple_results=False))
+    call = types.SimpleNamespace(triton_call=lambda x, *, kernel, out_type: (twice.bind(x),))
+    monkeypatch.setitem(sys.modules, "jax_triton", call)
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace())
+    for module in [x for name, x in sys.modules.items() if name.startswith("pallas_kernels.") and hasattr(x, "plt")]:
+        monkeypatch.setattr(module, "plt", None)
+    monkeypatch.setattr(dispatch, "why_missing", lambda module: "it is gone" if module == PALLAS_TRITON else None)
+
+
+@pytest.mark.parametrize("name", sorted(x for x in PLACES if LANGUAGE in table(x).implementations))
+def test_where_pallas_has_no_triton_jax_triton_still_runs(name, package):
+    sizes = FIRST.get(name, {}) | ({"dtype": "bfloat16", "N": 40, "K": 128} if name == "coded_product" else {})
+    assert choose(name, platform="gpu", **sizes) == choose(name, platform="gpu", implementation=LANGUAGE, **sizes) == LANGUAGE
+    with pytest.raises(NotImplementedError, match=f"needs {PALLAS_TRITON}, got it is gone"):
+        choose(name, platform="gpu", implementation=TRITON, **sizes)
+
+
+def test_a_kernel_of_jax_triton_is_mapped(package):
+    def run(x, y):
+        (out,) = launch(None, (x,), (x,))
+        return out + y
+
+    x, y = jnp.arange(6.0).reshape(2, 3), jnp.ones(2)
+    np.testing.assert_array_equal(jax.vmap(run)(x, y), 2 * x + 1)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(run, (None, 0)))(x[0], y), [2 * x[0] + 1] * 2)
 
 
 # What arguments must be beyond what `test_signature.py` alters.

@@ -51,8 +51,9 @@ def test_answers_are_those_of_the_calls_by_hand(speaker):
     plain = at_length(METHOD, len(speaker.encode(CONTEXT, template=False)[0]), plain.capacity * 4)
     untold = kvjax.answer(speaker, CONTEXT, QUESTIONS, method=METHOD, max_new_tokens=8, template=False)
     assert untold == [*by_hand(speaker, "", "", plain, special=True)] != made
-    one = kvjax.answer(speaker, CONTEXT, QUESTIONS[1], method=METHOD, max_new_tokens=8)
-    assert one == [made[1]]
+    one = kvjax.answer(speaker, CONTEXT, QUESTIONS[1], method=METHOD, max_new_tokens=8, logprobs=True, top_logprobs=2)
+    assert one == [made[1]] and made.scored is None
+    assert [scored.token for scored in one.scored[0]] == one.tokens[0] == [scored.top[0][0] for scored in one.scored[0]]
 
 
 def test_the_end_of_an_answer_is_not_in_its_text(speaker):
@@ -75,6 +76,7 @@ def test_the_end_of_an_answer_is_not_in_its_text(speaker):
         ({"max_new_tokens": 0}, "max_new_tokens must be"),
         ({"method": "qest"}, "unknown method 'qest'"),
         ({"system": "Be brief.", "template": False}, "a system message needs a chat template"),
+        ({"top_logprobs": 2}, "top_logprobs=2 needs logprobs=True"),
         ({"temperature": 1.0, "key": 0}, "key must be a PRNG key such as jax.random.key"),
     ],
 )
