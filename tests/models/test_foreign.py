@@ -22,6 +22,7 @@ from models.foreign.nnx import NNXModel
 
 PROMPTS = np.random.default_rng(0).integers(3, 61, (2, 9)).astype(np.int32)
 NEW = 12
+STREAM = kvjax.methods.StreamingLLM(budget=8)
 
 
 @pytest.fixture(autouse=True)
@@ -46,10 +47,10 @@ def decoded(model, params, method, prompts=PROMPTS, new=NEW):
 def check_methods(model, params, own):
     """Full draws the tokens ``own``; a row alone, and with another row's padding, draws the same; evictions run."""
     np.testing.assert_array_equal(decoded(model, params, "full").tokens, own)
-    np.testing.assert_array_equal(decoded(model, params, kvjax.Verified(draft="streamingllm(8)", depth=3)).tokens, own)
+    np.testing.assert_array_equal(decoded(model, params, kvjax.Verified(draft=STREAM, depth=3)).tokens, own)
     ragged = [PROMPTS[0], PROMPTS[1, :5]]
     np.testing.assert_array_equal(decoded(model, params, "full", ragged).tokens[0], own[0])
-    cache = kvjax.prefill(params, PROMPTS[:, :4], config=model, method="full", max_new_tokens=NEW + 5)
+    cache = kvjax.prefill(params, PROMPTS[:, :4], config=model, method="full", max_new_tokens=NEW + 5, chunk_size=3)
     cache = kvjax.extend(params, cache, PROMPTS[:, 4:])
     np.testing.assert_array_equal(kvjax.generate(params, cache, max_new_tokens=NEW, eos_token_ids=()).tokens, own)
     assert decoded(model, params, kvjax.methods.SnapKV(budget=6, obs_window=2)).tokens.shape == own.shape
@@ -84,7 +85,8 @@ def test_nnx():
     own = own_tokens(page()["Decoder"](nnx.Rngs(1)), PROMPTS, NEW)
     assert len({*own.ravel()}) > 5, "the tokens must differ, or nothing is shown"
     check_methods(model, params, own)
-    np.testing.assert_array_equal(decoded(dataclasses.replace(model, head=None), params, "full").tokens, own)
+    whole = kvjax.methods.KVzip(budget=16, chunk=4)  # it reads the prompt again, and here it keeps all of it
+    np.testing.assert_array_equal(decoded(dataclasses.replace(model, head=None), params, whole).tokens, own)
 
 
 def test_nnx_refuses_what_it_cannot_run():
@@ -100,7 +102,7 @@ def test_nnx_refuses_what_it_cannot_run():
         decoded(model, params, "full")
     model, params = NNXModel.of(module, **sizes)
     with pytest.raises(ValueError, match="max_position_embeddings"):  # renumbered positions are not the model's own
-        decoded(model, params, "streamingllm(8)", new=40)
+        decoded(model, params, STREAM, new=40)
 
 
 def louder(params, factor):
@@ -126,11 +128,13 @@ def gemma_case():
     params = louder(transformer.init(jax.random.key(0), jnp.zeros((5,), jnp.int32))["params"], 30.0)
 
     def own(prompts, new, length=64):
-        """Prompts begin with <bos>, as the sampler's do."""
+        """Without end tokens, which random weights would draw."""
         sampler = gm.text.Sampler(
             model=transformer, params=params, tokenizer=gm.testing.DummyTokenizer(), cache_length=length, max_out_length=64,
             pad_length=None,
         )  # fmt: skip
+        endless = dataclasses.replace(sampler._initialize_sampler_loop(gm.text.Greedy()), end_tokens=(-1,))
+        object.__setattr__(sampler, "_initialize_sampler_loop", lambda *args: endless)
         object.__setattr__(sampler, "_tokenize_prompts", lambda *args, **kwargs: jnp.asarray(prompts))
         state = sampler.sample(["x"] * len(prompts), max_new_tokens=new, return_state=True).state
         return np.asarray(state.predicted_tokens), state
@@ -151,9 +155,8 @@ def test_gemma_goes_on_where_its_sampler_stops():
     tokens, state = own(PROMPTS, 50, length=24)
     stopped = int(state.step)
     assert stopped < 50 and not state.done.any()
-    for method, options in (("streamingllm", {"budget": 16}), ("snapkv", {"budget": 8, "obs_window": 2})):
-        chosen = kvjax.make(method, **options)
-        assert (decoded(model, params, chosen, new=50).tokens != 0).all(), method
+    for method in (STREAM, kvjax.methods.SnapKV(budget=8, obs_window=2)):
+        assert (decoded(model, params, method, new=50).num_tokens == 50).all(), method
     np.testing.assert_array_equal(decoded(model, params, "full", new=50).tokens[:, :stopped], tokens[:, :stopped])
     np.testing.assert_array_equal(decoded(model, params, "full", new=50).tokens, own(PROMPTS, 50)[0][:, :50])
 
