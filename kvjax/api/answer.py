@@ -85,7 +85,7 @@ class Answers(list[str]):
 
 
 def answer(
-    model: Speaker | str | os.PathLike,
+    model: Speaker | str | os.PathLike[str],
     context: str,
     questions: str | Sequence[str],
     *,

@@ -64,14 +64,14 @@ def pytree[T](cls: type[T]) -> type[T]:
     leaves = tuple(field.name for field in fields if not field.metadata.get("static"))
     fixed = tuple(field.name for field in fields if field.metadata.get("static"))
 
-    def flatten(tree: T) -> tuple[tuple, tuple]:
+    def flatten(tree: T) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         return tuple(vars(tree)[name] for name in leaves), tuple(vars(tree)[name] for name in fixed)
 
-    def flatten_with_keys(tree: T) -> tuple[tuple, tuple]:
+    def flatten_with_keys(tree: T) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         values, structure = flatten(tree)
         return tuple((GetAttrKey(name), value) for name, value in zip(leaves, values, strict=True)), structure
 
-    def rebuild(structure: tuple, values: Iterable[Any]) -> T:
+    def rebuild(structure: tuple[Any, ...], values: Iterable[Any]) -> T:
         tree = object.__new__(kind)
         vars(tree).update(zip((*leaves, *fixed), (*values, *structure), strict=True))
         return tree
@@ -154,8 +154,8 @@ class Model(Protocol):
     def dtype(self) -> str: ...
 
     def apply(
-        self, params: Any, tokens: jax.Array, attend: Callable, states: tuple, *, last: jax.Array | None = None
-    ) -> tuple[jax.Array, tuple]:
+        self, params: Any, tokens: jax.Array, attend: Callable, states: tuple[Any, ...], *, last: jax.Array | None = None
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Run all layers on ``tokens`` int32 [B, T].
 
         Each layer calls ``attend(layer, state, q, k, v) -> (out, state)`` with un-rotated q [B, H, G, T, D] and k, v

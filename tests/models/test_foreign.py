@@ -44,15 +44,21 @@ def decoded(model, params, method, prompts=PROMPTS, new=NEW):
     return kvjax.generate(params, cache, max_new_tokens=new, eos_token_ids=())
 
 
-def check_methods(model, params, own):
-    """Full draws the tokens ``own``; a row alone, and with another row's padding, draws the same; evictions run."""
-    np.testing.assert_array_equal(decoded(model, params, "full").tokens, own)
-    np.testing.assert_array_equal(decoded(model, params, kvjax.Verified(draft=STREAM, depth=3)).tokens, own)
-    ragged = [PROMPTS[0], PROMPTS[1, :5]]
-    np.testing.assert_array_equal(decoded(model, params, "full", ragged).tokens[0], own[0])
+def check_tokens(model, params, own):
+    """Full draws the tokens ``own``, behind chunks of the prompt and an `extend` too."""
+    assert len({*own.ravel()}) > 5, "the tokens must differ, or nothing is shown"
     cache = kvjax.prefill(params, PROMPTS[:, :4], config=model, method="full", max_new_tokens=NEW + 5, chunk_size=3)
     cache = kvjax.extend(params, cache, PROMPTS[:, 4:])
     np.testing.assert_array_equal(kvjax.generate(params, cache, max_new_tokens=NEW, eos_token_ids=()).tokens, own)
+
+
+def check_more(model, params, own):
+    """A row beside a shorter one draws the same, `Verified` and a prompt that is read again too; an eviction runs."""
+    ragged = [PROMPTS[0], PROMPTS[1, :5]]
+    np.testing.assert_array_equal(decoded(model, params, "full", ragged).tokens[0], own[0])
+    np.testing.assert_array_equal(decoded(model, params, kvjax.Verified(draft=STREAM, depth=3)).tokens, own)
+    whole = kvjax.methods.KVzip(budget=16, chunk=4)  # here it keeps all of the prompt
+    np.testing.assert_array_equal(decoded(model, params, whole).tokens, own)
     assert decoded(model, params, kvjax.methods.SnapKV(budget=6, obs_window=2)).tokens.shape == own.shape
 
 
@@ -81,12 +87,16 @@ def own_tokens(module, prompts, new):
 
 
 def test_nnx():
-    model, params = page()["model"], page()["params"]
     own = own_tokens(page()["Decoder"](nnx.Rngs(1)), PROMPTS, NEW)
-    assert len({*own.ravel()}) > 5, "the tokens must differ, or nothing is shown"
-    check_methods(model, params, own)
-    whole = kvjax.methods.KVzip(budget=16, chunk=4)  # it reads the prompt again, and here it keeps all of it
-    np.testing.assert_array_equal(decoded(dataclasses.replace(model, head=None), params, whole).tokens, own)
+    check_tokens(page()["model"], page()["params"], own)
+
+
+@pytest.mark.slow
+def test_nnx_under_more():
+    own = own_tokens(page()["Decoder"](nnx.Rngs(1)), PROMPTS, NEW)
+    check_more(page()["model"], page()["params"], own)
+    without_head = dataclasses.replace(page()["model"], head=None)
+    np.testing.assert_array_equal(decoded(without_head, page()["params"], "full").tokens, own)
 
 
 def test_nnx_refuses_what_it_cannot_run():
@@ -114,17 +124,15 @@ def louder(params, factor):
 def gemma_case():
     """A small Gemma with windows and caps, its parameters, and `own(prompts, new, length)`: its sampler's tokens, state."""
     gm = package("gemma.gm", "pip install gemma==4.0.1")
-    near, far = (getattr(importlib.import_module("gemma.gm.nn.config").AttentionType, x) for x in ("LOCAL_SLIDING", "GLOBAL"))
-
-    class Small(type(gm.testing.DummyGemma())):
-        config = importlib.import_module("gemma.gm.nn.config").TransformerConfig(
-            num_embed=64, embed_dim=32, hidden_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, final_logit_softcap=30.0,
-            attn_logits_soft_cap=50.0, attention_types=(near, far, near), sliding_window_size=6, use_qk_norm=True,
-            use_post_attn_norm=True, use_post_ffw_norm=True, local_base_frequency=100, global_base_frequency=1000,
-            global_scale_factor=8.0,
-        )  # fmt: skip
-
-    transformer = Small(dtype=jnp.float32)
+    sizes = importlib.import_module("gemma.gm.nn.config")
+    near, far = sizes.AttentionType.LOCAL_SLIDING, sizes.AttentionType.GLOBAL
+    config = sizes.TransformerConfig(
+        num_embed=64, embed_dim=32, hidden_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, final_logit_softcap=30.0,
+        attn_logits_soft_cap=50.0, attention_types=(near, far, near), sliding_window_size=6, use_qk_norm=True,
+        use_post_attn_norm=True, use_post_ffw_norm=True, local_base_frequency=100, global_base_frequency=1000,
+        global_scale_factor=8.0,
+    )  # fmt: skip
+    transformer = gm.testing.DummyGemma(config=config, dtype=jnp.float32)
     params = louder(transformer.init(jax.random.key(0), jnp.zeros((5,), jnp.int32))["params"], 30.0)
 
     def own(prompts, new, length=64):
@@ -145,8 +153,8 @@ def gemma_case():
 def test_gemma():
     model, params, own = gemma_case()
     tokens = own(PROMPTS, NEW)[0][:, :NEW]
-    assert len({*tokens.ravel()}) > 5, "the tokens must differ, or nothing is shown"
-    check_methods(model, params, tokens)
+    check_tokens(model, params, tokens)
+    check_more(model, params, tokens)
 
 
 def test_gemma_goes_on_where_its_sampler_stops():
@@ -175,5 +183,5 @@ def test_bonsai():
         logits, cache = modeling.forward(module, cache, own[-1][:, None], 0)
         own.append(logits.argmax(-1))
     own = np.stack(own, axis=1)
-    assert len({*own.ravel()}) > 5, "the tokens must differ, or nothing is shown"
-    check_methods(*qwen3(module), own)
+    check_tokens(*qwen3(module), own)
+    check_more(*qwen3(module), own)
