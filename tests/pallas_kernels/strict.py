@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels._triton import call
 from pallas_kernels._triton.pallas import pl, plt
 
+_Slice = type(pl.ds(0, 1))
 _program_id = pl.program_id
 _WRONG = 1
 _MOST_PROGRAMS = 256  # whose blocks are looked at; of a larger grid the programs at its corners
@@ -80,7 +81,7 @@ class _Ref:
             if isinstance(x, slice):
                 assert x == slice(None), f"got {x}, expected pl.ds"
                 pieces = True
-            elif isinstance(x, pl.Slice):
+            elif isinstance(x, _Slice):
                 inside, pieces = inside & (x.start >= 0) & (x.start + x.size <= size), True
                 if not isinstance(x.start, int):
                     x = pl.ds(jnp.clip(x.start, 0, size - x.size), x.size)
