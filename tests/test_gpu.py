@@ -126,9 +126,9 @@ def test_offloaded_equals_resident(builtin, name):
 def test_two_offloaded_caches_decoded_in_turn(builtin, name):
     """For 200 rounds, a token of each in turn; each gets the tokens that it gets alone."""
     params, config, tokenizer = builtin
-    params, config = first_layers(params, config, 2)
+    params, config = first_layers(params, config, 3)
     one = prompt(tokenizer, 900)
-    other = one[1000:] + one[:1000]
+    other = one[len(one) // 2 :] + one[: len(one) // 2]
     options = {"config": config, "method": kvjax.make(name, offload=True), "max_new_tokens": 200, "chunk_size": 2048}
 
     def tokens(*texts):
