@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -21,6 +25,7 @@ from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model
 from kvjax.registry import make
 
+_PATIENCE = 5.0  # seconds without a word
 _MULTIPLE = 32  # questions are padded to a multiple of this many tokens, so that similar questions share a program
 
 
@@ -84,6 +89,29 @@ class Answers(list[str]):
         return f"Answers({self.texts!r})"
 
 
+class _Progress:
+    """Says on standard error what a call does, if it takes longer than `_PATIENCE`, and then no more often than that."""
+
+    def __init__(self) -> None:
+        self._due = time.monotonic() + _PATIENCE
+
+    @contextlib.contextmanager
+    def of(self, job: str) -> Iterator[None]:
+        """Say what is done while the block runs."""
+        timer = threading.Timer(max(self._due - time.monotonic(), 0), self._say, [job])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _say(self, job: str) -> None:
+        self._due = time.monotonic() + _PATIENCE
+        if sys.stderr is not None:
+            sys.stderr.write(f"kvjax.answer: {job}\n")
+
+
 def answer(
     model: Speaker | str | os.PathLike[str],
     context: str,
@@ -106,8 +134,9 @@ def answer(
     """Answer questions about a text: the method compresses or indexes the text once, without any question.
 
     The chat template goes around context and question, if the model has one. The context is prefilled; each question is
-    appended to a copy of its cache (`kvjax.fork`, `kvjax.extend`), and answered (`kvjax.generate`). A blank line stands
-    between the two, unless the context ends or the question begins with white space.
+    appended to a copy of its cache (`kvjax.fork`, `kvjax.extend`), the last one to the cache itself, and answered
+    (`kvjax.generate`): memory holds at most two caches. A blank line stands between context and question, unless the
+    context ends or the question begins with white space. A call of more than 5 seconds says on standard error what it does.
 
     Args:
         model: what ``kvjax.models.load`` returns; or a name, a directory or a GGUF file, which is loaded for this call alone.
@@ -154,33 +183,39 @@ def answer(
     tails = np.zeros((len(pairs), max(*sizes, 1, min(-(-max(*sizes, 1) // _MULTIPLE) * _MULTIPLE, room))), np.int32)
     for row, (_, tail) in zip(tails, pairs, strict=True):
         row[: len(tail)] = tail
-    whole = prefill(
-        speaker.params,
-        [head],
-        config=config,
-        method=method,
-        max_new_tokens=tails.shape[1] + max_new_tokens,
-        chunk_size=chunk_size,
-        kv_dtype=kv_dtype,
-    )
+    progress, compiles = _Progress(), "; the first call of its size compiles"
+    with progress.of(f"reads {len(head):,} tokens under {type(method).__name__}{compiles}"):
+        whole = prefill(
+            speaker.params,
+            [head],
+            config=config,
+            method=method,
+            max_new_tokens=tails.shape[1] + max_new_tokens,
+            chunk_size=chunk_size,
+            kv_dtype=kv_dtype,
+        )
+        jax.block_until_ready(whole.logits)
     keys = [None] * len(asked) if key is None else jax.random.split(key, len(asked))
     texts, tokens, stats, scored = [], [], [], []
-    for tail, size, drawn in zip(tails, sizes, keys, strict=True):
-        cache = extend(speaker.params, fork(whole), tail[None], lengths=[size])
-        out = generate(
-            speaker.params,
-            cache,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            key=drawn,
-            logprobs=logprobs,
-            top_logprobs=top_logprobs,
-        )
-        (ids,) = out.rows()
+    for number, (tail, size, drawn) in enumerate(zip(tails, sizes, keys, strict=True), 1):
+        with progress.of(f"answers question {number} of {len(asked)} in at most {max_new_tokens:,} tokens{compiles}"):
+            cache = whole if number == len(asked) else fork(whole)  # which `extend` consumes
+            cache = extend(speaker.params, cache, tail[None], lengths=[size])
+            out = generate(
+                speaker.params,
+                cache,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                key=drawn,
+                logprobs=logprobs,
+                top_logprobs=top_logprobs,
+            )
+            (ids,) = out.rows()
         scored += out.scored_rows() if logprobs else ()
         tokens.append(ids)
         texts.append(tokenizer.decode([token for token in ids if token not in config.eos_token_ids]))
         stats.append(out.stats)
+        del cache, out  # before the next copy is made: memory need not hold both
     return Answers(texts, tokens, stats, scored if logprobs else None)

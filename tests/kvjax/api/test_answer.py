@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import time
 
 import jax
 import numpy as np
@@ -19,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 CONTEXT, QUESTIONS = "One of the special magic numbers for blue-whale is: 4711042. " * 9, ["\nWhich?", "\nWhat is green?"]
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}</>{% endfor %}<assistant>"
 MODEL = TinyModel()
+api_answer = importlib.import_module("kvjax.api.answer")  # `kvjax.api.answer` may be the function
 METHOD = Quest(budget=kvjax.share(1 / 4), num_dense_layers=0)
 
 
@@ -56,6 +59,20 @@ def test_answers_are_those_of_the_calls_by_hand(speaker):
     assert [scored.token for scored in one.scored[0]] == one.tokens[0] == [scored.top[0][0] for scored in one.scored[0]]
 
 
+def test_the_cache_of_an_answer_is_gone_before_the_next_copy(speaker, monkeypatch):
+    """And the last question gets the cache of the context itself."""
+    held, sizes = [], []
+
+    def counted(cache):
+        held.append(sum(x.nbytes for x in jax.live_arrays()))
+        sizes.append(sum(x.nbytes for x in jax.tree.leaves(cache)))
+        return kvjax.fork(cache)
+
+    monkeypatch.setattr("kvjax.api.answer.fork", counted)
+    kvjax.answer(speaker, CONTEXT, [*QUESTIONS, QUESTIONS[0]], method=METHOD, max_new_tokens=8)
+    assert len(held) == 2 and held[1] - held[0] < sizes[0] / 2
+
+
 def test_the_end_of_an_answer_is_not_in_its_text(speaker):
     plain = kvjax.answer(speaker, CONTEXT, QUESTIONS[0], method=METHOD, max_new_tokens=8)
     ended = dataclasses.replace(speaker, config=dataclasses.replace(speaker.config, eos_token_ids=(plain.tokens[0][2],)))
@@ -63,6 +80,16 @@ def test_the_end_of_an_answer_is_not_in_its_text(speaker):
     stop = plain.tokens[0].index(plain.tokens[0][2]) + 1
     assert made.tokens[0] == plain.tokens[0][:stop]
     assert made[0] == speaker.tokenizer.decode(plain.tokens[0][: stop - 1])
+
+
+def test_a_call_that_takes_long_says_what_it_does(speaker, monkeypatch, capsys):
+    kvjax.answer(speaker, CONTEXT, QUESTIONS, method=METHOD, max_new_tokens=8)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(api_answer, "_PATIENCE", 0.0)
+    monkeypatch.setattr(api_answer, "prefill", lambda *args, **more: time.sleep(0.2) or kvjax.prefill(*args, **more))
+    kvjax.answer(speaker, CONTEXT, QUESTIONS, method=METHOD, max_new_tokens=8)
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"kvjax.answer: reads {len(speaker.encode(CONTEXT)[0])} tokens under Quest")
 
 
 @pytest.mark.parametrize(
