@@ -23,6 +23,7 @@ from kvjax.decoding.checks import (
     check_model,
     check_sizes,
     check_vocabulary,
+    has_no_limit,
     int32_rows,
     read_array,
 )
@@ -183,7 +184,7 @@ def prefill_each(
     check_vocabulary(padded, config)
     if max_new_tokens is None:
         left = config.max_position_embeddings - longest(length, padded)
-        max_new_tokens = left if 0 < left < _ROOM and not any(method.extrapolates for method in chosen) else _ROOM
+        max_new_tokens = left if 0 < left < _ROOM and not any(has_no_limit(method, config) for method in chosen) else _ROOM
     max_new_tokens = positive_int("max_new_tokens", max_new_tokens)
     plan = plan_of(params)
     for method in chosen:
