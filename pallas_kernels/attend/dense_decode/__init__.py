@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.attend.dense_decode import jax_triton, pallas_tpu, pallas_triton, reference
+from pallas_kernels.attend.dense_decode import jax_triton, pallas_mosaic_gpu, pallas_tpu, pallas_triton, reference
 from pallas_kernels.attend.dense_decode.rotation import Rotation, rotated_keys
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.formats.quantised import Quantised, mixed_problem
@@ -61,6 +61,7 @@ DENSE_DECODE = Operation(
     "dense_decode",
     {
         "pallas_triton": Implementation(pallas_triton.dense_decode, ("gpu",), pallas_triton.check),
+        "pallas_mosaic_gpu": Implementation(pallas_mosaic_gpu.dense_decode, ("gpu",), pallas_mosaic_gpu.check),
         # For comparison. Its check is stricter than the first, so the first runs wherever this one can.
         "jax_triton": Implementation(_joined(jax_triton.dense_decode), ("gpu",), _one_query_of_one_width(jax_triton.check)),
         "pallas_tpu": Implementation(_joined(pallas_tpu.dense_decode), ("tpu",), _one_query_of_one_width(pallas_tpu.check)),

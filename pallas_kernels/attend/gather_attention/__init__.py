@@ -4,7 +4,7 @@ from typing import Annotated
 
 from jax import Array
 
-from pallas_kernels.attend.gather_attention import jax_triton, pallas_tpu, pallas_triton, reference
+from pallas_kernels.attend.gather_attention import jax_triton, pallas_mosaic_gpu, pallas_tpu, pallas_triton, reference
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.formats.quantised import Quantised, vectors
 from pallas_kernels.host import Rows
@@ -14,7 +14,9 @@ from pallas_kernels.signature import declared, forward
 __all__ = ["GATHER_ATTENTION", "gather_attention", "merge_partials"]
 
 # The check of "jax_triton", which is for comparison, is stricter than the first, so the first runs wherever it can.
-GATHER_ATTENTION = Operation.of("gather_attention", pallas_triton, jax_triton, pallas_tpu, reference, logits=True)
+GATHER_ATTENTION = Operation.of(
+    "gather_attention", pallas_triton, pallas_mosaic_gpu, jax_triton, pallas_tpu, reference, logits=True
+)
 
 
 @declared(GATHER_ATTENTION)
