@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import threads as t
-from pallas_kernels._mosaic_gpu.decode import Lists, attend, check_machine
+from pallas_kernels._mosaic_gpu.decode import attend, check_machine
+from pallas_kernels._mosaic_gpu.steps import Lists
 
 
 def dense_decode(

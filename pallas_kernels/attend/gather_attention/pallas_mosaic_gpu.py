@@ -1,7 +1,8 @@
 """Decode attention over index lists through Mosaic GPU (`_mosaic_gpu.decode`): an entry of a block is a slot of the list."""
 
 from pallas_kernels._mosaic_gpu import threads as t
-from pallas_kernels._mosaic_gpu.decode import Lists, attend, check_machine
+from pallas_kernels._mosaic_gpu.decode import attend, check_machine
+from pallas_kernels._mosaic_gpu.steps import Lists
 
 
 def gather_attention(
