@@ -9,6 +9,7 @@ part of the output out of the shared memory of all: nothing else is launched, an
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -54,108 +55,112 @@ def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtyp
 
     def body(query_ref, key_ref, value_ref, *refs):
         *refs, out_ref, lse_ref, key_ring, value_ring, tags, full, free = refs
-        groups, first = [], 0
-        for size in sizes:
-            groups.append(tuple(refs[first : first + size]))
-            first += size
-        position, asked_ref, beside, listed = groups
-        find, copy, positions, settle, ready = loader(n, lists, bool(position))
+        ring, ends = (key_ring, value_ring, tags, full, free), [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        position, asked_ref, beside, listed = (tuple(refs[i:j]) for i, j in itertools.pairwise(ends))
         base, split = lax.axis_index("list"), lax.axis_index("split")
         b, h = lax.div(base, n.heads), lax.rem(base, n.heads)
         entries, scalars = lists.entries(listed, b, h)
-        blocks = lax.div(entries + (n.block - 1), n.block)
-        number = _same
+        blocks, number = lax.div(entries + (n.block - 1), n.block), _same
         if lists.block_number is not None:
             blocks, number = lists.block_number(listed, b, h, blocks, n.block)
         steps = lax.div(blocks - split + (n.splits - 1), n.splits)
-        publish, merge = merger(
-            n, out_dtype, 0 if not beside else beside[1].shape[2] if len(beside[1].shape) > 3 else 1, beside_dtype
-        )
-
-        def slot(step):
-            return lax.rem(step, n.stages)
+        load_query, load_asked = query_loader(n)
+        many = 0 if not beside else beside[1].shape[2] if len(beside[1].shape) > 3 else 1
+        publish, merge = merger(n, out_dtype, many, beside_dtype)
 
         def scalars_of(step):
             return (number(step * n.splits + split) * n.block, *scalars)
 
         @pl.when(lax.axis_index("wg") == 0)
         def _():
-            load_query, load_asked = query_loader(n)
-            query = load_query(query_ref, base)
             asked = load_asked(asked_ref[0], b) if n.queries else None
-            by_row = plgpu.Layout.WGMMA.reduce(1)
-            sums = plgpu.layout_cast(jnp.zeros((ROWS, n.dim), jnp.float32), plgpu.Layout.WGMMA)
-            maximum = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), by_row)
-            total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), by_row)
-
-            def add(step, carry):
-                sums, maximum, total = carry
-                at = slot(step)
-                plgpu.barrier_wait(full.at[at])
-
-                def products(ref):
-                    plgpu.wgmma(ref, query, key_ring.at[at].transpose((1, 0)))
-                    return ref[...]
-
-                logits = pl.run_scoped(products, plgpu.ACC((ROWS, n.block), jnp.float32)) * (scale * LOG2_E)
-                tag = plgpu.load(tags.at[at], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-                tag = lax.broadcast_in_dim(tag, logits.shape, [1])
-                if asked is None:
-                    logits = logits + tag
-                else:
-                    logits = jnp.where(tag <= lax.broadcast_in_dim(asked, logits.shape, [0]), logits, -jnp.inf)
-                risen = jnp.maximum(maximum, logits.max(axis=1))
-                shift = jnp.where(risen == -jnp.inf, 0.0, risen)
-                decay = jnp.exp2(maximum - shift)
-                weight = jnp.exp2(logits - lax.broadcast_in_dim(shift, logits.shape, [0]))
-                total = total * decay + weight.sum(axis=1)
-                weight = weight.astype(n.dtype)
-                sums = sums * lax.broadcast_in_dim(decay, sums.shape, [0])
-
-                def weighted(ref):
-                    plgpu.wgmma(ref, weight, value_ring.at[at])
-
-                sums = pl.run_state(weighted)(plgpu.ACC.init(sums))
-                plgpu.barrier_arrive(free.at[at])
-                return sums, risen, total
-
-            sums, maximum, total = lax.fori_loop(0, steps, add, (sums, maximum, total))
-            publish(key_ring.at[0], sums, maximum, total)
+            sums = _multiply(n, scale, steps, load_query(query_ref, base), asked, ring)
+            publish(key_ring.at[0], *sums)
             merge(key_ring.at[0], out_ref, lse_ref, beside, base, split)
             _end(n)
 
         @pl.when(lax.axis_index("wg") == 1)
         def _():
-            def settled(block, seen, bits):
-                at, write = jnp.maximum(block, 0), (block >= 0).astype(jnp.int32)
-                return settle(seen, bits, tags.at[slot(at)], listed, scalars_of(at), write)
-
-            def hand_over(block, bits, later):
-                ready(later)(key_ring.at[slot(block)], value_ring.at[slot(block)], bits)
-                plgpu.barrier_arrive(full.at[slot(block)])
-
-            def load(step, carry):
-                rows, after, seen, bits = carry
-
-                @pl.when(step >= n.stages)
-                def _():
-                    plgpu.barrier_wait(free.at[slot(step)])
-
-                copy(key_ref, value_ref, key_ring.at[slot(step)], value_ring.at[slot(step)], rows, base)
-                now = positions(position[0], rows, base) if position else rows
-                bits = settled(step - 1, seen, bits)
-                pl.when(step >= n.ahead - 1)(lambda: hand_over(step - (n.ahead - 1), bits, n.ahead - 1))
-                return after, find(listed, scalars_of(step + 2)), now, bits
-
-            none = plgpu.layout_cast(jnp.zeros((t.THREADS,), jnp.int32), t.own(1))
-            rows, after = (find(listed, scalars_of(jnp.int32(step))) for step in (0, 1))
-            *_, seen, bits = lax.fori_loop(0, steps, load, (rows, after, rows, none))
-            bits = settled(steps - 1, seen, bits)
-            for later in reversed(range(n.ahead - 1)):
-                pl.when(steps > later)(functools.partial(hand_over, steps - 1 - later, bits, later))
-            _end(n), _end(n)
+            _copy(n, lists, steps, (key_ref, value_ref), position, listed, scalars_of, base, ring)
+            _end(n)
+            _end(n)
 
     return body
+
+
+def _multiply(n, scale, steps, query, asked, ring):
+    """Attend to the blocks of the ring: sums of values [64, D], maximum and softmax denominator [64], to base 2."""
+    key_ring, value_ring, tags, full, free = ring
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+
+    def add(step, carry):
+        sums, maximum, total = carry
+        at = lax.rem(step, n.stages)
+        plgpu.barrier_wait(full.at[at])
+
+        def products(ref):
+            plgpu.wgmma(ref, query, key_ring.at[at].transpose((1, 0)))
+            return ref[...]
+
+        logits = pl.run_scoped(products, plgpu.ACC((ROWS, n.block), jnp.float32)) * (scale * LOG2_E)
+        tag = plgpu.load(tags.at[at], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        tag = lax.broadcast_in_dim(tag, logits.shape, [1])
+        if asked is None:
+            logits = logits + tag
+        else:
+            logits = jnp.where(tag <= lax.broadcast_in_dim(asked, logits.shape, [0]), logits, -jnp.inf)
+        risen = jnp.maximum(maximum, logits.max(axis=1))
+        shift = jnp.where(risen == -jnp.inf, 0.0, risen)
+        decay = jnp.exp2(maximum - shift)
+        weight = jnp.exp2(logits - lax.broadcast_in_dim(shift, logits.shape, [0]))
+        total = total * decay + weight.sum(axis=1)
+        weight = weight.astype(n.dtype)
+        sums = sums * lax.broadcast_in_dim(decay, sums.shape, [0])
+        sums = pl.run_state(lambda ref: plgpu.wgmma(ref, weight, value_ring.at[at]))(plgpu.ACC.init(sums))
+        plgpu.barrier_arrive(free.at[at])
+        return sums, risen, total
+
+    sums = plgpu.layout_cast(jnp.zeros((ROWS, n.dim), jnp.float32), plgpu.Layout.WGMMA)
+    maximum = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), by_row)
+    total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), by_row)
+    return lax.fori_loop(0, steps, add, (sums, maximum, total))
+
+
+def _copy(n, lists, steps, stored, position, listed, scalars_of, base, ring):
+    """Copy the blocks of a program into the ring; the rows of the next two blocks are found meanwhile."""
+    key_ring, value_ring, tags, full, free = ring
+    find, copy, positions, settle, ready = loader(n, lists, bool(position))
+
+    def slot(step):
+        return lax.rem(step, n.stages)
+
+    def settled(block, seen, bits):
+        at, write = jnp.maximum(block, 0), (block >= 0).astype(jnp.int32)
+        return settle(seen, bits, tags.at[slot(at)], listed, scalars_of(at), write)
+
+    def hand_over(block, bits, later):
+        ready(later)(key_ring.at[slot(block)], value_ring.at[slot(block)], bits)
+        plgpu.barrier_arrive(full.at[slot(block)])
+
+    def load(step, carry):
+        rows, after, seen, bits = carry
+
+        @pl.when(step >= n.stages)
+        def _():
+            plgpu.barrier_wait(free.at[slot(step)])
+
+        copy(*stored, key_ring.at[slot(step)], value_ring.at[slot(step)], rows, base)
+        now = positions(position[0], rows, base) if position else rows
+        bits = settled(step - 1, seen, bits)
+        pl.when(step >= n.ahead - 1)(lambda: hand_over(step - (n.ahead - 1), bits, n.ahead - 1))
+        return after, find(listed, scalars_of(step + 2)), now, bits
+
+    none = plgpu.layout_cast(jnp.zeros((t.THREADS,), jnp.int32), t.own(1))
+    rows, after = (find(listed, scalars_of(jnp.int32(step))) for step in (0, 1))
+    *_, seen, bits = lax.fori_loop(0, steps, load, (rows, after, rows, none))
+    bits = settled(steps - 1, seen, bits)
+    for later in reversed(range(n.ahead - 1)):
+        pl.when(steps > later)(functools.partial(hand_over, steps - 1 - later, bits, later))
 
 
 def _same(step):
