@@ -24,7 +24,8 @@ from pallas_kernels.machine import current_machine
 from pallas_kernels.numerics import LOG2_E
 
 PROGRAMS = 132  # streaming multiprocessors of an H100 or H200; each holds one program
-MOST_SPLITS = 16  # blocks of a cluster
+MOST_SPLITS = 8  # programs of a cluster; not all parts of a GPU have room for more
+FEW = 4  # blocks of a program that outweigh a second launch, which merges clusters
 
 
 def check_machine(query: Any, key: Any, value: Any) -> None:
@@ -44,10 +45,10 @@ def check_machine(query: Any, key: Any, value: Any) -> None:
         )
 
 
-def default_splits(lists: int, blocks: int) -> int:
-    """Choose how many programs share a list: all run at once, each with a block at least."""
-    splits = max(1, min(PROGRAMS // lists, blocks, MOST_SPLITS))
-    return splits if splits in (MOST_SPLITS, 1) else min(splits, MOST_SPLITS // 2)  # larger clusters than 8 are hard to place
+def default_programs(lists: int, blocks: int) -> tuple[int, int]:
+    """Choose how many programs a cluster has and how many clusters a list: all run at once, and each has a few blocks."""
+    programs = max(1, PROGRAMS // lists)
+    return min(programs, blocks, MOST_SPLITS), max(1, min(programs, blocks // FEW) // MOST_SPLITS)
 
 
 def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtype: Any, beside_dtype: Any):
@@ -57,26 +58,27 @@ def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtyp
         *refs, out_ref, lse_ref, key_ring, value_ring, tags, full, free = refs
         ring, ends = (key_ring, value_ring, tags, full, free), [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         position, asked_ref, beside, listed = (tuple(refs[i:j]) for i, j in itertools.pairwise(ends))
-        base, split = lax.axis_index("list"), lax.axis_index("split")
+        base, cluster, split = (lax.axis_index(name) for name in ("list", "cluster", "split"))
+        programs, program = n.clusters * n.splits, cluster * n.splits + split
         b, h = lax.div(base, n.heads), lax.rem(base, n.heads)
         entries, scalars = lists.entries(listed, b, h)
         blocks, number = lax.div(entries + (n.block - 1), n.block), _same
         if lists.block_number is not None:
             blocks, number = lists.block_number(listed, b, h, blocks, n.block)
-        steps = lax.div(blocks - split + (n.splits - 1), n.splits)
+        steps = lax.div(blocks - program + (programs - 1), programs)
         load_query, load_asked = query_loader(n)
         many = 0 if not beside else beside[1].shape[2] if len(beside[1].shape) > 3 else 1
-        publish, merge = merger(n, out_dtype, many, beside_dtype)
+        publish, merge = merger(n, out_dtype, many, beside_dtype, n.splits)
 
         def scalars_of(step):
-            return (number(step * n.splits + split) * n.block, *scalars)
+            return (number(step * programs + program) * n.block, *scalars)
 
         @pl.when(lax.axis_index("wg") == 0)
         def _():
             asked = load_asked(asked_ref[0], b) if n.queries else None
             sums = _multiply(n, scale, steps, load_query(query_ref, base), asked, ring)
             publish(key_ring.at[0], *sums)
-            merge(key_ring.at[0], out_ref, lse_ref, beside, base, split)
+            merge((key_ring.at[0],), out_ref, lse_ref, beside, (base, cluster, split))
             _end(n)
 
         @pl.when(lax.axis_index("wg") == 1)
@@ -129,36 +131,38 @@ def _multiply(n, scale, steps, query, asked, ring):
 def _copy(n, lists, steps, stored, position, listed, scalars_of, base, ring):
     """Copy the blocks of a program into the ring; the rows of the next two blocks are found meanwhile."""
     key_ring, value_ring, tags, full, free = ring
-    find, copy, positions, settle, ready = loader(n, lists, bool(position))
+    fetch, resolve, copy, positions, settle, ready = loader(n, lists, bool(position))
 
     def slot(step):
         return lax.rem(step, n.stages)
 
-    def settled(block, seen, bits):
+    def settled(block, arrays, bits):
         at, write = jnp.maximum(block, 0), (block >= 0).astype(jnp.int32)
-        return settle(seen, bits, tags.at[slot(at)], listed, scalars_of(at), write)
+        return settle(arrays, bits, tags.at[slot(at)], write)
 
     def hand_over(block, bits, later):
         ready(later)(key_ring.at[slot(block)], value_ring.at[slot(block)], bits)
         plgpu.barrier_arrive(full.at[slot(block)])
 
     def load(step, carry):
-        rows, after, seen, bits = carry
+        loaded, after, before, bits = carry
+        rows = resolve(loaded, scalars_of(step))
 
         @pl.when(step >= n.stages)
         def _():
             plgpu.barrier_wait(free.at[slot(step)])
 
         copy(*stored, key_ring.at[slot(step)], value_ring.at[slot(step)], rows, base)
-        now = positions(position[0], rows, base) if position else rows
-        bits = settled(step - 1, seen, bits)
+        now = rows, positions(position[0], rows, base) if position else rows, loaded[-1] if lists.biased else rows
+        later = fetch(listed, scalars_of(step + 2))
+        bits = settled(step - 1, before, bits)
         pl.when(step >= n.ahead - 1)(lambda: hand_over(step - (n.ahead - 1), bits, n.ahead - 1))
-        return after, find(listed, scalars_of(step + 2)), now, bits
+        return after, later, now, bits
 
-    none = plgpu.layout_cast(jnp.zeros((t.THREADS,), jnp.int32), t.own(1))
-    rows, after = (find(listed, scalars_of(jnp.int32(step))) for step in (0, 1))
-    *_, seen, bits = lax.fori_loop(0, steps, load, (rows, after, rows, none))
-    bits = settled(steps - 1, seen, bits)
+    bits, none = (plgpu.layout_cast(jnp.zeros((t.THREADS * x,), jnp.int32), t.own(x)) for x in (1, n.each))
+    loaded, after = (fetch(listed, scalars_of(jnp.int32(step))) for step in (0, 1))
+    *_, before, bits = lax.fori_loop(0, steps, load, (loaded, after, (none,) * 3, bits))
+    bits = settled(steps - 1, before, bits)
     for later in reversed(range(n.ahead - 1)):
         pl.when(steps > later)(functools.partial(hand_over, steps - 1 - later, bits, later))
 
@@ -176,7 +180,7 @@ def _end(n: Sizes) -> None:
 def attend(
     query: jax.Array, key: jax.Array, value: jax.Array, lists: Lists, *, entries: int, scale: float,
     position: jax.Array | None = None, query_position: jax.Array | None = None,
-    beside: tuple[jax.Array, jax.Array] | None = None, out_dtype: Any = None, splits: int | None = None,
+    beside: tuple[jax.Array, jax.Array] | None = None, parts: bool = False, programs: tuple[int, int] | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Attend to the rows of lists.
 
@@ -190,25 +194,27 @@ def attend(
         position: int32 [B, H, S]; slots at negative positions do not enter. None: all listed slots do.
         query_position: int32 [B, T]; a query sees the positions that are not after its own.
         beside: N parts of attention to something else, [B, H, N, R, D] and float32 [B, H, N, R]; or N = 1 without the axis.
-        out_dtype: of the output; None: that of the query.
-        splits: programs of a list; None chooses.
+        parts: True: the result is in parts, one of each cluster.
+        programs: of a cluster, and clusters of a list; None chooses.
 
     Returns:
-        out [B, H, R, D] and lse float32 [B, H, R].
+        out [B, H, R, D] and lse float32 [B, H, R]; with ``parts`` float32 [B, H, N, R, D] and [B, H, N, R].
     """
     batch, heads, group, dim = query.shape
     queries = 0 if query_position is None else query_position.shape[1]
-    n = Sizes(heads, group, dim, key.shape[2], splits or 1, queries, query.dtype)
-    splits = splits or default_splits(batch * heads, -(-entries // n.block))
-    n = dataclasses.replace(n, splits=splits)
+    n = Sizes(heads, group, dim, key.shape[2], 1, 1, queries, query.dtype)
+    splits, clusters = programs or default_programs(batch * heads, -(-entries // n.block))
+    n = dataclasses.replace(n, splits=splits, clusters=clusters)
     groups = [
         () if x is None else x if isinstance(x, tuple) else (x,) for x in (position, query_position, beside, lists.operands)
     ]
-    out_dtype = out_dtype or query.dtype
+    apart = parts or clusters > 1
+    lead, made = (batch, heads, *(clusters,) * apart), jnp.float32 if apart else query.dtype
     rings = plgpu.SMEM((n.stages, n.block, dim), query.dtype, transforms=tiled())
-    return plgpu.kernel(
-        _body(n, lists, scale, tuple(map(len, groups)), out_dtype, beside and beside[0].dtype),
-        out_type=[jax.ShapeDtypeStruct(query.shape, out_dtype), jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)],
+    out, lse = _kernel(
+        _body(n, lists, scale, tuple(map(len, groups)), made, beside and beside[0].dtype),
+        lead + (group, dim),
+        made,
         scratch_types=[
             rings,
             rings,
@@ -216,11 +222,26 @@ def attend(
             plgpu.Barrier(num_barriers=n.stages),
             plgpu.Barrier(num_barriers=n.stages),
         ],
-        grid=(batch * heads,),
-        grid_names=("list",),
+        grid=(batch * heads, clusters),
+        grid_names=("list", "cluster"),
         cluster=(splits,),
         cluster_names=("split",),
         num_threads=2,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(query, key, value, *(x for group in groups for x in group))
+    if parts or clusters == 1:
+        return out, lse
+
+    def join(out_ref, lse_ref, joined_ref, joined_lse_ref):
+        _, merge = merger(dataclasses.replace(n, clusters=1), query.dtype, clusters, jnp.float32, 0)
+        base = lax.axis_index("list")
+        merge((), joined_ref, joined_lse_ref, (out_ref, lse_ref), (base, base * 0, base * 0))
+
+    return _kernel(join, query.shape, query.dtype, grid=(batch * heads,), grid_names=("list",))(out, lse)
+
+
+def _kernel(body, shape, dtype, **options):
+    """Make a kernel whose results are out of a shape and dtype, and lse float32."""
+    lane = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+    made = [jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:-1], jnp.float32)]
+    return plgpu.kernel(body, out_type=made, compiler_params=lane, **options)

@@ -29,28 +29,34 @@ class Lists:
 
     Attributes:
         operands: arrays.
-        entries: of refs of ``operands``, row and KV head to the number of entries, and scalars that ``row`` gets.
-        row: inside of `plgpu.inline_mgpu`, of the refs, these scalars and an entry to its row of the cache, or -1.
-        block_number: of refs, row and KV head to a function that maps 0, 1, ... to the blocks that are read; None: all are.
-        bias: inside, like ``row``, to what is added to an entry's logits; None: nothing.
+        entries: of refs of ``operands``, row and KV head to the number of entries, and scalars that the next two get.
+        row: inside of `plgpu.inline_mgpu`, of scalars, an entry and what was loaded for it to its row of the cache, or -1.
+        load: inside, of refs, scalars and an entry to int32 numbers, loaded two blocks ahead; a bias is the last one.
+        loads: how many.
+        biased: whether there is a bias, a float32 that is added to the logits.
+        block_number: of refs, row, KV head, number and size of blocks to how many are read, and a function from 0, 1, ... to
+            these; None: all are.
     """
 
     operands: tuple[jax.Array, ...]
     entries: Callable[..., tuple[Any, tuple[Any, ...]]]
     row: Callable[..., Any]
+    load: Callable[..., list[Any]] | None = None
+    loads: int = 0
+    biased: bool = False
     block_number: Callable[..., Any] | None = None
-    bias: Callable[..., Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Static sizes of a kernel: KV heads, rows of a query, channels, slots, programs of a list, queries."""
+    """Static sizes of a kernel: KV heads, rows of a query, channels, slots, programs in a cluster, clusters, queries."""
 
     heads: int
     group: int
     dim: int
     slots: int
     splits: int
+    clusters: int
     queries: int
     dtype: Any
 
@@ -94,15 +100,31 @@ def loader(n: Sizes, lists: Lists, position: bool):
     rows_type = plgpu.ShapeDtypeStruct((t.THREADS * n.each,), jnp.int32, layout=t.own(n.each))
     bits_type = plgpu.ShapeDtypeStruct((t.THREADS,), jnp.int32, layout=t.own(1))
 
-    def find(refs, scalars):
-        @plgpu.inline_mgpu(arg_types=((ref,) * len(refs), (scalar,) * len(scalars)), return_type=rows_type)
-        def rows(ctx, refs, scalars):
+    own, some = t.own(n.each), (rows_type,) * lists.loads
+
+    def fetch(refs, scalars):
+        """Load what tells the rows of a block; nothing waits for it yet."""
+
+        @plgpu.inline_mgpu(arg_types=((ref,) * len(refs), (scalar,) * len(scalars)), return_type=some)
+        def run(ctx, refs, scalars):
             start, *scalars = (t.number(t.value(x)) for x in scalars)
-            return t.made_of([lists.row(refs, scalars, start + row) for row, *_ in n.places()])
+            found = [lists.load(refs, scalars, start + row) for row, *_ in n.places()]
+            return tuple(t.made_of(list(x)) for x in zip(*found, strict=True))
 
-        return rows(refs, scalars)
+        return run(refs, scalars) if some else ()
 
-    @plgpu.inline_mgpu(arg_types=(ref, ref, tile, tile, t.own(n.each), scalar))
+    def resolve(loaded, scalars):
+        """Find the rows of a block."""
+
+        @plgpu.inline_mgpu(arg_types=((own,) * lists.loads, (scalar,) * len(scalars)), return_type=rows_type)
+        def run(ctx, loaded, scalars):
+            start, *scalars = (t.number(t.value(x)) for x in scalars)
+            loaded = zip(*map(t.numbers_of, loaded), strict=True) if loaded else [()] * n.each
+            return t.made_of([lists.row(scalars, start + row, x) for (row, *_), x in zip(n.places(), loaded, strict=True)])
+
+        return run(loaded, scalars)
+
+    @plgpu.inline_mgpu(arg_types=(ref, ref, tile, tile, own, scalar))
     def copy(ctx, key, value, key_ring, value_ring, rows, base):
         for source, ring in ((key, key_ring), (value, value_ring)):
             source, ring = t.address(source), t.number(t.address(ring))
@@ -113,38 +135,27 @@ def loader(n: Sizes, lists: Lists, position: bool):
                 t.ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", ring + place, t.at(source, index, 2), size)
         t.ptx("cp.async.commit_group;")
 
-    @plgpu.inline_mgpu(arg_types=(ref, t.own(n.each), scalar), return_type=rows_type)
+    @plgpu.inline_mgpu(arg_types=(ref, own, scalar), return_type=rows_type)
     def positions(ctx, position, rows, base):
-        base, found = t.at(t.address(position), t.element(t.number(t.value(base)), n.slots, t.number(0)), 4), []
-        for row in t.numbers_of(rows):
-            hidden = row < 0
-            at = t.at(base, hidden.select(t.number(0), row), 4)
-            found.append(hidden.select(t.number(-1), t.load_int(at)))
-        return t.made_of(found)
+        base = t.at(t.address(position), t.element(t.number(t.value(base)), n.slots, t.number(0)), 4)
+        return t.made_of([t.load_int(t.at(base, (row < 0).select(t.number(0), row), 4)) for row in t.numbers_of(rows)])
 
-    def settle(seen, bits, tags, refs, scalars, write):
-        """Write the tags of a block, and note which of its rows are hidden."""
-
-        @plgpu.inline_mgpu(
-            arg_types=(t.own(n.each), t.own(1), ref, (ref,) * len(refs), (scalar,) * len(scalars), scalar),
-            return_type=bits_type,
-        )
-        def run(ctx, seen, bits, tags, refs, scalars, write):
-            start, *scalars = (t.number(t.value(x)) for x in scalars)
-            (bits,), tags = t.numbers_of(bits), t.number(t.address(tags))
-            bits, write = bits << n.each, t.number(t.value(write)) > 0
-            for step, ((row, chunk, _), place) in enumerate(zip(n.places(), t.numbers_of(seen), strict=True)):
-                hidden = place < 0
-                bits = bits + hidden.select(t.number(1 << step), t.number(0))
-                if n.queries:
-                    tag, kind = hidden.select(t.number(UNSEEN), place), "b32"
-                else:
-                    kind, tag = "f32", t.float_number(0) if lists.bias is None else lists.bias(refs, scalars, start + row)
-                    tag = hidden.select(t.float_number(-math.inf), tag * LOG2_E)
-                t.ptx(f"st.shared.{kind} [$0], $1;", tags + row * 4, tag, where=write & (chunk < 1))
-            return t.made_of([bits])
-
-        return run(seen, bits, tags, refs, scalars, write)
+    @plgpu.inline_mgpu(arg_types=((own,) * 3, t.own(1), ref, scalar), return_type=bits_type)
+    def settle(ctx, arrays, bits, tags, write):
+        """Write the tags of a block, of its rows, positions and biases; note which rows are hidden."""
+        (bits,), tags = t.numbers_of(bits), t.number(t.address(tags))
+        bits, write = bits << n.each, t.number(t.value(write)) > 0
+        numbers = zip(*map(t.numbers_of, arrays), strict=True)
+        for step, ((row, chunk, _), (place, at, bias)) in enumerate(zip(n.places(), numbers, strict=True)):
+            hidden = (place | at) < 0 if position else place < 0
+            bits = bits + hidden.select(t.number(1 << step), t.number(0))
+            if n.queries:
+                tag, kind = hidden.select(t.number(UNSEEN), at), "b32"
+            else:
+                bias = t.number(arith.bitcast(ir.F32Type.get(), t.value(bias)), None) if lists.biased else t.float_number(0)
+                kind, tag = "f32", hidden.select(t.float_number(-math.inf), bias * LOG2_E)
+            t.ptx(f"st.shared.{kind} [$0], $1;", tags + row * 4, tag, where=write & (chunk < 1))
+        return t.made_of([bits])
 
     def ready(later):
         """Wait for a block after which ``later`` more are on their way, of which all but the newest may have their bits."""
@@ -164,7 +175,7 @@ def loader(n: Sizes, lists: Lists, position: bool):
 
         return run
 
-    return find, copy, positions, settle, ready
+    return fetch, resolve, copy, positions, settle, ready
 
 
 def query_loader(n: Sizes):
@@ -204,8 +215,11 @@ def query_loader(n: Sizes):
     return query, asked
 
 
-def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any):
-    """Return functions that put a program's sums where its cluster reads them, and that merge them with parts beside."""
+def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, peers: int):
+    """Return functions that put a program's sums where its cluster reads them, and that merge these of ``peers`` programs.
+
+    ``beside`` parts in global memory enter the same sums; of several clusters of a list, in the first.
+    """
     ref, tile, scalar = plgpu.RefType(), plgpu.RefType(tiled()), plgpu.Layout.WG_SPLAT
     by_row, whole = plgpu.Layout.WGMMA.reduce(1), n.group * n.dim
 
@@ -222,56 +236,68 @@ def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any):
         sums.foreach(lambda x, index: store(x, index))
         maximum.foreach(lambda x, index: store(x, index))
         total.foreach(lambda x, index: store(x, index, 1))
-        t.meet(n.splits)
+        t.meet(peers)
 
-    def parts(ring, row, at, base, refs):
-        """List maximum, denominator and four sums of each part."""
-        f32, found = ir.F32Type.get(), []
-        for peer in range(n.splits):
+    def published(ring, row, at):
+        """List maximum, denominator and four sums of each program of the cluster."""
+        f32 = ir.F32Type.get()
+        for peer in range(peers):
             mine = t.number(t.ptx("mapa.shared::cluster.u32 $0, $1, $2;", ring, t.number(peer), result=t.i32()))
             pair = t.ptx("ld.shared::cluster.v2.f32 {$0, $1}, [$2];", mine + row * 8 + 4 * whole, result=(f32,) * 2)
             four = t.ptx("ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];", mine + at * 4, result=(f32,) * 4)
-            found.append([t.number(x, None) for x in (*pair, *four)])
-        for part in range(beside):
-            list_row = base * (beside * n.group) + row + part * n.group
-            lse = t.load_float(t.at(t.address(refs[1]), list_row, 4), "float32")
-            some, none = lse > -math.inf, t.float_number(0)
-            index = t.element(list_row, n.dim, at % n.dim)
-            size = jnp.dtype(beside_dtype).itemsize
-            four = [
-                t.at(t.address(refs[0]), arith.addi(index, mgpu.utils.c(i, ir.IntegerType.get_signless(64))), size)
-                for i in range(4)
-            ]
-            four = [some.select(t.load_float(x, beside_dtype), none) for x in four]
-            found.append([lse * LOG2_E, some.select(t.float_number(1), none), *four])
-        return found
+            yield [t.number(x, None) for x in (*pair, *four)]
 
-    @plgpu.inline_mgpu(arg_types=(tile, ref, ref, (ref,) * (2 * bool(beside)), scalar, scalar))
-    def merge(ctx, ring, out, lse, refs, base, split):
-        ring, base = t.number(t.address(ring)), t.number(t.value(base))
-        size, each = jnp.dtype(out_dtype).itemsize, -(-whole // 4 // n.splits)
+    def stored(refs, row, at, base, cluster):
+        """List the same of each part in global memory."""
+        zero = t.float_number(0)
+        for part in range(beside):
+            where = base * (beside * n.group) + row + part * n.group
+            lse = t.load_float(t.at(t.address(refs[1]), where, 4), "float32")
+            some, index = (lse > -math.inf) & (cluster < 1), [t.element(where, n.dim, at % n.dim + i) for i in range(4)]
+            places = [t.at(t.address(refs[0]), x, jnp.dtype(beside_dtype).itemsize) for x in index]
+            four = [some.select(t.load_float(x, beside_dtype), zero) for x in places]
+            yield [some.select(lse * LOG2_E, t.float_number(-math.inf)), some.select(t.float_number(1), zero), *four]
+
+    @plgpu.inline_mgpu(arg_types=((tile,) * bool(peers), ref, ref, (ref,) * (2 * bool(beside)), (scalar,) * 3))
+    def merge(ctx, ring, out, lse, refs, where):
+        base, cluster, split = (t.number(t.value(x)) for x in where)
+        to, each = base * n.clusters + cluster, -(-whole // 4 // max(peers, 1))
         for step in range(-(-each // t.THREADS)):
             index = t.signed(t.thread()) + step * t.THREADS
-            at = t.number(t.value(split)) * each + index
+            at = split * each + index
             mine = (index < each) & (at < whole // 4)
             at = t.least(at, whole // 4 - 1) * 4
-            row = t.signed(t.number(t.value(at), signed=False) // n.dim)
-            found = parts(ring, row, at, base, refs)
+            row, column = (t.signed(x) for x in divmod_unsigned(at, n.dim))
+            found = [
+                *(published(t.number(t.address(ring[0])), row, at) if peers else ()),
+                *stored(refs, row, at, base, cluster),
+            ]
             top = functools.reduce(lambda x, y: (x > y).select(x, y), [x for x, *_ in found])
             shift = (top > -math.inf).select(top, t.float_number(0))
             shares = [(x - shift).exp2(approx=True) for x, *_ in found]
             total, *sums = (sum(share * part[i] for share, part in zip(shares, found, strict=True)) for i in range(1, 6))
             divisor = (total > 0.0).select(total, t.float_number(1))
-            made = [x / divisor for x in sums]
-            place = t.at(t.address(out), t.element(base, whole, at), size)
-            if size == 4:
-                t.ptx("st.global.v4.f32 [$0], {$1, $2, $3, $4};", place, *made, where=mine)
-            else:
-                kind = mgpu.utils.dtype_to_ir_type(out_dtype)
-                halves = [arith.bitcast(ir.IntegerType.get_signless(16), arith.truncf(kind, t.value(x))) for x in made]
-                t.ptx("st.global.v4.b16 [$0], {$1, $2, $3, $4};", place, *halves, where=mine)
+            store_four(t.address(out), t.element(to, whole, at), [x / divisor for x in sums], out_dtype, mine)
             whole_lse = (shift + total.log2(approx=True)) * (1 / LOG2_E)
-            first = mine & (t.number(t.value(at), signed=False) % n.dim < 1)
-            t.ptx("st.global.f32 [$0], $1;", t.at(t.address(lse), base * n.group + row, 4), whole_lse, where=first)
+            t.ptx(
+                "st.global.f32 [$0], $1;", t.at(t.address(lse), to * n.group + row, 4), whole_lse, where=mine & (column < 1)
+            )
 
     return publish, merge
+
+
+def divmod_unsigned(x, divisor):
+    """Return quotient and remainder of a number that is not negative."""
+    x = t.number(t.value(x), signed=False)
+    return x // divisor, x % divisor
+
+
+def store_four(base, index, numbers, dtype, where):
+    """Store four float32 numbers in a global array of ``dtype``."""
+    place = t.at(base, index, jnp.dtype(dtype).itemsize)
+    if dtype == jnp.float32:
+        t.ptx("st.global.v4.f32 [$0], {$1, $2, $3, $4};", place, *numbers, where=where)
+        return
+    kind, half = mgpu.utils.dtype_to_ir_type(dtype), ir.IntegerType.get_signless(16)
+    numbers = [arith.bitcast(half, arith.truncf(kind, t.value(x))) for x in numbers]
+    t.ptx("st.global.v4.b16 [$0], {$1, $2, $3, $4};", place, *numbers, where=where)

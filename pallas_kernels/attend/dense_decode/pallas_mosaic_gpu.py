@@ -11,7 +11,19 @@ from pallas_kernels._mosaic_gpu.steps import Lists
 
 
 def dense_decode(
-    query, key, value, *, position, limit, scale, partials=None, gap=None, query_position=None, parts=False, splits=None, **_
+    query,
+    key,
+    value,
+    *,
+    position,
+    limit,
+    scale,
+    partials=None,
+    gap=None,
+    query_position=None,
+    parts=False,
+    programs=None,
+    **_,
 ):
     """Attend with one or a few queries per head to all tokens below a limit; see `check` for what it does not take."""
     batch, heads, *members, dim = query.shape
@@ -21,7 +33,7 @@ def dense_decode(
         end = jnp.clip(refs[0][b], 0, slots)
         return end, (end,)
 
-    def row(refs, scalars, entry):
+    def row(scalars, entry, _):
         return (entry < scalars[0]).select(entry, t.number(-1))
 
     def without_gap(refs, b, h, blocks, block):
@@ -30,7 +42,7 @@ def dense_decode(
         left_out = jnp.maximum(lax.div(stop, block) - first, 0)  # whole blocks of the gap
         return blocks - left_out, lambda step: jnp.where(step < first, step, step + left_out)
 
-    lists = Lists((limit,) if gap is None else (limit, gap), entries, row, None if gap is None else without_gap)
+    lists = Lists((limit,) if gap is None else (limit, gap), entries, row, block_number=None if gap is None else without_gap)
     flat = (batch, heads, group)
     out, lse = attend(
         query.reshape(*flat, dim),
@@ -42,11 +54,11 @@ def dense_decode(
         position=position,
         query_position=query_position,
         beside=partials and (partials[0].reshape(*flat, dim), partials[1].reshape(flat)),
-        out_dtype=jnp.float32 if parts else None,
-        splits=splits,
+        parts=parts,
+        programs=programs,
     )
-    out, lse = out.reshape(query.shape), lse.reshape(query.shape[:-1])
-    return (out[:, :, None], lse[:, :, None]) if parts else (out, lse)
+    lead = out.shape[: 2 + parts]
+    return out.reshape(*lead, *members, dim), lse.reshape(*lead, *members)
 
 
 def check(query, key, value, *, rotation=None, mass=False, **_):

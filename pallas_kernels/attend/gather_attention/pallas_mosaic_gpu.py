@@ -6,7 +6,7 @@ from pallas_kernels._mosaic_gpu.steps import Lists
 
 
 def gather_attention(
-    query, key, value, slots, mask, *, scale, page_size=1, position=None, bias=None, partials=None, splits=None, **_
+    query, key, value, slots, mask, *, scale, page_size=1, position=None, bias=None, partials=None, programs=None, **_
 ):
     """Attend to the listed slots only; see `check` for what it does not take."""
     last, items, shared = key.shape[2], slots.shape[2], slots.shape[1] == 1
@@ -15,25 +15,23 @@ def gather_attention(
     def entries(refs, b, h):
         return items * page_size, ((b if shared else b * heads + h) * items,)
 
-    def item_of(scalars, entry):
-        return scalars[0] + t.least(divided(entry), items - 1)
-
     def divided(entry):
         return t.signed(t.number(t.value(entry), signed=False) // page_size)
 
-    def row(refs, scalars, entry):
-        item = item_of(scalars, entry)
-        slot, listed = t.load_int(t.at(t.address(refs[0]), item, 4)), t.load_int(t.at(t.address(refs[1]), item, 1), "u8")
+    def load(refs, scalars, entry):
+        item = scalars[0] + t.least(divided(entry), items - 1)
+        kinds = (4, "b32"), (1, "u8"), (4, "b32")  # of slots, mask and bias
+        return [t.load_int(t.at(t.address(ref), item, size), kind) for ref, (size, kind) in zip(refs, kinds, strict=False)]
+
+    def row(scalars, entry, loaded):
+        slot, listed, *_ = loaded
         slot = (slot < 0).select(t.number(0), t.least(slot, (last - 1) // page_size)) * page_size
         slot = slot + (entry - divided(entry) * page_size)
         return ((entry < items * page_size) & (listed > 0) & (slot < last)).select(slot, t.number(-1))
 
-    def added(refs, scalars, entry):
-        return t.load_float(t.at(t.address(refs[2]), item_of(scalars, entry), 4), "float32")
-
     operands = (slots, mask) if bias is None else (slots, mask, bias)
-    lists = Lists(operands, entries, row, bias=None if bias is None else added)
-    where = {"entries": items * page_size, "scale": scale, "position": position, "beside": partials, "splits": splits}
+    lists = Lists(operands, entries, row, load, len(operands), bias is not None)
+    where = {"entries": items * page_size, "scale": scale, "position": position, "beside": partials, "programs": programs}
     return attend(query, key, value, lists, **where)
 
 

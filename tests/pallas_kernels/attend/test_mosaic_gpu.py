@@ -48,16 +48,16 @@ def test_all_arguments_lower_for_an_h100():
 
 
 @ON_HOPPER
-@pytest.mark.parametrize("splits", [None, 1, 2, 3, 8, 16])
+@pytest.mark.parametrize("programs", [None, (1, 1), (2, 3), (3, 1), (8, 2)])
 @pytest.mark.parametrize(
     ("group", "dim", "slots", "dtype"),
     [(3, 64, 75, "bfloat16"), (4, 128, 3000, "bfloat16"), (8, 256, 600, "float16"), (64, 128, 1, "bfloat16")],
 )
-def test_dense_decode_equals_float64(group, dim, slots, dtype, splits):
+def test_dense_decode_equals_float64(group, dim, slots, dtype, programs):
     """Hidden slots are NaN, and so is memory that an earlier array left; of one row all slots are hidden."""
     arrays, rest, seen = dense.cache(slots, group, dim, slots, dtype)
     jnp.full((1 << 24,), jnp.nan).delete()
-    got = compiled(dense_kernel.dense_decode, scale=SCALE, splits=splits)(*arrays, **rest)
+    got = compiled(dense_kernel.dense_decode, scale=SCALE, programs=programs)(*arrays, **rest)
     assert got[0].dtype == dtype
     close(got, softmax_attention(*arrays, seen[:, :, None])[:2], "bfloat16")
     assert not np.any(got[0][1]) and np.all(got[1][1] == -np.inf)
@@ -93,16 +93,16 @@ def test_several_queries_equal_float64(group, length, dim, slots):
 
 
 @ON_HOPPER
-@pytest.mark.parametrize("splits", [None, 1, 5, 16])
+@pytest.mark.parametrize("programs", [None, (1, 1), (5, 3), (8, 1)])
 @pytest.mark.parametrize(
     ("group", "dim", "listed", "biased"), [(3, 64, 37, True), (4, 128, 700, False), (8, 128, 64, True), (5, 256, 5, False)]
 )
-def test_lists_equal_float64(group, dim, listed, biased, splits):
+def test_lists_equal_float64(group, dim, listed, biased, programs):
     """One list is empty, what is not listed is NaN, and masked slots are anything."""
     *args, bias = gather.lists(group, group, dim, listed, "bfloat16", slots=max(96, listed))
     want = gather.gather_oracle(*args, bias if biased else None)[:2]
     args[3] = jnp.where(args[4], args[3], 2**31 - 1)
-    run = compiled(gather_kernel.gather_attention, scale=SCALE, splits=splits)
+    run = compiled(gather_kernel.gather_attention, scale=SCALE, programs=programs)
     got = run(*args, bias=bias if biased else None)
     close(got, want, "bfloat16")
     assert not np.any(got[0][0, 1]) and np.all(got[1][0, 1] == -np.inf)
