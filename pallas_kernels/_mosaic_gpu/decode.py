@@ -24,6 +24,7 @@ from pallas_kernels.machine import current_machine
 from pallas_kernels.numerics import LOG2_E
 
 PROGRAMS = 132  # streaming multiprocessors of an H100 or H200; each holds one program
+MULTIPLYING, COPYING = 192, 112  # registers of a thread where two warpgroups multiply; there are 512 for the three
 MOST_SPLITS = 8  # programs of a cluster; not all parts of a GPU have room for more
 FEW = 4  # blocks of a program that outweigh a second launch, which merges clusters
 
@@ -73,16 +74,22 @@ def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtyp
         def scalars_of(step):
             return (number(step * programs + program) * n.block, *scalars)
 
-        @pl.when(lax.axis_index("wg") == 0)
+        wg, several = lax.axis_index("wg"), n.multipliers > 1
+
+        @pl.when(wg < n.multipliers)
         def _():
+            if several:
+                plgpu.set_max_registers(MULTIPLYING, action="increase")
             asked = load_asked(asked_ref[0], b) if n.queries else None
-            sums = _multiply(n, scale, steps, load_query(query_ref, base), asked, ring)
-            publish(key_ring.at[0], *sums)
-            merge((key_ring.at[0],), out_ref, lse_ref, beside, (base, cluster, split))
+            sums = _multiply(n, scale, steps, load_query(query_ref, base), asked, ring, wg)
+            publish(key_ring.at[0], *sums, wg)
+            pl.when(wg == 0)(lambda: merge((key_ring.at[0],), out_ref, lse_ref, beside, (base, cluster, split)))
             _end(n)
 
-        @pl.when(lax.axis_index("wg") == 1)
+        @pl.when(wg == n.multipliers)
         def _():
+            if several:
+                plgpu.set_max_registers(COPYING, action="decrease")
             _copy(n, lists, steps, (key_ref, value_ref), position, listed, scalars_of, base, ring)
             _end(n)
             _end(n)
@@ -90,14 +97,14 @@ def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtyp
     return body
 
 
-def _multiply(n, scale, steps, query, asked, ring):
-    """Attend to the blocks of the ring: sums of values [64, D], maximum and softmax denominator [64], to base 2."""
+def _multiply(n, scale, steps, query, asked, ring, wg):
+    """Attend to a warpgroup's blocks of the ring: sums of values [64, D], maximum and softmax denominator [64], to base 2."""
     key_ring, value_ring, tags, full, free = ring
     by_row = plgpu.Layout.WGMMA.reduce(1)
 
     def add(step, carry):
         sums, maximum, total = carry
-        at = lax.rem(step, n.stages)
+        at = lax.rem(step * n.multipliers + wg, n.stages)
         plgpu.barrier_wait(full.at[at])
 
         def products(ref):
@@ -125,6 +132,7 @@ def _multiply(n, scale, steps, query, asked, ring):
     sums = plgpu.layout_cast(jnp.zeros((ROWS, n.dim), jnp.float32), plgpu.Layout.WGMMA)
     maximum = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), by_row)
     total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), by_row)
+    steps = lax.div(steps - wg + (n.multipliers - 1), n.multipliers)
     return lax.fori_loop(0, steps, add, (sums, maximum, total))
 
 
@@ -174,7 +182,7 @@ def _same(step):
 def _end(n: Sizes) -> None:
     """Wait for the cluster: after the sums are published, and before the memory that others read is given back."""
     if n.splits > 1:
-        plgpu.inline_mgpu()(lambda ctx: t.meet(n.splits))()
+        plgpu.inline_mgpu()(lambda ctx: t.meet_cluster())()
 
 
 def attend(
@@ -226,7 +234,7 @@ def attend(
         grid_names=("list", "cluster"),
         cluster=(splits,),
         cluster_names=("split",),
-        num_threads=2,
+        num_threads=n.multipliers + 1,
         thread_name="wg",
     )(query, key, value, *(x for group in groups for x in group))
     if parts or clusters == 1:

@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -79,6 +80,16 @@ class Sizes:
     def ahead(self) -> int:
         """Blocks on their way."""
         return self.stages - 1
+
+    @property
+    def multipliers(self) -> int:
+        """Warpgroups that multiply, a block in turn each: one waits for its products while the other computes weights."""
+        return 1 if self.dim > 128 else 2
+
+    @property
+    def published(self) -> int:
+        """Bytes of the sums of a warpgroup, and of their maxima and denominators."""
+        return -(-self.group * (4 * self.dim + 8) // 16) * 16
 
     def places(self):
         """Yield, for each row of a block that this thread copies, the row, its chunk of 16 bytes and where that lies."""
@@ -223,10 +234,10 @@ def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, peers: int)
     ref, tile, scalar = plgpu.RefType(), plgpu.RefType(tiled()), plgpu.Layout.WG_SPLAT
     by_row, whole = plgpu.Layout.WGMMA.reduce(1), n.group * n.dim
 
-    @plgpu.inline_mgpu(arg_types=(tile, plgpu.Layout.WGMMA, by_row, by_row))
-    def publish(ctx, ring, sums, maximum, total):
-        ring = t.number(t.address(ring))
-        t.meet(1)  # other warps may still read keys
+    @plgpu.inline_mgpu(arg_types=(tile, plgpu.Layout.WGMMA, by_row, by_row, scalar))
+    def publish(ctx, ring, sums, maximum, total, wg):
+        ring = t.number(t.address(ring)) + t.number(t.value(wg)) * n.published
+        t.meet(n.multipliers)  # others may still read keys
 
         def store(x, index, first=0):
             row, *column = (t.number(arith.index_castui(t.i32(), i)) for i in index)
@@ -236,13 +247,14 @@ def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, peers: int)
         sums.foreach(lambda x, index: store(x, index))
         maximum.foreach(lambda x, index: store(x, index))
         total.foreach(lambda x, index: store(x, index, 1))
-        t.meet(peers)
+        t.meet(n.multipliers) if peers == 1 else t.meet_cluster()
 
     def published(ring, row, at):
-        """List maximum, denominator and four sums of each program of the cluster."""
+        """List maximum, denominator and four sums of each warpgroup of the cluster that multiplies."""
         f32 = ir.F32Type.get()
-        for peer in range(peers):
+        for peer, wg in itertools.product(range(peers), range(n.multipliers)):
             mine = t.number(t.ptx("mapa.shared::cluster.u32 $0, $1, $2;", ring, t.number(peer), result=t.i32()))
+            mine = mine + wg * n.published
             pair = t.ptx("ld.shared::cluster.v2.f32 {$0, $1}, [$2];", mine + row * 8 + 4 * whole, result=(f32,) * 2)
             four = t.ptx("ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];", mine + at * 4, result=(f32,) * 4)
             yield [t.number(x, None) for x in (*pair, *four)]

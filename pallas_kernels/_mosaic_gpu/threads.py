@@ -107,11 +107,11 @@ def load_int(address, kind="b32"):
 
 def load_float(address, dtype):
     """Load a bfloat16, a float16 or a float32 from global memory, as a float32 number."""
-    f32 = ir.F32Type.get()
-    if str(dtype) == "float32":
+    f32, name = ir.F32Type.get(), np.dtype(dtype).name
+    if name == "float32":
         return number(mgpu.utils.inline_ptx("ld.global.nc.f32 $0, [$1];", address, result_types=f32), None)
     bits = mgpu.utils.inline_ptx("ld.global.nc.u16 $0, [$1];", address, result_types=ir.IntegerType.get_signless(16))
-    kind = {"bfloat16": ir.BF16Type, "float16": ir.F16Type}[str(dtype)].get()
+    kind = {"bfloat16": ir.BF16Type, "float16": ir.F16Type}[name].get()
     return number(arith.extf(f32, arith.bitcast(kind, bits)), None)
 
 
@@ -120,10 +120,15 @@ def float_number(x):
     return number(arith.constant(ir.F32Type.get(), float(x)), None)
 
 
-def meet(count):
-    """Wait for all threads of a cluster of ``count`` blocks; with 1, for those of this warpgroup alone."""
-    if count == 1:
+def meet(warpgroups):
+    """Wait for all threads of the first warpgroups, as many as are given."""
+    if warpgroups == 1:
         mgpu.utils.warpgroup_barrier()
     else:
-        ptx("barrier.cluster.arrive.aligned;")
-        ptx("barrier.cluster.wait.aligned;")
+        ptx(f"bar.sync 15, {warpgroups * THREADS};")  # Mosaic's own barriers have the first numbers
+
+
+def meet_cluster():
+    """Wait for all threads of all blocks of the cluster."""
+    ptx("barrier.cluster.arrive.aligned;")
+    ptx("barrier.cluster.wait.aligned;")
