@@ -19,12 +19,12 @@ from jax import lax
 
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
-from pallas_kernels._mosaic_gpu.steps import ROWS, Lists, Sizes, loader, merger, query_loader, tiled
+from pallas_kernels._mosaic_gpu.steps import COPIERS, ROWS, Lists, Sizes, loader, merger, query_loader, tiled
 from pallas_kernels.machine import current_machine
 from pallas_kernels.numerics import LOG2_E
 
 PROGRAMS = 132  # streaming multiprocessors of an H100 or H200; each holds one program
-MULTIPLYING, COPYING = 192, 112  # registers of a thread where two warpgroups multiply; there are 512 for the three
+MULTIPLYING, COPYING = 232, 136  # registers of a thread; there are 512 for the three warpgroups
 MOST_SPLITS = 8  # programs of a cluster; not all parts of a GPU have room for more
 FEW = 4  # blocks of a program that outweigh a second launch, which merges clusters
 
@@ -74,22 +74,18 @@ def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtyp
         def scalars_of(step):
             return (number(step * programs + program) * n.block, *scalars)
 
-        wg, several = lax.axis_index("wg"), n.multipliers > 1
-
-        @pl.when(wg < n.multipliers)
+        @pl.when(lax.axis_index("wg") == 0)
         def _():
-            if several:
-                plgpu.set_max_registers(MULTIPLYING, action="increase")
+            plgpu.set_max_registers(MULTIPLYING, action="increase")
             asked = load_asked(asked_ref[0], b) if n.queries else None
-            sums = _multiply(n, scale, steps, load_query(query_ref, base), asked, ring, wg)
-            publish(key_ring.at[0], *sums, wg)
-            pl.when(wg == 0)(lambda: merge((key_ring.at[0],), out_ref, lse_ref, beside, (base, cluster, split)))
+            sums = _multiply(n, scale, steps, load_query(query_ref, base), asked, ring)
+            publish(key_ring.at[0], *sums)
+            merge((key_ring.at[0],), out_ref, lse_ref, beside, (base, cluster, split))
             _end(n)
 
-        @pl.when(wg == n.multipliers)
+        @pl.when(lax.axis_index("wg") > 0)
         def _():
-            if several:
-                plgpu.set_max_registers(COPYING, action="decrease")
+            plgpu.set_max_registers(COPYING, action="decrease")
             _copy(n, lists, steps, (key_ref, value_ref), position, listed, scalars_of, base, ring)
             _end(n)
             _end(n)
@@ -97,14 +93,14 @@ def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtyp
     return body
 
 
-def _multiply(n, scale, steps, query, asked, ring, wg):
-    """Attend to a warpgroup's blocks of the ring: sums of values [64, D], maximum and softmax denominator [64], to base 2."""
+def _multiply(n, scale, steps, query, asked, ring):
+    """Attend to the blocks of the ring: sums of values [64, D], maximum and softmax denominator [64], to base 2."""
     key_ring, value_ring, tags, full, free = ring
     by_row = plgpu.Layout.WGMMA.reduce(1)
 
     def add(step, carry):
         sums, maximum, total = carry
-        at = lax.rem(step * n.multipliers + wg, n.stages)
+        at = lax.rem(step, n.stages)
         plgpu.barrier_wait(full.at[at])
 
         def products(ref):
@@ -132,7 +128,6 @@ def _multiply(n, scale, steps, query, asked, ring, wg):
     sums = plgpu.layout_cast(jnp.zeros((ROWS, n.dim), jnp.float32), plgpu.Layout.WGMMA)
     maximum = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), by_row)
     total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), by_row)
-    steps = lax.div(steps - wg + (n.multipliers - 1), n.multipliers)
     return lax.fori_loop(0, steps, add, (sums, maximum, total))
 
 
@@ -227,14 +222,14 @@ def attend(
             rings,
             rings,
             plgpu.SMEM((n.stages, n.block), jnp.int32 if queries else jnp.float32),
-            plgpu.Barrier(num_barriers=n.stages),
+            plgpu.Barrier(num_barriers=n.stages, num_arrivals=COPIERS),
             plgpu.Barrier(num_barriers=n.stages),
         ],
         grid=(batch * heads, clusters),
         grid_names=("list", "cluster"),
         cluster=(splits,),
         cluster_names=("split",),
-        num_threads=n.multipliers + 1,
+        num_threads=1 + COPIERS,
         thread_name="wg",
     )(query, key, value, *(x for group in groups for x in group))
     if parts or clusters == 1:

@@ -5,7 +5,6 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ from pallas_kernels.numerics import LOG2_E
 
 ROWS = 64  # of the product: query heads of a KV head, times queries
 BLOCK = 64  # entries of a block, of 128 channels or more: the least that `wgmma` sums over
+COPIERS = 2  # warpgroups that copy, a half of each block: what a thread does for a row limits them
 RING = 96  # KiB of keys in shared memory, and as many of values
 UNSEEN = 2**31 - 1  # the position of a slot that no query sees
 
@@ -69,7 +69,7 @@ class Sizes:
     @property
     def each(self) -> int:
         """Rows of a block that a thread copies 16 bytes of."""
-        return self.block * self.dim // (8 * t.THREADS)
+        return self.block * self.dim // (8 * t.THREADS * COPIERS)
 
     @property
     def stages(self) -> int:
@@ -81,22 +81,12 @@ class Sizes:
         """Blocks on their way."""
         return self.stages - 1
 
-    @property
-    def multipliers(self) -> int:
-        """Warpgroups that multiply, a block in turn each: one waits for its products while the other computes weights."""
-        return 1 if self.dim > 128 else 2
-
-    @property
-    def published(self) -> int:
-        """Bytes of the sums of a warpgroup, and of their maxima and denominators."""
-        return -(-self.group * (4 * self.dim + 8) // 16) * 16
-
     def places(self):
         """Yield, for each row of a block that this thread copies, the row, its chunk of 16 bytes and where that lies."""
         chunks = self.dim // 8
-        chunk, first = t.thread() % chunks, t.thread() // chunks
+        chunk, first = t.thread(COPIERS) % chunks, t.thread(COPIERS) // chunks
         for step in range(self.each):
-            row = first + step * (t.THREADS // chunks)
+            row = first + step * (t.THREADS * COPIERS // chunks)
             tile = row // 8 * (self.dim // 64) + chunk // 8
             yield t.signed(row), t.signed(chunk), t.signed(tile * 1024 + row % 8 * 128 + ((chunk % 8) ^ (row % 8)) * 16)
 
@@ -234,10 +224,10 @@ def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, peers: int)
     ref, tile, scalar = plgpu.RefType(), plgpu.RefType(tiled()), plgpu.Layout.WG_SPLAT
     by_row, whole = plgpu.Layout.WGMMA.reduce(1), n.group * n.dim
 
-    @plgpu.inline_mgpu(arg_types=(tile, plgpu.Layout.WGMMA, by_row, by_row, scalar))
-    def publish(ctx, ring, sums, maximum, total, wg):
-        ring = t.number(t.address(ring)) + t.number(t.value(wg)) * n.published
-        t.meet(n.multipliers)  # others may still read keys
+    @plgpu.inline_mgpu(arg_types=(tile, plgpu.Layout.WGMMA, by_row, by_row))
+    def publish(ctx, ring, sums, maximum, total):
+        ring = t.number(t.address(ring))
+        mgpu.utils.warpgroup_barrier()  # other warps may still read keys
 
         def store(x, index, first=0):
             row, *column = (t.number(arith.index_castui(t.i32(), i)) for i in index)
@@ -247,14 +237,13 @@ def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, peers: int)
         sums.foreach(lambda x, index: store(x, index))
         maximum.foreach(lambda x, index: store(x, index))
         total.foreach(lambda x, index: store(x, index, 1))
-        t.meet(n.multipliers) if peers == 1 else t.meet_cluster()
+        mgpu.utils.warpgroup_barrier() if peers == 1 else t.meet_cluster()
 
     def published(ring, row, at):
-        """List maximum, denominator and four sums of each warpgroup of the cluster that multiplies."""
+        """List maximum, denominator and four sums of each program of the cluster."""
         f32 = ir.F32Type.get()
-        for peer, wg in itertools.product(range(peers), range(n.multipliers)):
+        for peer in range(peers):
             mine = t.number(t.ptx("mapa.shared::cluster.u32 $0, $1, $2;", ring, t.number(peer), result=t.i32()))
-            mine = mine + wg * n.published
             pair = t.ptx("ld.shared::cluster.v2.f32 {$0, $1}, [$2];", mine + row * 8 + 4 * whole, result=(f32,) * 2)
             four = t.ptx("ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];", mine + at * 4, result=(f32,) * 4)
             yield [t.number(x, None) for x in (*pair, *four)]

@@ -33,10 +33,13 @@ def value(x):
     return x.registers.item()
 
 
-def thread():
-    """Return the index of this thread in its warpgroup, without sign: its quotients are shifts."""
-    x = arith.index_castui(i32(), gpu.thread_id(gpu.Dimension.x))
-    return number(x, signed=False) % THREADS
+def thread(last=1):
+    """Return the index of this thread in its warpgroup, or in the ``last`` of 1 + ``last`` warpgroups.
+
+    It has no sign: its quotients are shifts.
+    """
+    x = number(arith.index_castui(i32(), gpu.thread_id(gpu.Dimension.x)), signed=False)
+    return x % THREADS if last == 1 else x - THREADS
 
 
 def signed(x):
@@ -118,14 +121,6 @@ def load_float(address, dtype):
 def float_number(x):
     """Make a float32 number of a Python number."""
     return number(arith.constant(ir.F32Type.get(), float(x)), None)
-
-
-def meet(warpgroups):
-    """Wait for all threads of the first warpgroups, as many as are given."""
-    if warpgroups == 1:
-        mgpu.utils.warpgroup_barrier()
-    else:
-        ptx(f"bar.sync 15, {warpgroups * THREADS};")  # Mosaic's own barriers have the first numbers
 
 
 def meet_cluster():

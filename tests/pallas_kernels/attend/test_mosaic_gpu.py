@@ -32,7 +32,7 @@ H100 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H100 80
 def lowered(run, *args, **kwargs):
     with jax.sharding.use_abstract_mesh(H100), assume_machine("gpu", (9, 0)):
         text = jax.jit(run).trace(*args, **kwargs).lower(lowering_platforms=("cuda",)).as_text()
-    return text.count("mosaic_gpu")
+    return text.count("custom_call @mosaic_gpu")
 
 
 def test_all_arguments_lower_for_an_h100():
