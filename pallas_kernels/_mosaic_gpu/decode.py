@@ -20,6 +20,7 @@ from jax import lax
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
 from pallas_kernels._mosaic_gpu.steps import COPIERS, ROWS, Lists, Sizes, loader, merger, query_loader, tiled
+from pallas_kernels._triton.quantised import refuse_codes
 from pallas_kernels.machine import current_machine
 from pallas_kernels.numerics import LOG2_E
 
@@ -33,11 +34,10 @@ def check_machine(query: Any, key: Any, value: Any) -> None:
     """Raise ``NotImplementedError`` for machines, dtypes and shapes that `attend` does not take."""
     if (capability := current_machine().capability) != (9, 0):
         raise NotImplementedError(f"got compute capability {capability}, expected (9, 0), which has wgmma")
+    refuse_codes(key, value)
     dtypes = {str(x.dtype) for x in (query, key, value)}
-    if dtypes not in ({"bfloat16"}, {"float16"}) or not all(
-        isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) for x in (key, value)
-    ):
-        raise NotImplementedError(f"got dtypes {sorted(dtypes)} or codes, expected bfloat16 or float16 for all")
+    if dtypes not in ({"bfloat16"}, {"float16"}):
+        raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected bfloat16 or float16 for all")
     if key.shape != value.shape or key.shape[3] not in (64, 128, 256):
         raise NotImplementedError(f"got keys {key.shape} and values {value.shape}, expected head_dim 64, 128 or 256 of both")
     if math.prod(query.shape[2:-1]) > ROWS or not key.shape[2]:

@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from pallas_kernels import dispatch
 from pallas_kernels.attend.dense_decode import dense_decode
 from pallas_kernels.attend.dense_decode import pallas_mosaic_gpu as dense_kernel
 from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.attend.gather_attention import pallas_mosaic_gpu as gather_kernel
-from pallas_kernels.machine import assume_machine, current_machine
+from pallas_kernels.machine import PALLAS_TRITON, assume_machine, current_machine
 from pallas_kernels.numerics import merge_partials
 from tests.pallas_kernels.attend import test_dense_decode as dense
 from tests.pallas_kernels.attend import test_dense_decode_queries as queries
 from tests.pallas_kernels.attend import test_gather_attention as gather
 from tests.pallas_kernels.cases import SCALE, close, compiled, joined, one_by_one, softmax_attention
+from tests.pallas_kernels.operations import choose
 
 NAME = "pallas_mosaic_gpu"
 ON_HOPPER = pytest.mark.skipif(current_machine().capability != (9, 0), reason="needs a GPU of compute capability 9.0")
@@ -45,6 +47,26 @@ def test_all_arguments_lower_for_an_h100():
     beside = jnp.zeros((2, 2, 4, 3, 128), jnp.float32), jnp.zeros((2, 2, 4, 3), jnp.float32)
     run = jax.vmap(functools.partial(GATHER, bias=bias, partials=beside), (None, None, None, 0, None))
     assert lowered(run, *args[:3], args[3][None], args[4]) == 1
+
+
+def test_it_runs_where_pallas_has_no_triton_and_says_where_it_cannot(monkeypatch):
+    monkeypatch.setattr(dispatch, "why_missing", lambda module: "gone" if module == PALLAS_TRITON else None)
+    wide, listed = {"D": 128, "S": 64}, {"D": 128, "S": 64, "K": 8}
+    with assume_machine("gpu", (9, 0)):
+        assert choose("dense_decode", **wide) == choose("gather_attention", **listed) == NAME
+        for name, sizes, words in (
+            ("dense_decode", wide | {"dtype": "float32"}, "dtypes"),
+            ("dense_decode", wide | {"kind": "int8"}, "codes"),
+            ("dense_decode", wide | {"D": 80}, "head_dim 64, 128 or 256"),
+            ("dense_decode", wide | {"G": 13, "T": 5}, "at most 64"),
+            ("dense_decode", wide | {"mass": True}, "mass"),
+            ("gather_attention", listed | {"rotate": True}, "place"),
+            ("gather_attention", listed | {"K": 0}, "empty list"),
+        ):
+            with pytest.raises(NotImplementedError, match=words):
+                choose(name, implementation=NAME, **sizes)
+    with assume_machine("gpu", (8, 0)), pytest.raises(NotImplementedError, match="compute capability"):
+        choose("dense_decode", implementation=NAME, **wide)
 
 
 @ON_HOPPER
