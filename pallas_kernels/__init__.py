@@ -11,8 +11,8 @@ are in a folder of that method (``choose/pariskv/collision``). An operation has 
   GPU or a TPU.
 
 ``from pallas_kernels import gather_attention`` finds the function in its room, and imports nothing before it is asked for.
-``_triton``, ``_mosaic_gpu`` and ``_mosaic`` (of TPUs) hold what the bodies of several kernels share, ``formats`` the layouts of
-data that several operations read.
+``_triton``, ``_mosaic_gpu`` and ``_mosaic`` (of TPUs) hold what the bodies of several kernels share, ``formats`` the
+layouts of data that several operations read.
 """
 
 import importlib
