@@ -24,10 +24,12 @@ from pallas_kernels._triton.quantised import refuse_codes
 from pallas_kernels.machine import current_machine
 from pallas_kernels.numerics import LOG2_E
 
-PROGRAMS = 132  # streaming multiprocessors of an H100 or H200; each holds one program
 MULTIPLYING, COPYING = 232, 136  # registers of a thread; there are 512 for the three warpgroups
-MOST_SPLITS = 8  # programs of a cluster; not all parts of a GPU have room for more
-FEW = 4  # blocks of a program that outweigh a second launch, which merges clusters
+# How many clusters of 1, 2, ... 8 programs an H200 runs at once (cudaOccupancyMaxActiveClusters). A cluster lies within a
+# part of the GPU that has 18 multiprocessors or fewer, so 16 clusters of 8 would be two rounds.
+ROOM = (132, 66, 39, 30, 22, 17, 15, 15)
+MOST_CLUSTERS = 16  # of a list
+JOIN = 3  # blocks that a program reads in the time of the launch that joins clusters
 
 
 def check_machine(query: Any, key: Any, value: Any) -> None:
@@ -47,9 +49,14 @@ def check_machine(query: Any, key: Any, value: Any) -> None:
 
 
 def default_programs(lists: int, blocks: int) -> tuple[int, int]:
-    """Choose how many programs a cluster has and how many clusters a list: all run at once, and each has a few blocks."""
-    programs = max(1, PROGRAMS // lists)
-    return min(programs, blocks, MOST_SPLITS), max(1, min(programs, blocks // FEW) // MOST_SPLITS)
+    """Choose how many programs a cluster has and how many clusters a list, so that all run at once and end soonest."""
+
+    def rounds(work: tuple[int, int]) -> tuple[int, int]:
+        splits, clusters = work
+        return -(-blocks // (splits * clusters)) + (JOIN if clusters > 1 else 0), clusters
+
+    sizes = [(i + 1, n) for i, most in enumerate(ROOM) for n in range(1, MOST_CLUSTERS + 1) if lists * n <= most]
+    return min([(1, 1), *sizes], key=rounds)
 
 
 def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtype: Any, beside_dtype: Any):

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels import dispatch
+from pallas_kernels._mosaic_gpu.decode import ROOM, default_programs
 from pallas_kernels.attend.dense_decode import dense_decode
 from pallas_kernels.attend.dense_decode import pallas_mosaic_gpu as dense_kernel
 from pallas_kernels.attend.gather_attention import gather_attention
@@ -47,6 +48,15 @@ def test_all_arguments_lower_for_an_h100():
     beside = jnp.zeros((2, 2, 4, 3, 128), jnp.float32), jnp.zeros((2, 2, 4, 3), jnp.float32)
     run = jax.vmap(functools.partial(GATHER, bias=bias, partials=beside), (None, None, None, 0, None))
     assert lowered(run, *args[:3], args[3][None], args[4]) == 1
+
+
+def test_programs_of_all_lists_run_at_once():
+    shares = {(8, 32): (8, 1), (8, 2048): (2, 8), (64, 512): (2, 1), (128, 32): (1, 1), (2000, 9): (1, 1), (1, 1): (1, 1)}
+    for (lists, blocks), expected in shares.items():
+        assert default_programs(lists, blocks) == expected
+    for lists in range(1, 140):
+        splits, clusters = default_programs(lists, 500)
+        assert lists * clusters <= max(ROOM[splits - 1], lists) and splits * clusters * lists > 66
 
 
 def test_it_runs_where_pallas_has_no_triton_and_says_where_it_cannot(monkeypatch):
