@@ -59,7 +59,7 @@ def calibrate_chess(
     """
     if not 0 <= quantile <= 1:
         raise ValueError(f"quantile must lie between 0 and 1, got {quantile}")
-    sampler = sampler_of(temperature, None, None, key)
+    sampler = sampler_of(key, temperature=temperature)
     cache = prefill(params, tokens, config=config, lengths=lengths, max_new_tokens=max_new_tokens)
     start = np.asarray(cache.length)
     entropy, live = _entropies(params, cache, sampler, key, eos_array(eos_token_ids, config), steps=max_new_tokens)

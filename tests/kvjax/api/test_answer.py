@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.decoding import Sampler
 from kvjax.methods import H2O, Full, PQCache, Quest, SentenceKV, SnapKV
 from kvjax.protocol.fields import at_length
 from kvjax.testing import TinyModel
@@ -63,6 +64,19 @@ def test_the_end_of_an_answer_is_not_in_its_text(speaker):
     stop = plain.tokens[0].index(plain.tokens[0][2]) + 1
     assert made.tokens[0] == plain.tokens[0][:stop]
     assert made[0] == speaker.tokenizer.decode(plain.tokens[0][: stop - 1])
+
+
+def test_an_answer_ends_before_a_stop_string(speaker, monkeypatch):
+    """Pieces have the tokens of one call, with a temperature and penalties that count context and question."""
+    sampler = Sampler(temperature=1.0, repetition_penalty=1.5)
+    options = {"method": METHOD, "max_new_tokens": 8, "sampler": sampler, "key": jax.random.key(0)}
+    plain = kvjax.answer(speaker, CONTEXT, QUESTIONS[:1], **options)
+    monkeypatch.setattr(kvjax.api.answer, "_BLOCK", 4)
+    same = kvjax.answer(speaker, CONTEXT, QUESTIONS[:1], stop="\0", **options)
+    assert same == plain and same.tokens == plain.tokens
+    stop = plain[0][1:3]
+    made = kvjax.answer(speaker, CONTEXT, QUESTIONS[:1], stop=stop, **options)
+    assert made[0] == plain[0].partition(stop)[0] and made.tokens[0] == plain.tokens[0][: len(made.tokens[0])]
 
 
 @pytest.mark.parametrize(
