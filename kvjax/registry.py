@@ -7,7 +7,7 @@ import dataclasses
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from kvjax import plugins
 from kvjax.attention.patterns import Pattern
@@ -183,6 +183,32 @@ def _check_names(cls: type[Method], knobs: Mapping[str, Any]) -> None:
         example = named.EXAMPLES.get(cls.__name__.lower())
         hint = f", for example {example}" if example else ""
         raise ValueError(f"{cls.__name__} must be given {' and '.join(missing)}{hint}; got {', '.join(knobs) or 'nothing'}")
+
+
+class _NoText:
+    """Stands for a tokenizer where only sizes count."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return []
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return ""
+
+
+def without_text(method: Method, vocab_size: int) -> Method:
+    """Fill the knobs that are None and come from a tokenizer (`Method.tokenizer_knobs`); sizes ask for no values."""
+    of_text, changed = method.tokenizer_knobs(_NoText(), vocab_size), {}
+    for name, value in vars(method).items():
+        if isinstance(value, dict):
+            changed[name] = {at: without_text(inner, vocab_size) for at, inner in value.items()}
+        elif isinstance(value, Method):
+            changed[name] = without_text(value, vocab_size)
+        elif value is None and name in of_text:
+            changed[name] = of_text[name]
+    return dataclasses.replace(cast("Any", method), **changed) if changed else method
 
 
 def one_inner(value: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:

@@ -40,7 +40,7 @@ from .layers.modules import initializer, shape_of
 from .layers.transformer import Transformer
 from .sharding import check_mesh, leaf_shardings, on_host, param_sharding, placed, shard_params, spans_processes
 from .sizes.architecture import HOST_DTYPES, check_dtype
-from .text.tokenizer import special_ids, tokenizer_files
+from .text.tokenizer import special_ids, special_tokens, tokenizer_files
 
 _CONFIG = "config.json"
 # Settings of generation_config.json that change greedy tokens -> the value that changes nothing.
@@ -273,7 +273,9 @@ def _read_config(directory: Path, dtype: str | None) -> ModelConfig:
             f"{generation} states {settings}, which transformers applies to greedy tokens and kvjax does not: to "
             "compare, pass neutral values to generate there"
         )
-    known = (i for i in end_ids(special_ids(directory)) if i < config.vocab_size)
+    special = special_ids(directory)
+    by_text = (special.get(special_tokens(directory).get("eos_token", "")), *end_ids(special))
+    known = (i for i in by_text if i is not None and i < config.vocab_size)
     return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *named, *known))))
 
 

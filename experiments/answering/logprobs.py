@@ -12,9 +12,11 @@ from kvjax.api.text import ScoredToken
 
 
 def check_logprobs(file: pathlib.Path | None, top: int) -> None:
-    """Refuse a number of likeliest tokens without a file for them."""
+    """Refuse a number of likeliest tokens without a file for them, and a folder in the place of the file."""
     if top and file is None:
         raise ValueError(f"--top-logprobs {top} needs a file: add --logprobs OUT")
+    if file is not None and file.is_dir():
+        raise ValueError(f"--logprobs must be a file to write, got the folder {file}")
 
 
 def logprob_lines(

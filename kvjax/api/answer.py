@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -24,6 +28,7 @@ from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model
 from kvjax.registry import make
 
+_PATIENCE = 5.0  # seconds without a word
 _MULTIPLE = 32  # questions are padded to a multiple of this many tokens, so that similar questions share a program
 _BLOCK = 16  # tokens between two looks for a stop string
 
@@ -88,6 +93,29 @@ class Answers(list[str]):
         return f"Answers({self.texts!r})"
 
 
+class _Progress:
+    """Says on standard error what a call does, if it takes longer than `_PATIENCE`, and then no more often than that."""
+
+    def __init__(self) -> None:
+        self._due = time.monotonic() + _PATIENCE
+
+    @contextlib.contextmanager
+    def of(self, job: str) -> Iterator[None]:
+        """Say what is done while the block runs."""
+        timer = threading.Timer(max(self._due - time.monotonic(), 0), self._say, [job])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _say(self, job: str) -> None:
+        self._due = time.monotonic() + _PATIENCE
+        if sys.stderr is not None:
+            sys.stderr.write(f"kvjax.answer: {job}\n")
+
+
 def answer(
     model: Speaker | str | os.PathLike,
     context: str,
@@ -113,7 +141,8 @@ def answer(
 
     The chat template goes around context and question, if the model has one. The context is prefilled; each question is
     appended to a copy of its cache (`kvjax.fork`, `kvjax.extend`), and answered (`kvjax.generate`). A blank line stands
-    between the two, unless the context ends or the question begins with white space.
+    between the two, unless the context ends or the question begins with white space. A call of more than 5 seconds says on
+    standard error what it does.
 
     Args:
         model: what ``kvjax.models.load`` returns; or a name, a directory or a GGUF file, which is loaded for this call alone.
@@ -164,22 +193,26 @@ def answer(
     tails = np.zeros((len(pairs), max(*sizes, 1, min(-(-max(*sizes, 1) // _MULTIPLE) * _MULTIPLE, room))), np.int32)
     for row, (_, tail) in zip(tails, pairs, strict=True):
         row[: len(tail)] = tail
-    whole = prefill(
-        speaker.params,
-        [head],
-        config=config,
-        method=method,
-        max_new_tokens=tails.shape[1] + max_new_tokens,
-        chunk_size=chunk_size,
-        kv_dtype=kv_dtype,
-    )
+    progress, compiles = _Progress(), "; the first call of its size compiles"
+    with progress.of(f"reads {len(head):,} tokens under {type(method).__name__}{compiles}"):
+        whole = prefill(
+            speaker.params,
+            [head],
+            config=config,
+            method=method,
+            max_new_tokens=tails.shape[1] + max_new_tokens,
+            chunk_size=chunk_size,
+            kv_dtype=kv_dtype,
+        )
+        jax.block_until_ready(whole.logits)
     keys = [None] * len(asked) if key is None else jax.random.split(key, len(asked))
     options = {"stops": stops, "max_new_tokens": max_new_tokens, "logprobs": logprobs, "top_logprobs": top_logprobs}
     made = []
-    for tail, size, mine in zip(tails, sizes, keys, strict=True):
-        cache = extend(speaker.params, fork(whole), tail[None], lengths=[size])
-        read = drawn.read([[*head, *tail[:size]]]) if drawn.remembers else drawn
-        made.append(_answered(speaker, cache, read, mine, **options))
+    for number, (tail, size, mine) in enumerate(zip(tails, sizes, keys, strict=True), 1):
+        with progress.of(f"answers question {number} of {len(asked)} in at most {max_new_tokens:,} tokens{compiles}"):
+            cache = extend(speaker.params, fork(whole), tail[None], lengths=[size])
+            read = drawn.read([[*head, *tail[:size]]]) if drawn.remembers else drawn
+            made.append(_answered(speaker, cache, read, mine, **options))
     texts, tokens, stats, scored = zip(*made, strict=True)
     return Answers(texts, tokens, stats, scored if logprobs else None)
 

@@ -37,7 +37,7 @@ from kvjax.decoding.log_probs import LogProbs
 from kvjax.decoding.sampling import NUMBERS, Sampler, has_row_keys
 from kvjax.mesh.sharding import place_rows, readable
 from kvjax.protocol.describe import count_rows, describe_numbers, is_known, on_device, tracing
-from kvjax.protocol.fields import number, positive_int, shown
+from kvjax.protocol.fields import Limits, check_value, number, positive_int, shown
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model, pytree, traced
 from kvjax.registry import resolve
@@ -283,13 +283,8 @@ def tokens_after(params: Any, cache: Cache, tokens: Tokens, lengths: Integers | 
 
 def likeliest(logprobs: bool, top_logprobs: int, model: Model) -> int | None:
     """Return how many of the likeliest tokens each place has; None if nobody asked for log-probabilities."""
-    if not isinstance(logprobs, bool | np.bool_):
-        raise ValueError(
-            f"logprobs must be True or False, got {shown(logprobs)}; top_logprobs=K asks for the K likeliest tokens"
-        )
-    top = 0 if number(top_logprobs) == 0 else positive_int("top_logprobs", top_logprobs)
-    if top > model.vocab_size:
-        raise ValueError(f"top_logprobs must be at most vocab_size={model.vocab_size}, got {top}")
+    logprobs = check_value("logprobs", logprobs, (bool,), Limits(), static=True)
+    top = check_value("top_logprobs", top_logprobs, (int,), Limits(least=0, most=model.vocab_size), static=True)
     if top and not logprobs:
         raise ValueError(f"top_logprobs={top} needs logprobs=True")
     return top if logprobs else None

@@ -25,6 +25,7 @@ def score(params: Any, cache: Cache, tokens: Tokens, *, lengths: Integers | None
     The tokens are fed one by one, in decode steps of the cache's method, as if `generate` had drawn them. So the result is
     what a rollout under this method would have seen; under `kvjax.methods.Full` and `kvjax.Verified` it is the model's own.
     Probabilities are the softmax of the logits in float32: without penalties, temperature and filters, as `LogProbs.model`.
+    Inside ``jax.grad`` it has a derivative, in plain JAX (``kvjax.default_implementation("xla")``).
 
     Args:
         params: model parameters.

@@ -206,6 +206,7 @@ ASKED = "generate --model {directory} --prompt a"
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
+        (f"{GENERATE} --logprobs {{directory}}", "--logprobs must be a file to write, got the folder"),
         (f"{GENERATE} --top-logprobs 3", "--top-logprobs 3 needs a file: add --logprobs OUT"),
         (f"{GENERATE} --method snapkv --set budget", "--set takes KNOB=VALUE, got 'budget'"),
         (f"{GENERATE} --method snapkv --set budgte=64", "no knob 'budgte' (did you mean 'budget'?)"),

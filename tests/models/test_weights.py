@@ -215,6 +215,17 @@ def test_the_tokenizer_adds_ends_of_turns(saved, texts, ends, whole):
     assert models.from_pretrained(directory)[1].eos_token_ids == ends
 
 
+def test_an_end_that_only_the_tokenizer_names(saved):
+    """Under any text; and the files of a tokenizer may each list tokens that the other lacks."""
+    directory, _, _ = saved
+    config = json.loads((directory / "config.json").read_text()) | {"eos_token_id": 3}
+    (directory / "config.json").write_text(json.dumps(config))
+    settings = {"eos_token": {"content": "[STOP]"}, "added_tokens_decoder": {"5": {"content": "<|im_end|>"}}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    (directory / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 9, "content": "[STOP]"}]}))
+    assert models.from_pretrained(directory)[1].eos_token_ids == (3, 9, 5)
+
+
 def test_settings_that_change_greedy_tokens_are_said_once(saved, caplog):
     directory, _, _ = saved
     stated = {"repetition_penalty": 1.1, "no_repeat_ngram_size": 0, "suppress_tokens": [4], "temperature": 0.7}

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.cli import read_record
-from experiments.evaluation import against, averages, beside_full, load, report
+from experiments.evaluation import against, averages, beside_reference, load, report
 from experiments.lab.fidelity import fidelity_tables
 from experiments.lab.insight.report import table as insight_table
 from experiments.lab.peers.report import peer_tables
@@ -69,7 +69,7 @@ def rows(path: pathlib.Path) -> list[dict[str, Any]]:
             "read": f"{mean['bytes_read_per_step'] / 1e6:.2f} MB ({_share(mean)})",
             "resident": f"{mean['resident_bytes_per_row'] / 1e6:.2f} MB",
         }
-        for mean in sorted(averages(beside_full(counted)), key=lambda mean: (mean["method"] != "full", -mean["score"]))
+        for mean in sorted(averages(beside_reference(counted)), key=lambda mean: (mean["method"] != "full", -mean["score"]))
     ]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import time
 
 import jax
 import numpy as np
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 CONTEXT, QUESTIONS = "One of the special magic numbers for blue-whale is: 4711042. " * 9, ["\nWhich?", "\nWhat is green?"]
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}</>{% endfor %}<assistant>"
 MODEL = TinyModel()
+api_answer = importlib.import_module("kvjax.api.answer")  # `kvjax.api.answer` may be the function
 METHOD = Quest(budget=kvjax.share(1 / 4), num_dense_layers=0)
 
 
@@ -71,12 +74,22 @@ def test_an_answer_ends_before_a_stop_string(speaker, monkeypatch):
     sampler = Sampler(temperature=1.0, repetition_penalty=1.5)
     options = {"method": METHOD, "max_new_tokens": 8, "sampler": sampler, "key": jax.random.key(0)}
     plain = kvjax.answer(speaker, CONTEXT, QUESTIONS[:1], **options)
-    monkeypatch.setattr(kvjax.api.answer, "_BLOCK", 4)
+    monkeypatch.setattr(api_answer, "_BLOCK", 4)
     same = kvjax.answer(speaker, CONTEXT, QUESTIONS[:1], stop="\0", **options)
     assert same == plain and same.tokens == plain.tokens
     stop = plain[0][1:3]
     made = kvjax.answer(speaker, CONTEXT, QUESTIONS[:1], stop=stop, **options)
     assert made[0] == plain[0].partition(stop)[0] and made.tokens[0] == plain.tokens[0][: len(made.tokens[0])]
+
+
+def test_a_call_that_takes_long_says_what_it_does(speaker, monkeypatch, capsys):
+    kvjax.answer(speaker, CONTEXT, QUESTIONS, method=METHOD, max_new_tokens=8)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(api_answer, "_PATIENCE", 0.0)
+    monkeypatch.setattr(api_answer, "prefill", lambda *args, **more: time.sleep(0.2) or kvjax.prefill(*args, **more))
+    kvjax.answer(speaker, CONTEXT, QUESTIONS, method=METHOD, max_new_tokens=8)
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"kvjax.answer: reads {len(speaker.encode(CONTEXT)[0])} tokens under Quest")
 
 
 @pytest.mark.parametrize(
