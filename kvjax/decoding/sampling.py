@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from kvjax.decoding.checks import as_jax
 from kvjax.decoding.history import History, Memory
 from kvjax.decoding.tokens import Integers, Tokens, pad_tokens
 from kvjax.protocol.fields import check_fields, is_traced, number, shown
@@ -39,7 +40,8 @@ class Sampler:
 
     It is called before each draw; ``history`` has the rows' tokens so far. ``state`` is its own, and every leaf has axis B
     first. What it returns for a row that has ended is dropped, and so is what it returns behind a drafted token that
-    `kvjax.Verified` takes back. An object with ``__call__`` that is a pytree may hold arrays.
+    `kvjax.Verified` takes back. An object with ``__call__`` that is a pytree may hold arrays. On a mesh B are the rows of
+    a device.
 
     Example: ``sampler = Sampler(repetition_penalty=1.1).read(prompts)``, ``out = kvjax.generate(..., sampler=sampler)``, and
     to go on after it ``kvjax.generate(params, out.cache, sampler=out.sampler)``.
@@ -113,13 +115,13 @@ class Sampler:
         """
         if self.unread:
             raise ValueError(
-                f"{' and '.join(self.unread)} look at the prompt's tokens too, which a cache does not hold: pass "
+                f"{' and '.join(self.unread)}: the prompt's tokens count too, and a cache does not hold them: pass "
                 "sampler=Sampler(...).read(tokens) with the tokens of prefill, or .read([[]] * rows) to leave them out"
             )
         if not self.remembers:
             return self if self.history is None else dataclasses.replace(self, history=None), None
         history = History.empty(batch) if self.history is None else self.history
-        rows = {len(history.length), *(x.shape[0] if x.ndim else None for x in map(jnp.asarray, jax.tree.leaves(self.state)))}
+        rows = {len(history.length), *((*jnp.shape(x), None)[0] for x in jax.tree.leaves(self.state))}
         if rows != {batch}:
             raise ValueError(
                 f"sampler must have read {batch} rows, and its state must have as many, got {sorted(map(str, rows))}"
@@ -224,10 +226,9 @@ def _checked_bias(bias: Any) -> Any:
         if not wrong:
             return {int(token): value for token, value in bias.items()}
         raise ValueError(f"logit_bias must have whole numbers of at least 0 and a number for each, got {shown(wrong[0])}")
-    array = jnp.asarray(bias) if isinstance(bias, (np.ndarray, jax.Array)) else None
-    if array is None or array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.floating):
+    if not isinstance(bias, (np.ndarray, jax.Array)) or bias.ndim != 1 or not jnp.issubdtype(bias.dtype, jnp.floating):
         raise ValueError(f"logit_bias must be {{token: number}} or float [V], got {shown(bias)}")
-    return array.astype(jnp.float32)
+    return as_jax(bias, jnp.float32)
 
 
 def has_row_keys(key: Array | None, axes_before: int = 0) -> bool:
