@@ -143,7 +143,7 @@ class Sampler:
         """Apply all that comes before the temperature.
 
         Args:
-            logits: float32 [B, V]; without ``memory`` [..., V].
+            logits: float32 [B, V]; without ``memory`` [N, V].
             memory: None if the sampler does not remember.
 
         Returns:
@@ -151,9 +151,9 @@ class Sampler:
         """
         if isinstance(self.logit_bias, dict):
             values = [jnp.asarray(value, jnp.float32) for value in self.logit_bias.values()]
-            logits = logits.at[..., np.array(list(self.logit_bias), np.int32)].add(jnp.stack(values)) if values else logits
+            logits = logits.at[:, np.array(list(self.logit_bias), np.int32)].add(jnp.stack(values)) if values else logits
         elif self.logit_bias is not None:
-            logits = logits + self.logit_bias
+            logits = logits + self.logit_bias[None]
         if memory is None:
             return logits, None
         if self.repetition_penalty is not None:

@@ -69,10 +69,11 @@ def test_the_end_of_an_answer_is_not_in_its_text(speaker):
     assert made[0] == speaker.tokenizer.decode(plain.tokens[0][: stop - 1])
 
 
-def test_an_answer_ends_before_a_stop_string(speaker, monkeypatch):
-    """Pieces have the tokens of one call, with a temperature and penalties that count context and question."""
-    sampler = Sampler(temperature=1.0, repetition_penalty=1.5)
-    options = {"method": METHOD, "max_new_tokens": 8, "sampler": sampler, "key": jax.random.key(0)}
+@pytest.mark.parametrize("drawn", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_answer_ends_before_a_stop_string(speaker, monkeypatch, drawn):
+    """Pieces have the tokens of one call, with a temperature and penalties that count context and question, too."""
+    sampler, key = (Sampler(temperature=1.0, repetition_penalty=1.5), jax.random.key(0)) if drawn else (None, None)
+    options = {"method": METHOD, "max_new_tokens": 8, "sampler": sampler, "key": key}
     plain = kvjax.answer(speaker, CONTEXT, QUESTIONS[:1], **options)
     monkeypatch.setattr(api_answer, "_BLOCK", 4)
     same = kvjax.answer(speaker, CONTEXT, QUESTIONS[:1], stop="\0", **options)

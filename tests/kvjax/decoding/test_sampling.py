@@ -12,6 +12,7 @@ import pytest
 
 import kvjax
 from kvjax.decoding import Sampler
+from kvjax.exact.progress import keys_of_draws
 from kvjax.methods import SnapKV
 from tests import goldens, harness
 from tests.harness import prompts, tiny_params
@@ -29,12 +30,13 @@ def scores(sampler, drawn, logits):
     """The filtered logits [N, B, V] before each of the drawn tokens [B, N], of which the model gives ``logits``."""
     sampler, memory = sampler.remembered(len(drawn), drawn.shape[1])
     memory = memory if memory is None else sampler.recall(memory, logits.shape[-1])
-    made = []
-    for step, given in enumerate(logits):
-        processed, state = sampler.process(given, memory)
-        made.append(sampler.filtered(processed))
-        memory = memory if memory is None else memory.add(drawn[:, step], jnp.ones(len(drawn), bool), state)
-    return jnp.stack(made)
+
+    def step(memory, each):
+        processed, state = sampler.process(each[0], memory)
+        memory = memory if memory is None else memory.add(each[1], jnp.ones(len(drawn), bool), state)
+        return memory, sampler.filtered(processed)
+
+    return jax.lax.scan(step, memory, (logits, drawn.T))[1]
 
 
 # ---- what is drawn from -------------------------------------------------------------------------------------------
@@ -142,10 +144,9 @@ def whole():
 
 def test_going_on_and_streaming_equal_one_call():
     """The state goes on: with the generation's sampler, and between the blocks of a stream."""
-    greedy = run(sampler_of(range(3)), read("full"))
-    first = run(sampler_of(range(3)), read("full"), N // 2)
-    second = run(first.sampler, first.cache, N // 2)
-    np.testing.assert_array_equal(np.concatenate([first.tokens, second.tokens], axis=1), greedy.tokens)
+    first = run(sampler_of(range(3), **DRAW), read("full"), N // 2, KEYS)
+    second = run(first.sampler, first.cache, N // 2, keys_of_draws(KEYS, N // 2)[1])
+    np.testing.assert_array_equal(np.concatenate([first.tokens, second.tokens], axis=1), whole().tokens)
     assert second.sampler.history.length.tolist() == [len(row) + N for row in PROMPTS]
     rows = [[], [], []]
     options = {
@@ -158,17 +159,34 @@ def test_going_on_and_streaming_equal_one_call():
     for piece in kvjax.stream(tiny_params(), read("full"), **options):
         rows = [row + new for row, new in zip(rows, piece, strict=True)]
     assert rows == whole().tokens.tolist()
-    assert not np.array_equal(whole().tokens, greedy.tokens)
 
 
+def test_a_row_with_its_own_key_draws_the_same_at_another_place():
+    order = [2, 0, 1]
+    moved = run(sampler_of(order, **DRAW), read("full", [PROMPTS[row] for row in order]), key=KEYS[jnp.array(order)])
+    np.testing.assert_array_equal(moved.tokens, whole().tokens[np.array(order)])
+    logits, sampler = jnp.asarray(np.random.default_rng(0).normal(size=(3, V)), jnp.float32), Sampler(temperature=1.0)
+    np.testing.assert_array_equal(sampler.draw(logits, jax.random.key_data(KEYS))[0], sampler.draw(logits, KEYS)[0])
+
+
+@pytest.mark.slow
 def test_a_row_with_its_own_key_is_the_row_alone():
     alone = run(sampler_of([1], **DRAW), read("full", PROMPTS[1:2]), key=KEYS[1:2])
     np.testing.assert_array_equal(alone.tokens, whole().tokens[1:2])
-    old = run(sampler_of(range(3), **DRAW), read("full"), key=jax.random.key_data(KEYS))
-    np.testing.assert_array_equal(old.tokens, whole().tokens)
 
 
-@pytest.mark.parametrize("worth", [None, pytest.param(0.5, marks=pytest.mark.slow)])
+def test_without_a_temperature_the_largest_processed_logit_is_taken():
+    """In the program of draws at a temperature of 0, beside a loop over fresh prefills."""
+    options = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "no_repeat_ngram": 2, "logit_bias": {3: 1.0}}
+    free = run(sampler_of(range(3), temperature=0.0, min_p=0.01), read("full"), key=KEYS).tokens.tolist()
+    rows = [[*prompt, *tokens[:2]] for prompt, tokens in zip(PROMPTS, free, strict=True)]
+    logits = np.asarray(read("full", rows).logits)
+    want = [plain(options, PROMPTS[row], free[row][:2], logits[row]).argmax() for row in range(3)]
+    assert [tokens[2] for tokens in free] == want
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worth", [None, 0.5])
 def test_verified_tokens_are_those_of_full(worth):
     """Drafted tokens count for the draws behind them, and rejected ones do not count at all."""
     method = kvjax.Verified(draft=SnapKV(budget=12, capacity=12, obs_window=5), depth=2, worth=worth)
