@@ -236,8 +236,8 @@ def parse_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:
     """Parse texts of the form ``knob=value`` to knobs for `make`.
 
     A value is a whole number, a number, ``true``, ``false``, ``none``, a text, or numbers with commas between them, as the
-    knob's type allows. A budget may be a share of the prompt, such as 1/8 or 0.125 (`kvjax.share`). Unknown methods and
-    knobs pass; `make` refuses them.
+    knob's type allows. A number may be a fraction such as 1/8, which of a budget is a share of the prompt, as is 0.125
+    (`kvjax.share`). Unknown methods and knobs pass; `make` refuses them.
 
     Args:
         method: a method's name; see `canonical_name`.
@@ -262,9 +262,10 @@ def _value(cls: type[Method], knob: str, text: str) -> Any:
     if knob not in declared(cls):
         return text
     kinds, _, _ = declared(cls)[knob]
-    if knob == "budget" and int in kinds and _SHARE.fullmatch(text):
+    if _SHARE.fullmatch(text) and (float in kinds or (knob == "budget" and int in kinds)):
         top, _, bottom = text.partition("/")
-        return share(float(top) / float(bottom or 1))
+        part = float(top) / float(bottom or 1)
+        return check_field(cls, knob, part) if float in kinds else share(part)
     if any(typing.get_origin(kind) is tuple is typing.get_origin(typing.get_args(kind)[0]) for kind in kinds):
         return text  # the name of a file with such tuples, which commands read; `make` refuses it
     try:

@@ -174,6 +174,8 @@ def from_pretrained(
     adapter = adapter_directory(directory)
     if adapter is None:
         return _load(directory, dtype, offline, mesh, weight_dtype)
+    if mesh is not None:
+        check_mesh(read_config(directory, dtype, offline=offline), mesh)
     params, config = _load(directory, dtype, offline, None if weight_dtype else mesh, None)  # an adapter changes floats
     params, config = apply_adapter(params, config, adapter)
     if weight_dtype is not None:
@@ -182,17 +184,35 @@ def from_pretrained(
     return params, config
 
 
+def read_config(directory: str | os.PathLike, dtype: str | None = None, *, offline: bool = False) -> ModelConfig:
+    """Read the description of a checkpoint alone; of a model with an adapter it is that of the base.
+
+    Args:
+        directory: as in `from_pretrained`, which names the errors too.
+        dtype: as in `from_pretrained`.
+        offline: as in `from_pretrained`.
+    """
+    check_dtype(dtype)
+    return _open(directory, dtype, offline)[2]
+
+
+def _open(
+    directory: str | os.PathLike, dtype: str | None, offline: bool
+) -> tuple[Path, gguf_files.GGUFFile | None, ModelConfig]:
+    """Find a checkpoint, and read its description; the file is None for a directory in Hugging Face layout."""
+    path = locate_gguf(directory, offline=offline)
+    if path is None:
+        path = checkpoint_directory(directory, offline=offline)
+        return path, None, _read_config(path, dtype)
+    file = gguf_files.open_file(path)
+    return path, file, ModelConfig(**vars(gguf_files.read_config(file, dtype)))
+
+
 def _load(
     directory: str | os.PathLike, dtype: str | None, offline: bool, mesh: Mesh | None, weight_dtype: str | None
 ) -> tuple[dict[str, Any], ModelConfig]:
     """Load parameters and config without an adapter."""
-    path, file = locate_gguf(directory, offline=offline), None
-    if path is None:
-        path = checkpoint_directory(directory, offline=offline)
-        config = _read_config(path, dtype)
-    else:
-        file = gguf_files.open_file(path)
-        config = ModelConfig(**vars(gguf_files.read_config(file, dtype)))
+    path, file, config = _open(directory, dtype, offline)
     check_mesh(config, mesh)
     check_weight_dtype(weight_dtype, config)
     table, coder = checkpoint_table(config), None
