@@ -206,8 +206,13 @@ def answer(
         )
         jax.block_until_ready(whole.logits)
     keys = [None] * len(asked) if key is None else jax.random.split(key, len(asked))
-    options = {"stops": stops, "max_new_tokens": max_new_tokens, "logprobs": logprobs, "top_logprobs": top_logprobs}
-    made = []
+    options: dict[str, Any] = {
+        "stops": stops,
+        "max_new_tokens": max_new_tokens,
+        "logprobs": logprobs,
+        "top_logprobs": top_logprobs,
+    }
+    made: list[Any] = []
     for number, (tail, size, mine) in enumerate(zip(tails, sizes, keys, strict=True), 1):
         with progress.of(f"answers question {number} of {len(asked)} in at most {max_new_tokens:,} tokens{compiles}"):
             cache = whole if number == len(asked) else fork(whole)  # which `extend` consumes
@@ -215,7 +220,7 @@ def answer(
             read = drawn.read([[*head, *tail[:size]]]) if drawn.remembers else drawn
             made.append(_answered(speaker, cache, read, mine, **options))
             del cache  # before the next copy is made: memory need not hold both
-    texts, tokens, stats, scored = zip(*made, strict=True)
+    texts, tokens, stats, scored = ([one[part] for one in made] for part in range(4))
     return Answers(texts, tokens, stats, scored if logprobs else None)
 
 
@@ -236,7 +241,7 @@ def _answered(
     text, ids, scored = "", [], []
     while True:
         steps = min(block, max_new_tokens - len(ids))
-        options = {"max_new_tokens": steps, "logprobs": logprobs, "top_logprobs": top_logprobs}
+        options: dict[str, Any] = {"max_new_tokens": steps, "logprobs": logprobs, "top_logprobs": top_logprobs}
         out = generate(speaker.params, cache, sampler=sampler, key=key, **options)
         (new,) = out.rows()
         ids += new

@@ -188,8 +188,15 @@ def generate(
     tokens, count, bad, made, memory, cost = readable(cache.plan, ended)
     check_finite(bad)
     stats = with_bytes(cost, end.cache, params)
-    sampler, ends = sampler.after(memory), {"eos_token_ids": eos, "cache": end.cache, "stats": stats}
-    return Generation(tokens=tokens, num_tokens=count, sampler=sampler, logprobs=made, **ends)
+    return Generation(
+        tokens=tokens,
+        num_tokens=count,
+        eos_token_ids=eos,
+        cache=end.cache,
+        sampler=sampler.after(memory),
+        stats=stats,
+        logprobs=made,
+    )
 
 
 @in_32_bits

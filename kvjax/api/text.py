@@ -55,7 +55,7 @@ def texts_of(tokenizer: Any, rows: Sequence[Sequence[int]], ends: Array, stop: s
 
 def stop_strings(stop: str | Sequence[str], tokenizer: Any) -> tuple[str, ...]:
     """Return the strings that end a text; refuse others, and strings without a tokenizer, with a ValueError."""
-    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Sequence) else (None,)
+    stops: tuple[Any, ...] = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Sequence) else (None,)
     if not all(isinstance(one, str) and one for one in stops):
         raise ValueError(f"stop must be a text, or a list of texts, none of them empty, got {shown(stop)}")
     if stops and tokenizer is None:
