@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -27,18 +28,19 @@ class History:
     @classmethod
     def empty(cls, batch: int) -> History:
         """Return a history of rows without tokens."""
-        tokens, length = jnp.zeros((batch, 0), jnp.int32), jnp.zeros((batch,), jnp.int32)
-        return cls(tokens=tokens, drawn=tokens != 0, length=length)
+        with at_once():
+            tokens, length = jnp.zeros((batch, 0), jnp.int32), jnp.zeros((batch,), jnp.int32)
+            return cls(tokens=tokens, drawn=tokens != 0, length=length)
 
     def read(self, tokens: Array, length: Array) -> History:
         """Append ``tokens`` int32 [B, T], of which ``length`` int32 [B] are real."""
-        order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        wide = self._wider(tokens.shape[1])
-        place = jnp.where(order < length[:, None], self.length[:, None] + order, wide.tokens.shape[1])
-        row = jnp.arange(len(tokens))[:, None]
-        return dataclasses.replace(
-            wide, tokens=wide.tokens.at[row, place].set(tokens, mode="drop"), length=self.length + length
-        )
+        with at_once() if is_known(self, tokens, length) else contextlib.nullcontext():
+            order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+            wide = self._wider(tokens.shape[1])
+            place = jnp.where(order < length[:, None], self.length[:, None] + order, wide.tokens.shape[1])
+            row = jnp.arange(len(tokens))[:, None]
+            written = wide.tokens.at[row, place].set(tokens, mode="drop")
+            return dataclasses.replace(wide, tokens=written, length=self.length + length)
 
     def with_room(self, steps: int) -> History:
         """Add places for ``steps`` more tokens of each row where there are too few."""
@@ -46,8 +48,8 @@ class History:
             return self._wider(steps)
         with at_once():
             needed = int(np.max(jax.device_get(self.length))) + steps
-        missing = needed - self.tokens.shape[1]
-        return self if missing <= 0 else self._wider(missing + -needed % _MULTIPLE)
+            missing = needed - self.tokens.shape[1]
+            return self if missing <= 0 else self._wider(missing + -needed % _MULTIPLE)
 
     def _wider(self, count: int) -> History:
         tokens, drawn = (jnp.pad(x, ((0, 0), (0, count))) for x in (self.tokens, self.drawn))
