@@ -74,9 +74,7 @@ def plain(options, prompt, drawn, logits):
 @pytest.mark.parametrize(
     "options",
     [
-        {"frequency_penalty": 0.4},
-        {"presence_penalty": -0.3, "repetition_penalty": 1.4},
-        {"no_repeat_ngram": 1, "presence_penalty": 0.5},
+        {"frequency_penalty": 0.4, "presence_penalty": -0.3, "repetition_penalty": 1.4},
         {"no_repeat_ngram": 4},
         {"logit_bias": {2: -np.inf, 5: 3.0}, "frequency_penalty": 1.5, "repetition_penalty": 0.5, "no_repeat_ngram": 3,
          "temperature": 0.6},
