@@ -117,7 +117,7 @@ class _Progress:
 
 
 def answer(
-    model: Speaker | str | os.PathLike,
+    model: Speaker | str | os.PathLike[str],
     context: str,
     questions: str | Sequence[str],
     *,

@@ -13,7 +13,7 @@ from kvjax.api.programs import prefill_once_program, prefill_program
 from kvjax.cache import Cache
 from kvjax.cache.quantised import check_kv_dtype
 from kvjax.decoding.bits import in_32_bits
-from kvjax.decoding.checks import check_arrays, check_fits, check_model, check_sizes, check_vocabulary
+from kvjax.decoding.checks import check_arrays, check_fits, check_model, check_sizes, check_vocabulary, has_no_limit
 from kvjax.decoding.layers import shares_prefill
 from kvjax.decoding.tokens import Integers, Tokens, pad_tokens
 from kvjax.mesh.sharding import place_rows, plan_of
@@ -125,7 +125,7 @@ def prefill_each(
     check_vocabulary(padded, config)
     if max_new_tokens is None:
         left = config.max_position_embeddings - longest(length, padded)
-        max_new_tokens = left if 0 < left < _ROOM and not any(method.extrapolates for method in chosen) else _ROOM
+        max_new_tokens = left if 0 < left < _ROOM and not any(has_no_limit(method, config) for method in chosen) else _ROOM
     max_new_tokens = positive_int("max_new_tokens", max_new_tokens)
     plan = plan_of(params)
     for method in chosen:

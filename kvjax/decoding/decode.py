@@ -19,7 +19,7 @@ from kvjax.decoding.passes import checked, layer_inputs
 from kvjax.decoding.recurrent import run_recurrent
 from kvjax.decoding.sampling import Sampler, split_keys
 from kvjax.protocol.method import settle_due
-from kvjax.protocol.typing import EMPTY, Model, attention_soft_cap, is_recurrent, not_none, pytree
+from kvjax.protocol.typing import EMPTY, Model, attention_soft_cap, is_recurrent, not_none, position_option, pytree
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
 from pallas_kernels.numerics import bounded_loop
@@ -52,7 +52,8 @@ def run_step(
         return run_shared(type(method).attend, method, state, inputs)
 
     asked = guessing_layers(methods) if tokens.shape[1] == 1 else ()
-    options = {"guess": asked} if asked else {}  # a model need not know of guesses
+    options: dict[str, Any] = {"guess": asked} if asked else {}  # a model need not know of guesses
+    options |= position_option(cache.model, position)
     last = jnp.maximum(count - 1, 0)
     with soft_cap(attention_soft_cap(cache.model)):
         results = cache.model.apply(params, tokens, attend, cache.layers, last=last, **options)

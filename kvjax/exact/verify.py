@@ -47,7 +47,7 @@ from kvjax.exact.progress import (
 from kvjax.exact.verified import Verified, noted
 from kvjax.exact.verified_layer import Passes, VerifiedLayer
 from kvjax.protocol.method import LayerMethod, settle_due
-from kvjax.protocol.typing import EMPTY, attention_soft_cap, is_recurrent, method_layers
+from kvjax.protocol.typing import EMPTY, attention_soft_cap, is_recurrent, method_layers, position_option
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
 from pallas_kernels.soft_cap import soft_cap
@@ -205,7 +205,8 @@ def _judged(params: Any, cache: Cache, tokens: Array, active: Array) -> tuple[Ar
         return out, (state, inputs, mass)
 
     with soft_cap(attention_soft_cap(cache.model)):
-        logits, results = cache.model.apply(params, tokens, attend, cache.layers)
+        options = position_option(cache.model, position)
+        logits, results = cache.model.apply(params, tokens, attend, cache.layers, **options)
     layers = tuple(state for state, _, _ in results)
     return logits, dataclasses.replace(cache, layers=layers), [each[1:] for each in results]
 
