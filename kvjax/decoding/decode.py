@@ -19,7 +19,7 @@ from kvjax.decoding.passes import checked, layer_inputs
 from kvjax.decoding.recurrent import run_recurrent
 from kvjax.decoding.sampling import Sampler, split_keys
 from kvjax.protocol.method import settle_due
-from kvjax.protocol.typing import EMPTY, Model, attention_soft_cap, is_recurrent, not_none, position_option, pytree
+from kvjax.protocol.typing import EMPTY, Model, attention_soft_cap, is_recurrent, position_option, pytree
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
 from pallas_kernels.numerics import bounded_loop
@@ -188,6 +188,11 @@ def decode_once(call: Call, now: Decoded) -> Decoded:
     )
 
 
+def forgetful(end: Decoded) -> Decoded:
+    """Leave out what a loop counts for its sampler: the next one counts again, from the history."""
+    return end if end.memory is None else dataclasses.replace(end, memory=end.memory.uncounted())
+
+
 def run_decode(
     params: Any,
     cache: Cache,
@@ -214,29 +219,25 @@ def run_decode(
     call = Call(params, sampler, eos, limits, forced=forced)
     memory = None if memory is None else sampler.recall(memory, cache.logits.shape[1])
     start = start_decode(cache, key, done, steps, limits, top, memory)
-    end = _looped(call, start, steps, stop_early) if advance is None else advance(call, start)
-    return end if memory is None else dataclasses.replace(end, memory=not_none("memory", end.memory).uncounted())
-
-
-def _looped(call: Call, start: Decoded, steps: int, stop_early: bool) -> Decoded:
-    """Run `decode_once` up to ``steps`` times, and sync host memory."""
+    if advance is not None:
+        return forgetful(advance(call, start))
     once = functools.partial(decode_once, call)
 
     def before(stop: Array | int) -> Callable[[Decoded], Array]:
         """Make the condition of a loop that ends at step ``stop``, or earlier if all rows are done and may stop."""
         return lambda now: (now.step < stop) & ~all_done(now) if stop_early else now.step < stop
 
-    every = steps_between_syncs(start.cache.layers, steps)
+    every = steps_between_syncs(cache.layers, steps)
     if (
         every is None and call.forced is not None and not stop_early
     ):  # a known number of steps has a derivative in reverse mode
         return lax.fori_loop(0, steps, lambda _, now: once(now), start)
     if every is None:
-        return lax.while_loop(before(steps), once, start)
+        return forgetful(lax.while_loop(before(steps), once, start))
 
     def block(now: Decoded) -> Decoded:
         """Run steps up to the next multiple of ``every``, and write their tokens to host memory."""
         end = lax.while_loop(before(jnp.minimum(now.step + every, steps)), once, now)
         return dataclasses.replace(end, cache=dataclasses.replace(end.cache, layers=sync(end.cache.layers, every)))
 
-    return lax.while_loop(before(steps), block, start)
+    return forgetful(lax.while_loop(before(steps), block, start))
