@@ -143,7 +143,7 @@ def decode(
 
     def split(cache: Cache, row: Any) -> Decoded:
         names = "tokens", "num_tokens", "done", "bad_step", "log_probs", "memory"
-        return Decoded(cache=cache, key=row if by_row else SAME, step=SAME, **dict.fromkeys(names, row))
+        return Decoded(cache=cache, key=row if by_row else SAME, step=SAME, **{name: row for name in names})
 
     return on_devices(run, params, cache, rows=rows, same=same, split=split)
 

@@ -228,9 +228,7 @@ def run_decode(
         return lambda now: (now.step < stop) & ~all_done(now) if stop_early else now.step < stop
 
     every = steps_between_syncs(cache.layers, steps)
-    if (
-        every is None and call.forced is not None and not stop_early
-    ):  # a known number of steps has a derivative in reverse mode
+    if every is None and forced is not None and not stop_early:  # a known number of steps has a derivative in reverse mode
         return lax.fori_loop(0, steps, lambda _, now: once(now), start)
     if every is None:
         return forgetful(lax.while_loop(before(steps), once, start))
