@@ -9,6 +9,7 @@ from kvjax.api.evaluate import evaluate
 from kvjax.api.fork import fork
 from kvjax.api.generate import Generation, decode_step, extend, generate, stream
 from kvjax.api.prefill import pad_tokens, prefill, prefill_each
+from kvjax.api.score import score
 from kvjax.api.sweep import sweep
 from kvjax.cache import Cache
 from kvjax.exact import Verified
@@ -43,6 +44,7 @@ __all__ = [
     "prefill_each",
     "register",
     "save_cache",
+    "score",
     "set_default_implementation",
     "share",
     "stream",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from kvjax import plugins
 from kvjax.attention.patterns import Pattern
@@ -23,6 +24,8 @@ _SHARE = re.compile(r"0?\.\d+|\d+/[1-9]\d*")  # a budget as a share of the promp
 _INDEX = re.compile(r"-?[0-9]{1,9}")  # of a layer
 _MOVED = "; a traced value that is too small or too large becomes the nearest allowed one"
 _WORDS = {"none": None, "true": True, "false": False}  # values that are words
+# Stands for a tokenizer where only sizes count.
+_NO_TEXT = types.SimpleNamespace(get_vocab=dict, encode=lambda text, **options: [], decode=lambda ids: "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +188,19 @@ def _check_names(cls: type[Method], knobs: Mapping[str, Any]) -> None:
         raise ValueError(f"{cls.__name__} must be given {' and '.join(missing)}{hint}; got {', '.join(knobs) or 'nothing'}")
 
 
+def without_text(method: Method, vocab_size: int) -> Method:
+    """Fill the knobs that are None and come from a tokenizer (`Method.tokenizer_knobs`); sizes ask for no values."""
+    of_text, changed = method.tokenizer_knobs(_NO_TEXT, vocab_size), {}
+    for name, value in vars(method).items():
+        if isinstance(value, dict):
+            changed[name] = {at: without_text(inner, vocab_size) for at, inner in value.items()}
+        elif isinstance(value, Method):
+            changed[name] = without_text(value, vocab_size)
+        elif value is None and name in of_text:
+            changed[name] = of_text[name]
+    return dataclasses.replace(cast("Any", method), **changed) if changed else method
+
+
 def one_inner(value: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Return name and knobs of the method inside of a wrapper, which is a text or ``{name: knobs}``.
 
@@ -210,8 +226,8 @@ def parse_knobs(method: str, pairs: Sequence[str]) -> dict[str, Any]:
     """Parse texts of the form ``knob=value`` to knobs for `make`.
 
     A value is a whole number, a number, ``true``, ``false``, ``none``, a text, or numbers with commas between them, as the
-    knob's type allows. A budget may be a share of the prompt, such as 1/8 or 0.125 (`kvjax.share`). Unknown methods and
-    knobs pass; `make` refuses them.
+    knob's type allows. A number may be a fraction such as 1/8, which of a budget is a share of the prompt, as is 0.125
+    (`kvjax.share`). Unknown methods and knobs pass; `make` refuses them.
 
     Args:
         method: a method's name; see `canonical_name`.
@@ -236,9 +252,10 @@ def _value(cls: type[Method], knob: str, text: str) -> Any:
     if knob not in declared(cls):
         return text
     kinds, _, _ = declared(cls)[knob]
-    if knob == "budget" and int in kinds and _SHARE.fullmatch(text):
+    if _SHARE.fullmatch(text) and (float in kinds or (knob == "budget" and int in kinds)):
         top, _, bottom = text.partition("/")
-        return share(float(top) / float(bottom or 1))
+        part = float(top) / float(bottom or 1)
+        return check_field(cls, knob, part) if float in kinds else share(part)
     if any(typing.get_origin(kind) is tuple is typing.get_origin(typing.get_args(kind)[0]) for kind in kinds):
         return text  # the name of a file with such tuples, which commands read; `make` refuses it
     try:

@@ -16,7 +16,7 @@ from .sizes.parts import LayerRope
 from .sizes.rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, YarnScaling
 from .text.chat import ChatTemplate
 from .text.tokenizer import as_tokenizer, load_tokenizer, special_tokens
-from .weights import from_pretrained, param_shapes, random_params, save_pretrained
+from .weights import from_pretrained, param_shapes, random_params, read_config, save_pretrained
 
 __all__ = [
     "ChatTemplate",
@@ -45,6 +45,7 @@ __all__ = [
     "param_shapes",
     "param_specs",
     "random_params",
+    "read_config",
     "save_pretrained",
     "shard_params",
     "special_tokens",

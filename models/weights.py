@@ -40,7 +40,7 @@ from .layers.modules import initializer, shape_of
 from .layers.transformer import Transformer
 from .sharding import check_mesh, leaf_shardings, on_host, param_sharding, placed, shard_params, spans_processes
 from .sizes.architecture import HOST_DTYPES, check_dtype
-from .text.tokenizer import special_ids, tokenizer_files
+from .text.tokenizer import special_ids, special_tokens, tokenizer_files
 
 _CONFIG = "config.json"
 # Settings of generation_config.json that change greedy tokens -> the value that changes nothing.
@@ -52,6 +52,7 @@ _CHANGES_GREEDY = {
         "forced_eos_token_id", "exponential_decay_length_penalty",
     ), None),
 }  # fmt: skip
+_DRAWS = "temperature", "top_k", "top_p", "min_p"  # its settings of sampling, which hold if it states do_sample
 _LONG = 10**9  # bytes of parameters from which loading shows its progress, and saving says its size
 
 
@@ -173,6 +174,8 @@ def from_pretrained(
     adapter = adapter_directory(directory)
     if adapter is None:
         return _load(directory, dtype, offline, mesh, weight_dtype)
+    if mesh is not None:
+        check_mesh(read_config(directory, dtype, offline=offline), mesh)
     params, config = _load(directory, dtype, offline, None if weight_dtype else mesh, None)  # an adapter changes floats
     params, config = apply_adapter(params, config, adapter)
     if weight_dtype is not None:
@@ -181,17 +184,35 @@ def from_pretrained(
     return params, config
 
 
+def read_config(directory: str | os.PathLike, dtype: str | None = None, *, offline: bool = False) -> ModelConfig:
+    """Read the description of a checkpoint alone; of a model with an adapter it is that of the base.
+
+    Args:
+        directory: as in `from_pretrained`, which names the errors too.
+        dtype: as in `from_pretrained`.
+        offline: as in `from_pretrained`.
+    """
+    check_dtype(dtype)
+    return _open(directory, dtype, offline)[2]
+
+
+def _open(
+    directory: str | os.PathLike, dtype: str | None, offline: bool
+) -> tuple[Path, gguf_files.GGUFFile | None, ModelConfig]:
+    """Find a checkpoint, and read its description; the file is None for a directory in Hugging Face layout."""
+    path = locate_gguf(directory, offline=offline)
+    if path is None:
+        path = checkpoint_directory(directory, offline=offline)
+        return path, None, _read_config(path, dtype)
+    file = gguf_files.open_file(path)
+    return path, file, ModelConfig(**vars(gguf_files.read_config(file, dtype)))
+
+
 def _load(
     directory: str | os.PathLike, dtype: str | None, offline: bool, mesh: Mesh | None, weight_dtype: str | None
 ) -> tuple[dict[str, Any], ModelConfig]:
     """Load parameters and config without an adapter."""
-    path, file = locate_gguf(directory, offline=offline), None
-    if path is None:
-        path = checkpoint_directory(directory, offline=offline)
-        config = _read_config(path, dtype)
-    else:
-        file = gguf_files.open_file(path)
-        config = ModelConfig(**vars(gguf_files.read_config(file, dtype)))
+    path, file, config = _open(directory, dtype, offline)
     check_mesh(config, mesh)
     check_weight_dtype(weight_dtype, config)
     table, coder = checkpoint_table(config), None
@@ -267,13 +288,17 @@ def _read_config(directory: Path, dtype: str | None) -> ModelConfig:
         named = eos_ids(stated.get("eos_token_id"))
     except ValueError as error:
         raise ValueError(f"{generation}: {error}") from error
-    if changing := [name for name, neutral in _CHANGES_GREEDY.items() if stated.get(name) not in (None, [], neutral)]:
-        settings = ", ".join(f"{name}={stated[name]!r:.40}" for name in changing)
+    left_out = [name for name, neutral in _CHANGES_GREEDY.items() if stated.get(name) not in (None, [], neutral)]
+    left_out += [name for name in _DRAWS if stated.get("do_sample") is True and stated.get(name) is not None]
+    if left_out:
+        settings = ", ".join(f"{name}={stated[name]!r:.40}" for name in left_out)
         say_once(
-            f"{generation} states {settings}, which transformers applies to greedy tokens and kvjax does not: to "
-            "compare, pass neutral values to generate there"
+            f"{generation} states {settings}, which transformers applies and kvjax does not, penalties to greedy tokens too: "
+            "pass what you want to generate as sampler=kvjax.decoding.Sampler(...)"
         )
-    known = (i for i in end_ids(special_ids(directory)) if i < config.vocab_size)
+    special = special_ids(directory)
+    by_text = (special.get(special_tokens(directory).get("eos_token", "")), *end_ids(special))
+    known = (i for i in by_text if i is not None and i < config.vocab_size)
     return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *named, *known))))
 
 

@@ -2,7 +2,8 @@
 
 `kvjax ls tasks` lists the tasks, and `kvjax ls tasks NAME` shows an example of one. `kvjax ls models` lists the named models,
 `kvjax ls families` the families of checkpoints that load. `kvjax ls FORMAT:PATH` shows what a suite's file holds. `kvjax ls
-cache` shows the models and compiled programs that are kept on disk, and with --clear deletes them.
+cache` shows the models and compiled programs that are kept on disk, and with --clear deletes them. `kvjax ls --fits 24GB
+--model MODEL` shows what fits a device: the longest prompt and the most rows under each method, from sizes alone.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import json
 import sys
 import textwrap
 from typing import Any
+
+from jsonargparse.typing import PositiveInt
 
 from experiments.cli import kept
 from experiments.cli.job import Job
@@ -33,14 +36,31 @@ class LsCommand:
         names: a method or a wrapper to explain, by name or as package.module:Class; 'tasks' and perhaps the name of a task;
             'models'; 'families'; FORMAT:PATH of a suite's file; or 'cache' (default: all methods and wrappers)
         clear: comma-separated, what 'cache' deletes: programs, models, all, or a model's folder as 'cache' shows it
+        fits: bytes of a device, such as 24GB: what fits it under the methods
+        model: with --fits: a size such as qwen3-8b, a directory or its config.json, a GGUF file, or a name
+        length: with --fits: tokens of the prompts whose rows are counted (default 32768)
+        tokens: with --fits: tokens that may follow a prompt (default 256)
+        kv_dtype: with --fits: dtype of stored keys and values, such as int8
+        weight_dtype: with --fits: weights in int8 or int4
         json: print JSON
     """
 
     names: tuple[str, ...] = option((), positional=True, metavar="NAME")
     clear: tuple[str, ...] = ()
+    fits: str | None = None
+    model: str | None = None
+    length: PositiveInt | None = None
+    tokens: PositiveInt | None = None
+    kv_dtype: str | None = None
+    weight_dtype: str | None = option(None, choices=("int8", "int4"))
     json: bool = False
 
     def __post_init__(self) -> None:
+        given = [name for name in ("model", "length", "tokens", "kv_dtype", "weight_dtype") if vars(self)[name] is not None]
+        if self.fits is None and given:
+            raise ValueError(f"--{given[0].replace('_', '-')} belongs to kvjax ls --fits SIZE")
+        if self.fits is not None and self.model is None:
+            raise ValueError("--fits needs --model: a size such as qwen3-8b, a directory, a GGUF file or a name")
         if self.clear and self.names != ("cache",):
             raise ValueError(f"--clear belongs to kvjax ls cache, got {' '.join(self.names) or 'the methods'}")
 
@@ -51,6 +71,11 @@ def _ls(command: LsCommand) -> None:
 
 def _other(command: LsCommand) -> str:
     """Show what is no method; "" for methods. The packages that know it are imported only for it."""
+    if command.fits is not None:
+        return importlib.import_module("experiments.answering.fits").list_fits(
+            command.fits, command.model, command.names, length=command.length or 32768, tokens=command.tokens or 256,
+            kv_dtype=command.kv_dtype, weight_dtype=command.weight_dtype, as_json=command.json,
+        )  # fmt: skip
     first, *rest = command.names or ("",)
     if first == "cache":
         return kept.clear(command.clear) if command.clear else kept.show()

@@ -22,6 +22,7 @@ COMMANDS = {
     "compare": ("experiments.evaluation.compare", "compare methods with Full, or a record with another, or show one"),
     "plot": ("experiments.cli.plot", "draw the figures of a result folder or of a record"),
     "ls": ("experiments.cli.ls", "list methods, tasks, models, what a file or the cache holds"),
+    "doctor": ("experiments.doctor.__main__", "test this machine: versions, devices, every operation once"),
     "fetch": ("experiments.answering.fetch", "download a model, and nothing else"),
     "speed": ("experiments.speed.__main__", "time decoding and prefill of every method"),
     "kernels": ("experiments.speed.kernels.__main__", "time kernels against their floors"),

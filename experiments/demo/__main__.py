@@ -34,7 +34,7 @@ from jsonargparse.typing import PositiveInt
 from experiments.answering import QUESTIONS, Choice, at_budgets, choices_of, written
 from experiments.cli import Job, option
 from experiments.demo.report import draw, table
-from experiments.evaluation import Compared, EvaluationSettings, Runner, Shown, beside_full, load, read_predictions
+from experiments.evaluation import Compared, EvaluationSettings, Runner, Shown, beside_reference, load, read_predictions
 from experiments.records import make_record, save, with_figures, write_bytes, write_record
 from kvjax import registry
 
@@ -115,7 +115,7 @@ def run_demo(settings: DemoSettings, *, progress: bool = True) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(asked, model, pathlib.Path(folder), progress=progress)
         runner.run()
-        compared = beside_full(load([runner.folder.path]))
+        compared = beside_reference(load([runner.folder.path]))
         for choice in asked.choices:
             mine = [item for item in compared if item.row["method"] == choice.label]
             lines = [line for item in mine for line in read_predictions(runner.folder.path, item.row)]

@@ -6,7 +6,7 @@ from experiments.evaluation.comparison import COUNTED as COUNTED
 from experiments.evaluation.comparison import Compared as Compared
 from experiments.evaluation.comparison import Entry as Entry
 from experiments.evaluation.comparison import averages as averages
-from experiments.evaluation.comparison import beside_full as beside_full
+from experiments.evaluation.comparison import beside_reference as beside_reference
 from experiments.evaluation.comparison import load as load
 from experiments.evaluation.folder import Folder as Folder
 from experiments.evaluation.folder import read_predictions as read_predictions

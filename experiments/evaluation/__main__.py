@@ -14,7 +14,7 @@ import sys
 from experiments.answering import set_knobs
 from experiments.cli import Job, option, write_figures
 from experiments.evaluation.cells import make_cells
-from experiments.evaluation.comparison import averages, beside_full, load, place_of
+from experiments.evaluation.comparison import averages, beside_reference, load, place_of
 from experiments.evaluation.folder import Folder
 from experiments.evaluation.grid import the_grid
 from experiments.evaluation.runner import Runner
@@ -66,7 +66,7 @@ def _finish(folder: Folder, output: Output) -> None:
     written = [folder.write("table.md", report([folder.path]))]
     if output.plot:
         written += write_figures(folder.path, [], folder.path)
-    compared = beside_full(load([folder.path]))
+    compared = beside_reference(load([folder.path]))
     if output.json:
         rows = sorted(folder.rows, key=place_of(folder.rows))
         print(json.dumps({"folder": str(folder.path), "means": averages(compared), "rows": rows}))

@@ -1,4 +1,4 @@
-"""Compare methods with Full, example by example; or two records row by row; or show a record.
+"""Compare methods with Full, or with --reference, example by example; or two records row by row; or show a record.
 
 FOLDERS are result folders of eval; or a record of another experiment, such as speed, and the record to compare it with. In a
 checkout, a record alone is compared with the one of its name in docs/records; if there is no such record, the command shows
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.cli import Job, naming, option, read_record
+from experiments.evaluation.comparison import BASELINE
 from experiments.evaluation.tables import csv_report, report
 from experiments.records import beside, csv_table, describe, write_bytes
 
@@ -27,12 +28,14 @@ class CompareCommand:
 
     Attributes:
         folders: result folders of eval; or one or two records of another experiment
+        reference: a method of result folders with which the others are compared: its label, or its name if it has one setting
         against: a record or a result folder, whose rows are put beside those of the only other one
         format: markdown; or csv, a line for each cell or row with plain numbers (default: csv if --out ends in .csv)
         out: file to write (default: standard output)
     """
 
     folders: tuple[pathlib.Path, ...] = option(positional=True)
+    reference: str = BASELINE
     against: pathlib.Path | None = None
     format: str | None = option(None, choices=(None, "markdown", "csv"))
     out: pathlib.Path | None = None
@@ -46,7 +49,9 @@ class CompareCommand:
 def _compare(command: CompareCommand) -> None:
     record = read_record(command.folders[0])
     if record["experiment"] == "eval" and command.against is None:
-        text = (csv_report if command.is_csv else report)(command.folders)
+        text = (csv_report if command.is_csv else report)(command.folders, command.reference)
+    elif command.reference != BASELINE:
+        raise ValueError(f"--reference is for result folders of eval, got {command.reference} and records")
     else:
         text = _records(command, record)
     if command.out is None:

@@ -1,4 +1,4 @@
-"""Compares methods with Full, example by example: differences with intervals, so that nobody takes noise for a result."""
+"""Compares methods with Full, or another reference, example by example: differences with their intervals."""
 
 from __future__ import annotations
 
@@ -48,14 +48,15 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """A row beside Full's on the same examples.
+    """A row beside the reference's on the same examples.
 
     Attributes:
         row: the metric.
-        difference: the row's score less Full's, in points.
+        difference: the row's score less the reference's, in points.
         interval_95: of the difference, by paired bootstrap over examples (over contexts, where examples share them).
-        same: percent of examples answered word for word as under Full.
+        same: percent of examples answered word for word as under the reference.
         contexts: number of the examples' contexts; an example that shares no context counts as one.
+        reference: the label of the method that the row is compared with.
     """
 
     row: dict[str, Any]
@@ -63,6 +64,12 @@ class Compared:
     interval_95: tuple[float, float]
     same: float
     contexts: int
+    reference: str = BASELINE
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether the row is the reference's own."""
+        return self.row["method"] == self.reference
 
     @property
     def beyond_noise(self) -> bool:
@@ -105,31 +112,46 @@ def named(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "name": f"{row['name']} ({pathlib.PurePath(row['source']).name})" if row.get("source") else row["name"]}
 
 
-def beside_full(entries: Sequence[Entry]) -> list[Compared]:
-    """Compare every row with Full's row of the same cell.
+def reference_of(entries: Sequence[Entry], name: str) -> str:
+    """Find the label of a reference: a label, or the name of a method that the entries have at one setting.
 
-    If Full was asked the question in several ways (prefill, extend, turns), its row that was asked in the same way is taken.
+    Raises:
+        ValueError: no method or several methods of the entries are called so.
+    """
+    labels = list(dict.fromkeys(entry.row["method"] for entry in entries))
+    found = [x for x in labels if x == name] or [x for x in labels if x.partition("(")[0] == name.lower()]
+    if len(found) != 1:
+        raise ValueError(f"reference must be one of the methods here, got {name!r}; expected {', '.join(found or labels)}")
+    return found[0]
+
+
+def beside_reference(entries: Sequence[Entry], reference: str = BASELINE) -> list[Compared]:
+    """Compare every row with the reference's row of the same cell.
+
+    If the reference was asked the question in several ways (prefill, extend, turns), its row that was asked in the same way
+    is taken.
 
     Args:
         entries: see `load`; if a row occurs twice, the first counts.
+        reference: the label of a method; see `reference_of`.
 
     Returns:
-        An item for each row, Full's own included. Methods keep the order of their first rows. The rows of a method stand
-        together: first the setting without knobs, then the other settings by the bytes that a decode step reads.
+        An item for each row, the reference's own included. Methods keep the order of their first rows. The rows of a
+        method stand together: first the setting without knobs, then the other settings by the bytes that a decode step reads.
     """
-    full: dict[tuple, Entry] = {}
+    bases: dict[tuple, Entry] = {}
     for entry in entries:
-        if entry.row["method"] == BASELINE:
-            full.setdefault((*entry.cell, entry.row["question"]), entry)
-            full.setdefault(entry.cell, entry)  # for methods that were asked in another way than Full
+        if entry.row["method"] == reference:
+            bases.setdefault((*entry.cell, entry.row["question"]), entry)
+            bases.setdefault(entry.cell, entry)  # for methods that were asked in another way than the reference
     compared: dict[tuple, Compared] = {}
     for entry in entries:
-        base = full.get((*entry.cell, entry.row["question"]), full.get(entry.cell))
+        base = bases.get((*entry.cell, entry.row["question"]), bases.get(entry.cell))
         if base is None:
             at = entry.row.get("length") or "its own lengths"
             raise ValueError(
-                f"{entry.folder}: {entry.row['method']} on {entry.row['name']} at {at} has no row of Full beside it; "
-                "without its baseline a score says nothing"
+                f"{entry.folder}: {entry.row['method']} on {entry.row['name']} at {at} has no row of "
+                f"{method_title(reference)} beside it; without its baseline a score says nothing"
             )
         key = (entry.row["method"], entry.row["question"], entry.cell)
         compared.setdefault(key, _against(entry, base))
@@ -138,7 +160,7 @@ def beside_full(entries: Sequence[Entry]) -> list[Compared]:
 
 
 def place_of(rows: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]], tuple[int, bool, float, str]]:
-    """Return a sorting key that orders rows as `beside_full` does, in whatever order several processes wrote them."""
+    """Return a sorting key that orders rows as `beside_reference` does, in whatever order several processes wrote them."""
     families: dict[str, int] = {}
     reads: dict[str, float] = {}
     for row in rows:
@@ -155,8 +177,8 @@ def place_of(rows: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]],
 def _against(entry: Entry, base: Entry) -> Compared:
     if other := entry.examples.keys() ^ base.examples.keys():
         raise ValueError(
-            f"{entry.row['method']} and Full answered different examples of {entry.row['name']}: {len(other)} keys are not "
-            "in both; a key holds the prompt, the references, the scorer and the limits"
+            f"{entry.row['method']} and {base.row['method']} answered different examples of {entry.row['name']}: "
+            f"{len(other)} keys are not in both; a key holds the prompt, the references, the scorer and the limits"
         )
     pairs = [(entry.examples[key], theirs) for key, theirs in base.examples.items()]
     changes = [mine["score"] - theirs["score"] for mine, theirs in pairs]
@@ -164,21 +186,21 @@ def _against(entry: Entry, base: Entry) -> Compared:
     difference, low, high = (round(100 * value, 2) for value in (float(np.mean(changes)), *interval(changes, groups)))
     same = round(100 * float(np.mean([mine["answer"] == theirs["answer"] for mine, theirs in pairs])), 1)
     contexts = len({group or number for number, group in enumerate(groups)})
-    return Compared(entry.row, difference, (low, high), same, contexts)
+    return Compared(entry.row, difference, (low, high), same, contexts, base.row["method"])
 
 
 def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
     """Average scores over tasks, for each method, way of asking the question, and length.
 
-    Only methods that have the same cells as Full are averaged: means over different tasks cannot be compared.
+    Only methods that have the same cells as the reference are averaged: means over different tasks cannot be compared.
     ``budget`` is the mean of `budget_of`.
     """
     groups: dict[tuple, list[Compared]] = {}
     for item in compared:
         groups.setdefault((item.row["method"], item.row["question"], item.row.get("length")), []).append(item)
     cells: dict[Any, set] = {}
-    for (method, _, length), members in groups.items():
-        if method == BASELINE:
+    for (_, _, length), members in groups.items():
+        if members[0].is_reference:
             cells.setdefault(length, set()).update(_cell_names(members))
     means = []
     for (method, question, length), members in groups.items():
@@ -188,6 +210,7 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
         means.append(
             {
                 "method": method,
+                "reference": members[0].reference,
                 "question": question,
                 "length": length,
                 "budget": round(float(np.mean([budget_of(item.row) for item in members]))),
@@ -215,8 +238,8 @@ def _cell_names(members: Sequence[Compared]) -> list[tuple]:
 
 
 def flat(item: Compared) -> dict[str, Any]:
-    """Make a row of plain values of a cell: the task, the method, its scores beside Full's, and what it cost."""
-    row, full = item.row, item.row["method"] == BASELINE
+    """Make a row of plain values of a cell: the task, the method, its scores beside the reference's, and what it cost."""
+    row, itself, against = item.row, item.is_reference, f"against_{item.reference.partition('(')[0]}"
     low, high = row["interval_95"]
     return {
         "task": row["name"],
@@ -229,11 +252,12 @@ def flat(item: Compared) -> dict[str, Any]:
         "score": row["value"],
         "score_low": low,
         "score_high": high,
-        "against_full": None if full else item.difference,
-        "against_full_low": None if full else item.interval_95[0],
-        "against_full_high": None if full else item.interval_95[1],
+        against: None if itself else item.difference,
+        f"{against}_low": None if itself else item.interval_95[0],
+        f"{against}_high": None if itself else item.interval_95[1],
         "same_answer": item.same,
         "examples": row.get("examples"),
+        "contexts": item.contexts,
         "answer_tokens": row.get("mean_answer_tokens"),
         "unfinished": row.get("unfinished"),
         "tokens_attended": row["attended_tokens"],

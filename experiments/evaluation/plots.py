@@ -21,7 +21,7 @@ from experiments.records import (
     error_bars,
     heat_map,
     label_lines,
-    line_style,
+    method_styles,
     method_title,
     name_curves,
     new_figure,
@@ -33,7 +33,7 @@ from experiments.tasks import GROUPS
 
 Row = Mapping[str, Any]
 _BEST = 8  # baselines in the figure of the main table
-_READINGS = ("centred=", "hierarchy=", "prefilter=")  # knobs of other readings of a paper
+_READINGS = ("centred=", "hierarchy=", "prefilter=", "kernel=", "chunk=")  # knobs of other readings of a paper
 _FULL = {"color": REFERENCE, "linestyle": "--", "linewidth": 1}
 # The quantity of a row against which `curves` draws scores, what it is, and what the frontier says.
 _QUANTITIES = {
@@ -77,9 +77,11 @@ def _mean(rows: Sequence[Row], name: str = "value") -> float:
     return float(np.mean([row[name] for row in rows]))
 
 
-def _score_axis(panel: Any) -> None:
-    panel.set_ylim(-4, 104)  # room for the marks at 0 and 100
-    panel.set_yticks(range(0, 101, 20))
+def _score_axis(panel: Any, least: float = 0) -> None:
+    """Scale the axis of scores up to 100, from the multiple of 20 below the ``least``."""
+    least = 20 * (int(min(least, 80)) // 20)
+    panel.set_ylim(least - (104 - least) / 26, 104)  # room for the marks at both ends
+    panel.set_yticks(range(least, 101, 20 if least < 60 else 10))
 
 
 def needle(rows: Sequence[Row]) -> Any:
@@ -108,6 +110,54 @@ def needle(rows: Sequence[Row]) -> Any:
     figure.supylabel("depth of the needle", fontsize=9)
     figure.colorbar(image, ax=list(panels), label="score", shrink=0.8)
     return figure
+
+
+def sweep(rows: Sequence[Row]) -> Any:
+    """Plot mean scores of a sweep of two knobs as heat maps: a panel for each method, place of the question and length."""
+    sweeps = _swept(_scored(rows, "sweeps"))
+    if not sweeps:
+        raise ValueError(
+            "a heat map of a sweep needs a method of which two knobs vary: run eval with --grid KNOB=V1,V2 --grid OTHER=V1,V2"
+        )
+    several = len({(row["method"].partition("(")[0], row["question"]) for mine, _ in sweeps for row in mine}) > 1
+    across = min(len(sweeps), 3)
+    down, image = -(-len(sweeps) // across), None
+    figure = new_figure(1.2 + 4.2 * across, 0.6 + 3.2 * down)
+    panels = figure.subplots(down, across, squeeze=False).ravel()
+    for panel, (mine, varied) in zip(panels, sweeps, strict=False):
+        (first, x), (second, y) = varied.items()
+        cells = [[[row for row in mine if (row["knobs"][first], row["knobs"][second]) == (a, b)] for a in x] for b in y]
+        image = heat_map(panel, np.asarray([[_mean(here) if here else np.nan for here in line] for line in cells]))
+        about = f"{method_title(mine[0]['method'].partition('(')[0])} ({mine[0]['question']}), " * several
+        tidy(panel, about + _length_title(mine[0].get("length")), first, second, grid=None)
+        panel.set_xticks(range(len(x)), [f"{value}" for value in x])
+        panel.set_yticks(range(len(y)), [f"{value}" for value in y])
+    for panel in panels[len(sweeps) :]:
+        panel.set_axis_off()
+    names = {row["name"] for mine, _ in sweeps for row in mine}
+    figure.colorbar(image, ax=list(panels), label=f"score, mean of {len(names)} tasks" if len(names) > 1 else "score")
+    return figure
+
+
+def _swept(rows: Sequence[Row]) -> list[tuple[list[Row], dict[str, list[Any]]]]:
+    """Find the methods of which just two knobs vary at a length, in all combinations: their rows, and the values of both."""
+    groups: dict[tuple, list[Row]] = {}
+    for row in (row for row in rows if "(" in row["method"]):  # a label has the knobs that were set
+        groups.setdefault((row["method"].partition("(")[0], row["question"], row.get("length")), []).append(row)
+    found = []
+    for mine in groups.values():
+        values: dict[str, set] = {}
+        for row in mine:
+            for knob, value in (row.get("knobs") or {}).items():
+                if knob != "capacity" and isinstance(value, (int, float, str)):  # a capacity follows the budget
+                    values.setdefault(knob, set()).add(value)
+        varied = {
+            knob: sorted(x, key=lambda value: (isinstance(value, str), value)) for knob, x in values.items() if len(x) > 1
+        }
+        pairs = {tuple(row["knobs"][knob] for knob in varied) for row in mine} if len(varied) == 2 else set()
+        if pairs and len(pairs) == np.prod([len(values) for values in varied.values()]):
+            found.append((mine, varied))
+    return found
 
 
 def _points(rows: Sequence[Row], quantity: str) -> dict[tuple[str, str], list[Point]]:
@@ -145,6 +195,8 @@ def curves(kind: str, rows: Sequence[Row]) -> Any:
     groups = [[row for row in rows if row.get("length") == length] for length in lengths]
     points_of = [_points(here, quantity) for here in groups]
     order = _in_colour(points_of)
+    styles = dict(zip(order, method_styles([name for name, _ in order]), strict=True))
+    least = min(point.ends[0] for points in points_of for along in points.values() for point in along)
     figure, panels = _panels(lengths)
     named: list[tuple[list[Curve], list[tuple[float, float]]]] = []
     for panel, length, here, points in zip(panels, lengths, groups, points_of, strict=True):
@@ -155,8 +207,8 @@ def curves(kind: str, rows: Sequence[Row]) -> Any:
             if name == BASELINE:
                 panel.axhline(along[0].score, **_FULL)
                 style = {**_FULL, "marker": "*", "markersize": 9}
-            elif (name, question) in order:  # a method looks alike in every panel
-                style = line_style(order.index((name, question)))
+            elif (name, question) in styles:
+                style = styles[name, question]
             else:
                 panel.plot(*zip(*line, strict=True), label=label, **QUIET)
                 plain += line
@@ -168,7 +220,7 @@ def curves(kind: str, rows: Sequence[Row]) -> Any:
         broad = {"color": FAINT, "linewidth": 3, "alpha": 0.35, "zorder": 0}
         panel.step(*zip(*pareto(everything), strict=True), where="post", label=frontier, **broad)
         amount_axis(panel, [at for at, _ in everything], axis="x")
-        _score_axis(panel)
+        _score_axis(panel, least)
         tasks = {row["name"] for row in here if row["method"] == BASELINE} or {row["name"] for row in here}
         over = f", mean of {len(tasks)} tasks" if len(tasks) > 1 else f" in {next(iter(tasks))}"
         tidy(panel, _length_title(length), xlabel, f"score{over}")
@@ -231,11 +283,12 @@ def memory(rows: Sequence[Row]) -> Any:
         settings.setdefault(row["method"].partition("(")[0], {}).setdefault(row["method"], []).append(row)
     others = [name for name in settings if name != BASELINE]
     order = chosen(others, [*(name for name in PAPERS if name in others), *others])
+    styles = dict(zip(order, method_styles(order), strict=True))
     figure = new_figure(6.5, 4.6)
     panel = figure.subplots()
     ends, values = [], []
     for name, mine in settings.items():
-        style = _FULL if name == BASELINE else line_style(order.index(name)) if name in order else QUIET
+        style = _FULL if name == BASELINE else styles.get(name, QUIET)
         last = []
         for cells in mine.values():
             at_lengths = [[row for row in cells if row.get("length") == length] for length in _lengths(cells)]
@@ -265,6 +318,7 @@ def turns(rows: Sequence[Row]) -> Any:
     others = [name for name, mine in groups.items() if mine[0]["method"] != BASELINE]
     papers = [name for name in others if groups[name][0]["method"].partition("(")[0] in PAPERS]
     order = chosen(others, [*papers, *sorted(others, key=lambda name: -_mean(groups[name]))])
+    styles = dict(zip(order, method_styles([groups[name][0]["method"] for name in order]), strict=True))
     figure, panels = _panels(lengths)
     ends: list[list[tuple[float, float, str, str]]] = []
     for panel, length in zip(panels, lengths, strict=True):
@@ -273,7 +327,7 @@ def turns(rows: Sequence[Row]) -> Any:
             here = [row["by"]["turn"] for row in mine if row.get("length") == length]
             asked = sorted({int(turn) for scores in here for turn in scores})
             line = [(1 + turn, float(np.mean([one[str(turn)] for one in here if str(turn) in one]))) for turn in asked]
-            style = _FULL if name not in others else line_style(order.index(name)) if name in order else QUIET
+            style = _FULL if name not in others else styles.get(name, QUIET)
             panel.plot(*zip(*line, strict=True), label=name, **style)
             if line and style is not QUIET:
                 ends[-1].append((*line[-1], name, style["color"]))
@@ -307,6 +361,7 @@ KINDS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "solved": solved,
     "memory": memory,
     "needle": needle,
+    "sweep": sweep,
     "turns": turns,
 }
 
@@ -314,7 +369,8 @@ KINDS: dict[str, Callable[[Sequence[Row]], Any]] = {
 def default_kinds(rows: Sequence[Row]) -> list[str]:
     """Return the names of the figures that show something of these rows."""
     scored = [row for row in rows if row["unit"] == "percent"]
-    kinds = [*_QUANTITIES] * bool(scored) + ["needle"] * any(row.get("depth") is not None for row in scored)
+    kinds = [*_QUANTITIES] * bool(scored) + ["sweep"] * bool(_swept(scored))
+    kinds += ["needle"] * any(row.get("depth") is not None for row in scored)
     return kinds + ["turns"] * any("turn" in row.get("by", {}) for row in scored)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import models
 from experiments.answering import of_loaded, preset
 from experiments.evaluation.cells import make_cells
-from experiments.evaluation.comparison import beside_full, flat, load
+from experiments.evaluation.comparison import beside_reference, flat, load
 from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import EvaluationSettings
 from kvjax import plugins, registry
@@ -55,7 +55,7 @@ def evaluate_methods(
         runner = Runner(chosen, loaded, folder, cells=cells, progress=progress)
         runner.run()
         runner.folder.keep_examples()
-        compared = beside_full(load([folder]))
+        compared = beside_reference(load([folder]))
     labels, asked = {choice.label for choice in chosen.choices}, [cell.identity.items() for cell in cells]
     return [  # the folder may have more
         flat(item)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from experiments.answering import budget_of, without_effect
 from experiments.cli import naming, read_record
-from experiments.evaluation.comparison import BASELINE, FEW, Compared, averages, beside_full, flat, load
+from experiments.evaluation.comparison import BASELINE, FEW, Compared, averages, beside_reference, flat, load, reference_of
 from experiments.records import csv_table, device_kinds, markdown_rows, method_title, short_commit
 
 _OF_CELLS = f"; bold: beyond noise. Fewer than {FEW} examples that are all alike have no interval"  # not of means
 _LEGEND = (
-    "Scores are 0 to 100. Against Full: mean difference "
-    f"on the same examples with a 95 % paired bootstrap interval{_OF_CELLS}. Same answer: word for word. Question: "
+    "Scores are 0 to 100. Against {reference}: mean difference "
+    f"on the same examples with a 95 % paired bootstrap interval{_OF_CELLS}. n: contexts, or examples that share none; of "
+    "means, in the task that has fewest. Same answer: word for word. Question: "
     "in the prompt that the method compresses (prefill), after it (extend), or one after the other in one cache (turns). "
     "Budget: tokens per KV head that the setting asks for; where it asks for none, the tokens attended. "
     "Read, and tokens attended: in the step after an answer's eighth token, or its last if it is shorter (in runs before "
@@ -24,31 +25,45 @@ LONG_ANSWER = 512  # tokens; tables with a longer mean answer have a column of t
 _ACCEPTED = " Accepted: tokens that a pass of Full gave over tokens drafted by the method (`kvjax.Verified`)."
 
 
-def report(folders: Sequence[pathlib.Path]) -> str:
-    """Format the tables of some folders as one Markdown text.
+def report(folders: Sequence[pathlib.Path], reference: str = BASELINE) -> str:
+    """Format the tables of some folders, beside Full or the method ``reference``, as one Markdown text.
 
     Raises:
         ValueError: a folder does not record what made its numbers, or an error of `experiments.evaluation.comparison`.
     """
     with naming(*folders):
-        compared = beside_full(load(folders))
-        about = "How well each method answers, beside Full on the same examples."
-        legend = _LEGEND + _ACCEPTED * any(_accepted(item.row) for item in compared)
+        compared = _compared(folders, reference)
+        title = method_title(compared[0].reference)
+        about = f"How well each method answers, beside {title} on the same examples."
+        legend = _LEGEND.replace("{reference}", title) + _ACCEPTED * any(_accepted(item.row) for item in compared)
         title = f"# Evaluation: {' and '.join(folder.resolve().name for folder in folders)}"
         parts = [title, about, "\n".join(_about(folder) for folder in folders), legend]
         parts += ["## Means over tasks", summary_table(compared), *remarks(compared)]
         return "\n\n".join([*parts, "## Every cell", cell_table(compared)]) + "\n"
 
 
-def csv_report(folders: Sequence[pathlib.Path]) -> str:
+def csv_report(folders: Sequence[pathlib.Path], reference: str = BASELINE) -> str:
     """Format every cell of some folders as comma-separated values, a line for each; see `flat`."""
     with naming(*folders):
-        return csv_table([flat(item) for item in beside_full(load(folders))])
+        return csv_table([flat(item) for item in _compared(folders, reference)])
+
+
+def _compared(folders: Sequence[pathlib.Path], reference: str) -> list[Compared]:
+    entries = load(folders)
+    return beside_reference(entries, reference if reference == BASELINE else reference_of(entries, reference))
 
 
 def summary_table(compared: Sequence[Compared]) -> str:
     """Format `summary_cells` as Markdown."""
     return "\n".join(markdown_rows(summary_cells(compared)))
+
+
+_AGAINST = "against "  # a column, whose heading ends with the reference
+
+
+def _headings(columns: Iterable[str], compared: Sequence[Compared]) -> list[str]:
+    title = method_title(compared[0].reference) if compared else ""
+    return [name.replace(_AGAINST, f"{_AGAINST}{title}") for name in columns]
 
 
 _MEANS: dict[str, Callable[[Mapping[str, Any]], str]] = {
@@ -57,7 +72,8 @@ _MEANS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "question": lambda mean: mean["question"],
     "length": lambda mean: _length(mean),
     "score": lambda mean: f"{mean['score']:.1f}",
-    "against Full": lambda mean: "" if mean["method"] == BASELINE else against(mean),
+    "n": lambda mean: f"{mean['samples']:,}",
+    _AGAINST: lambda mean: "" if mean["method"] == mean["reference"] else against(mean),
     "same answer": lambda mean: f"{mean['same']:.0f} %",
     "tokens attended": lambda mean: f"{mean['attended_tokens']:,} of {mean['length_tokens']:,}",
     "read": lambda mean: f"{_bytes(mean['bytes_read_per_step'])} ({_share(mean):.1f} %)",
@@ -66,8 +82,8 @@ _MEANS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 def summary_cells(compared: Sequence[Compared]) -> list[list[str]]:
-    """Make a row for each method and length: means over the tasks, for methods that ran all of Full's tasks."""
-    return [[*_MEANS], *([column(mean) for column in _MEANS.values()] for mean in averages(compared))]
+    """Make a row for each method and length: means over the tasks, for methods that ran all of the reference's tasks."""
+    return [_headings(_MEANS, compared), *([column(mean) for column in _MEANS.values()] for mean in averages(compared))]
 
 
 def remarks(compared: Sequence[Compared]) -> list[str]:
@@ -85,7 +101,8 @@ def remarks(compared: Sequence[Compared]) -> list[str]:
     keys = dict.fromkeys((item.row["method"], item.row["question"], item.row.get("length")) for item in compared)
     if left := [key for key in keys if key not in kept]:
         names = (f"{method_title(method)} ({question}, {_length({'length': length})})" for method, question, length in left)
-        told.append(f"No mean, because they lack cells that Full has or have others: {', '.join(names)}.")
+        title = method_title(compared[0].reference)
+        told.append(f"No mean, because they lack cells that {title} has or have others: {', '.join(names)}.")
     cut: dict[str, list[int]] = {}
     for row in (item.row for item in compared if "cut_below_100" in item.row):
         mine = cut.setdefault(_method(row), [0, 0])
@@ -116,7 +133,8 @@ _CELLS: dict[str, Callable[[Compared], str]] = {
     "budget": lambda item: f"{budget_of(item.row):,}",
     "question": lambda item: item.row["question"],
     "score [95 %]": lambda item: f"{item.row['value']:.1f} {_interval(item.row['interval_95'], item.contexts, '.1f')}",
-    "against Full [95 %]": lambda item: "" if item.row["method"] == BASELINE else _change(item),
+    "n": lambda item: f"{item.contexts:,}",
+    f"{_AGAINST} [95 %]": lambda item: "" if item.is_reference else _change(item),
     "same answer": lambda item: f"{item.same:.0f} %",
     "answer tokens": lambda item: _trace(item.row),
     "accepted": lambda item: _accepted(item.row),
@@ -133,7 +151,9 @@ def cell_table(compared: Sequence[Compared]) -> str:
         del columns["answer tokens"]
     if not any(_accepted(item.row) for item in compared):
         del columns["accepted"]
-    return "\n".join(markdown_rows([[*columns], *([column(item) for column in columns.values()] for item in compared)]))
+    return "\n".join(
+        markdown_rows([_headings(columns, compared), *([column(item) for column in columns.values()] for item in compared)])
+    )
 
 
 def _task(row: Mapping[str, Any]) -> str:
@@ -162,7 +182,7 @@ def _change(item: Compared) -> str:
 
 
 def against(mean: Mapping[str, Any]) -> str:
-    """Format the mean difference to Full with its interval; without one if a few examples of each task were all alike."""
+    """Format the mean difference to the reference with its interval; none if a few examples of each task were all alike."""
     alike = not mean["plus_minus"] and mean["samples"] < FEW
     return f"{mean['difference']:+.1f}" + ("" if alike else f" ± {mean['plus_minus']:.1f}")
 

@@ -20,6 +20,7 @@ from jax import Array
 import kvjax
 from experiments.answering import follow, score
 from kvjax.api.measure import measure
+from kvjax.decoding.checks import check_room
 from kvjax.protocol.method import Method
 
 Ids = Sequence[int]
@@ -52,7 +53,7 @@ def likelihoods(
         last text, in contexts with fewer texts).
 
     Raises:
-        ValueError: an empty context or text, or one longer than its padding.
+        ValueError: an empty context or text, one longer than its padding, or a text that crosses a border of RoPE's rule.
         FloatingPointError: a probability was not finite.
     """
     if len(texts) != len(contexts) or not all(texts):
@@ -77,6 +78,7 @@ def likelihoods(
             fed[row, : len(tokens)] = tokens
             targets[row, len(last) : len(last) + len(text)] = text
             counts[row] = len(tokens)
+        check_room(now, counts)  # inside `_score` nothing is known
         logprob, greedy, now = _score(params, now, fed, counts, targets)
         scored.append(jax.device_get((logprob, greedy)))
         stats.append(jax.device_get(measure(now)))

@@ -21,7 +21,6 @@ from experiments.records.plotting import check_installed as check_installed
 from experiments.records.plotting import error_bars as error_bars
 from experiments.records.plotting import heat_map as heat_map
 from experiments.records.plotting import legend as legend
-from experiments.records.plotting import line_style as line_style
 from experiments.records.plotting import new_figure as new_figure
 from experiments.records.plotting import save as save
 from experiments.records.plotting import tidy as tidy
@@ -42,4 +41,5 @@ from experiments.records.tables import short_commit as short_commit
 from experiments.records.tables import table_file as table_file
 from experiments.records.timing import CompileClock as CompileClock
 from experiments.records.timing import Timer as Timer
+from experiments.records.titles import method_styles as method_styles
 from experiments.records.titles import method_title as method_title

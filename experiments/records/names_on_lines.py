@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -40,21 +41,31 @@ def chosen(names: Iterable[str], wanted: Iterable[str], most: int = MOST) -> lis
 
 
 def name_curves(panel: Any, curves: Sequence[Curve], others: Sequence[tuple[float, float]] = ()) -> None:
-    """Write the name of each curve near its last point, apart from points, names and the points of ``others``.
+    """Write the name of each curve near its last point, apart from lines, names and the points of ``others``.
 
     Call it when the panel has its final limits and its curves.
     """
     from adjustText import adjust_text
+    from matplotlib import patheffects
 
     panel.get_figure(root=True).draw_without_rendering()  # the layout decides how much of a panel a name takes
     style = {"fontsize": _SMALL, "va": "center", "ha": "center"}
     texts = [panel.text(*curve.points[-1], curve.name, color=text_color(curve.color), **style) for curve in curves]
-    x, y = zip(*(point for curve in curves for point in curve.points), *others, strict=True)
+    x, y = zip(*(point for curve in curves for point in _along(panel, curve.points)), *others, strict=True)
     forces = {"expand": (1.15, 1.3), "force_text": (0.5, 0.5), "force_static": (0.1, 0.2)}  # no two names of our records meet
     adjust_text(texts, x, y, ax=panel, ensure_inside_axes=True, **forces)
     for text, curve in zip(texts, curves, strict=True):
         ends = zip(curve.points[-1], text.get_position(), strict=True)
         panel.plot(*ends, color=curve.color, linewidth=0.5, alpha=0.6, zorder=0, scalex=False, scaley=False)
+        text.set_path_effects([patheffects.withStroke(linewidth=2.5, foreground="white")])  # legible on a line, too
+
+
+def _along(panel: Any, points: Sequence[tuple[float, float]], pieces: int = 8) -> list[tuple[float, float]]:
+    """Divide the line through the points, as a panel shows it, into so many pieces between two points."""
+    at = panel.transData.transform(points)
+    shares = np.linspace(0, 1, pieces, endpoint=False)[:, None]
+    between = [first + shares * (last - first) for first, last in itertools.pairwise(at)]
+    return panel.transData.inverted().transform(np.concatenate([*between, at[-1:]])).tolist()
 
 
 def label_lines(panel: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:

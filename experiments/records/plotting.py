@@ -20,6 +20,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0
 REFERENCE = "#333333"  # lines to compare with: Full, a floor, 100 %
 FAINT = "#999999"  # marks that explain, such as the end of an answer
 COLOR_MAP = "cividis"  # colours of heat maps: dark is low, light is high, in print without colours too
+_DARK = ("#332288", "#882255", "#117733", "#999933", "#661100", "#6699cc", "#aa4499")  # Tol's muted colours: the next seven
 _MARKERS = ("o", "s", "^", "D")
 _DASHES = ("-", "--", ":", "-.")
 _MISSING = "figures need the package 'matplotlib', which is not installed: pip install 'kvjax[plot]'"
@@ -88,10 +89,11 @@ def tidy(panel: Any, title: str = "", xlabel: str = "", ylabel: str = "", grid: 
         panel.grid(axis=grid, alpha=0.25, linewidth=0.6)
 
 
-def line_style(index: int, *, points: bool = True) -> dict[str, Any]:
-    """Choose colour, dashes and marker of the series at ``index``; 28 series have different styles."""
-    turn = index // len(COLORS)
-    style = {"color": COLORS[index % len(COLORS)], "linestyle": _DASHES[turn % len(_DASHES)], "linewidth": 1.4}
+def line_style(index: int, nth: int = 0, *, points: bool = True) -> dict[str, Any]:
+    """Choose colour, dashes and marker of the series at ``index``, or of its ``nth`` variant; 56 have different styles."""
+    colors = (*COLORS, *_DARK)
+    turn = index // len(colors) + nth
+    style = {"color": colors[index % len(colors)], "linestyle": _DASHES[turn % len(_DASHES)], "linewidth": 1.4}
     if points:
         style |= {"marker": _MARKERS[turn % len(_MARKERS)], "markersize": 3.5}
     return style

@@ -12,6 +12,7 @@ from experiments.records import (
     bar_chart,
     device_kinds,
     label_lines,
+    method_styles,
     method_title,
     new_figure,
     tidy,
@@ -22,7 +23,6 @@ from experiments.speed.rows import Row
 Group = tuple[str, int, int, str]  # model, tokens stored, rows, axis of the mesh
 
 _BAR = 0.27  # inches of height for each bar
-_MARKS = "sD^vP*Xo"
 _TICKS = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 200)  # milliseconds
 
 
@@ -88,7 +88,8 @@ def scaling(rows: Sequence[Row], card: str = "") -> Any:
     figure = new_figure(4.6 * len(groups), 4.4)
     _name_card(figure, card)
     names = sorted({name for methods in groups.values() for name in methods} - {"full"})  # a method looks alike in all panels
-    looks = {"full": (REFERENCE, "o")} | {x: (COLORS[i % len(COLORS)], _MARKS[i % len(_MARKS)]) for i, x in enumerate(names)}
+    looks = {"full": (REFERENCE, "o")}
+    looks |= {name: (style["color"], style["marker"]) for name, style in zip(names, method_styles(names), strict=True)}
     for panel, ((model, length, batch, axis), methods) in zip(
         figure.subplots(1, len(groups), squeeze=False)[0], groups.items(), strict=True
     ):

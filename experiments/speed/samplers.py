@@ -31,15 +31,19 @@ class Forced:
         rates = [now / before if before else 0.0 for before, now in zip([1.0, *kept], kept, strict=False)]
         return cls(rates=jnp.asarray(rates, jnp.float32), rows=rows)
 
-    def draw(self, logits: Array, key: Array) -> Array:
-        """Draw next tokens int32 [B] from logits float32 [B, V]."""
+    def process(self, logits: Array, memory: None) -> tuple[Array, None]:
+        """Leave the logits as they are."""
+        return logits, None
+
+    def draw(self, logits: Array, key: Array) -> tuple[Array, Array]:
+        """Draw next tokens int32 [B] from logits float32 [B, V], which are returned, too."""
         return self.draw_each(logits, jax.vmap(jax.random.fold_in, (None, 0))(key, rows_of(len(logits))))
 
-    def draw_each(self, logits: Array, keys: Array) -> Array:
+    def draw_each(self, logits: Array, keys: Array) -> tuple[Array, Array]:
         """Draw B tokens int32 for steps, or B * N tokens for a pass, from logits float32 [.., V] with a key for each."""
         # No logit is at a place below 0, which the compiler does not know.
         token = jnp.where(jnp.argmax(logits, axis=-1) < 0, _OTHER, _SAME).astype(jnp.int32)
         if len(logits) == self.rows:
-            return token
+            return token, logits
         right = jax.vmap(jax.random.uniform)(keys) < jnp.tile(self.rates, self.rows)
-        return jnp.where(right, token, _OTHER)
+        return jnp.where(right, token, _OTHER), logits

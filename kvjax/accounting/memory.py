@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 from kvjax.accounting.phases import Part, Phases, add_parts, gib
 from kvjax.cache.quantised import check_kv_dtype, row_bytes
 from kvjax.decoding.bits import in_32_bits
-from kvjax.decoding.checks import check_model, check_sizes
+from kvjax.decoding.checks import check_model, check_sizes, has_no_limit
 from kvjax.decoding.layers import layer_methods, layer_specs
 from kvjax.decoding.prefill import reading_order
 from kvjax.decoding.shared_storage import keeps_storage, storage_key
@@ -27,7 +27,7 @@ from kvjax.mesh.sharding import Plan, bytes_on_device, check_axes, on_each
 from kvjax.protocol.fields import positive_int
 from kvjax.protocol.method import LayerMethod, LayerSpec, Method, num_bytes
 from kvjax.protocol.typing import Model, not_none, values_are_keys
-from kvjax.registry import classes, resolve, resolve_each
+from kvjax.registry import classes, resolve, resolve_each, without_text
 from pallas_kernels.host import to_device, to_host
 
 _LEAST = 1 << 20  # bytes of a piece if the device is almost full
@@ -86,7 +86,7 @@ def memory_needed(
 ) -> Needed:
     """Compute from shapes alone the memory that prefill and decode need; printed, the result says the peak and what remains.
 
-    Activations and the state that layers share are not counted.
+    Activations and the state that layers share are not counted. No method needs a tokenizer here.
 
     Args:
         method: any method, or its name; or several in a list, whose caches exist together (`kvjax.prefill_each`).
@@ -105,13 +105,13 @@ def memory_needed(
         ValueError: an unknown name, a size below 1, or a ``kv_dtype`` on which the method cannot run. Or a mesh with other
             axes than ``data``, ``model`` and ``slots``, or over which the model or the rows cannot be divided.
     """
-    several = isinstance(method, Sequence) and not isinstance(method, str)
-    methods = resolve_each(cast("Any", method if several else [method]), prompt_slots)
-    sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
     check_model(config)
+    each = method if isinstance(method, Sequence) and not isinstance(method, str) else [method]
+    methods = [without_text(one, config.vocab_size) for one in resolve_each(cast("Any", each), prompt_slots)]
+    sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
     needed = _sum(needed_each(methods, config, mesh, kv_dtype, sizes, share_storage))
     beyond = prompt_slots + max_new_tokens - config.max_position_embeddings
-    beyond = 0 if all(method.extrapolates for method in methods) else max(beyond, 0)
+    beyond = 0 if all(has_no_limit(method, config) for method in methods) else max(beyond, 0)
     return dataclasses.replace(needed, weights=bytes_on_device(params), beyond=beyond)
 
 

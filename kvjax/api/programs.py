@@ -25,7 +25,8 @@ from kvjax.protocol.describe import is_known, tracing
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model
 
-_loop = functools.partial(jax.jit, static_argnames=("steps", "stop_early"), donate_argnames="cache")
+_STEPS = "steps", "stop_early", "top"
+_loop = functools.partial(jax.jit, static_argnames=_STEPS, donate_argnames="cache")
 _SIZES = ("model", "max_new_tokens", "chunk_size", "plan", "kv_dtype")
 prefill_program = jax.jit(shard_map.prefill_each, static_argnames=_SIZES)
 prefill_once_program = jax.jit(shard_map.prefill_once, static_argnames=_SIZES)
@@ -33,12 +34,13 @@ step_program = jax.jit(shard_map.step, donate_argnames="cache")
 extend_program = jax.jit(shard_map.extend, donate_argnames="cache")
 decode_program = _loop(shard_map.decode)
 generate_program = _loop(shard_map.decode_and_measure)
+score_program = jax.jit(shard_map.score, static_argnames="stop_early")
 cost_program = jax.jit(shard_map.cost)
 repeat_program = jax.jit(shard_map.repeat, static_argnames="copies")
 _KEEP = {  # the same programs, which do not consume their cache
     step_program: jax.jit(shard_map.step),
     extend_program: jax.jit(shard_map.extend),
-    generate_program: jax.jit(shard_map.decode_and_measure, static_argnames=("steps", "stop_early")),
+    generate_program: jax.jit(shard_map.decode_and_measure, static_argnames=_STEPS),
 }
 
 
@@ -123,8 +125,10 @@ def lower_programs(
             _integers(num_eos),
             by_row(jax.ShapeDtypeStruct((rows,), jnp.bool_)),
             count if with_limits else None,
+            None,
             steps=max_new_tokens,
             stop_early=num_eos > 0 or with_limits,
+            top=None,
         )[1]
 
 

@@ -24,9 +24,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from kvjax.accounting.stats import Stats, step_cost
 from kvjax.cache.whole_model import Cache, repeat_rows
 from kvjax.decoding.decode import Decoded, run_decode, run_extend, run_step
+from kvjax.decoding.history import Memory
 from kvjax.decoding.layers import blank_cache, fingerprint
 from kvjax.decoding.prefill import run_prefill_each
-from kvjax.decoding.sampling import Sampler
+from kvjax.decoding.sampling import Sampler, has_row_keys
 from kvjax.decoding.shared_storage import Once
 from kvjax.exact.verify import drafts_tokens, run_verified
 from kvjax.mesh.sharding import Plan, on_each
@@ -131,16 +132,37 @@ def decode(
     eos: Array,
     done: Array,
     limits: Array | None = None,
+    memory: Memory | None = None,
     **static: Any,
 ) -> Decoded:
     """Run `run_decode` on the devices that hold the cache, with the same arguments."""
+    run = functools.partial(run_decode, advance=_loop(cache), **static)
+    rows, same = {"done": done, "limits": limits, "memory": memory}, {"sampler": sampler, "eos": eos}
+    by_row = has_row_keys(key)
+    (rows if by_row else same)["key"] = key
 
     def split(cache: Cache, row: Any) -> Decoded:
-        return Decoded(cache=cache, tokens=row, num_tokens=row, done=row, bad_step=row, key=SAME, step=SAME)
+        names = "tokens", "num_tokens", "done", "bad_step", "log_probs", "memory"
+        return Decoded(cache=cache, key=row if by_row else SAME, step=SAME, **{name: row for name in names})
 
-    run = functools.partial(run_decode, advance=_loop(cache), **static)
-    same = {"sampler": sampler, "key": key, "eos": eos}
-    return on_devices(run, params, cache, rows={"done": done, "limits": limits}, same=same, split=split)
+    return on_devices(run, params, cache, rows=rows, same=same, split=split)
+
+
+def score(params: Any, cache: Cache, tokens: Array, length: Array, done: Array, *, stop_early: bool) -> tuple[Array, Array]:
+    """Decode ``length`` int32 [B] given ``tokens`` int32 [B, N], one in a step, on the devices that hold the cache.
+
+    Returns:
+        Their log-probabilities float32 [B, N], and the first bad step of each row int32 [B], see `Decoded`.
+    """
+
+    def run(params: Any, cache: Cache, tokens: Array, done: Array, length: Array) -> tuple[Array, Array]:
+        eos, steps = jnp.zeros((0,), jnp.int32), tokens.shape[1]
+        static = {"steps": steps, "stop_early": stop_early, "top": 0, "forced": tokens}
+        end = run_decode(params, cache, Sampler(), None, eos, done, length, **static)
+        return not_none("log_probs", end.log_probs).model, end.bad_step
+
+    rows = {"tokens": tokens, "done": done, "length": length}
+    return on_devices(run, params, cache, rows=rows, split=lambda cache, row: (row, row))
 
 
 def decode_and_measure(params: Any, cache: Cache, *args: Any, **static: Any) -> tuple[Decoded, Stats]:

@@ -74,7 +74,7 @@ class Share:
 
 
 def share(part: float) -> Any:
-    """Give a budget as a share of the prompt: ``SnapKV(budget=share(1/8))`` keeps an eighth of it.
+    """Give a budget as a share of the prompt: ``SnapKV(budget=share(1/8))``, or just ``budget=1/8``, keeps an eighth of it.
 
     `kvjax.prefill` and `kvjax.sweep` replace the share by tokens of the batch's longest prompt, and check the method then.
     Prompts that are padded to one length share a compiled program. A wrapper may have methods with shares inside.
@@ -201,8 +201,11 @@ def check_field(owner: type, name: str, value: Any, prefix: str | None = None) -
     if name not in declared(owner):
         return value
     kinds, limits, static = declared(owner)[name]
-    if isinstance(value, Share) and limits.within is not None and int in kinds:
-        return value
+    if limits.within is not None and int in kinds:
+        if isinstance(value, (float, np.floating)) and 0 < value < 1:
+            value = share(float(value))
+        if isinstance(value, Share):
+            return value
     return check_value((f"{owner.__name__}: " if prefix is None else prefix) + name, value, kinds, limits, static)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import dataclasses
-from typing import Any, ClassVar
+import math
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ from jax import Array, lax
 from kvjax.attention.moments import Moments, add_queries
 from kvjax.cache import LayerCache, LayerStorage
 from kvjax.protocol.families import Eviction
+from kvjax.protocol.fields import number
 from kvjax.protocol.method import LayerMethod, Prompt, Step, num_bytes
 from kvjax.protocol.slots import SlotMethod, SlotState, count_all
 from kvjax.protocol.typing import EMPTY, not_none, pytree, static, traced
@@ -47,6 +51,11 @@ class Periodic(SlotMethod):
     if so, the eviction computes all rows of all layers and changes the due rows in place. `kvjax.extend` processes at most
     ``interval`` tokens at once, and each such block counts as its tokens.
 
+    With ``ratio`` the cache grows with the text: ``Periodic(evict=SnapKV(), ratio=1/4)`` keeps a quarter of the tokens that a
+    row has seen so far, rounded, of its prompt and after every ``interval`` tokens. The budget of ``evict`` then says no more
+    than how layers differ. The arrays have room for the ratio of the padded prompt and ``max_new_tokens``; a row that grows
+    beyond keeps no more than this.
+
     ``evict`` is a method that keeps the best tokens of a prompt by a score of the stored tokens and of the newest queries:
     `SnapKV` (then this is SnapKV-D), `PyramidKV`, `AdaKV`, `Knorm`, `ExpectedAttention`, `RKV` with ``interval=None``, and
     an `Eviction` of your own. Three kinds of methods are refused when the wrapper is made (ValueError): methods that keep
@@ -55,7 +64,7 @@ class Periodic(SlotMethod):
 
     **Source**: Liu et al., "Hold Onto That Thought: Assessing KV Cache Compression On Reasoning" (arXiv:2512.12008), for
     SnapKV-D; NVIDIA/kvpress 0dc3358, DecodingPress, whose ``compression_interval`` and ``target_size`` are ``interval`` and
-    ``budget``.
+    ``budget``. A ratio while decoding is asked for in NVIDIA/kvpress#230, as the share that is removed.
 
     **Departures**: kvpress leaves the prompt whole until the first interval ends, and here ``evict`` compresses it at its
     end. kvpress scores by the queries of the last 256 tokens that came after the last eviction; here ``evict`` scores by as
@@ -72,6 +81,7 @@ class Periodic(SlotMethod):
     budget: int | Array | None = traced("kept while decoding; None = as `evict`", default=None, least=1, within="capacity")
     capacity: int | None = static("slots allocated for them; None = budget", default=None, least=1)
     interval: int = static("tokens of a row between two evictions", default=128, least=1)
+    ratio: float | None = static("share of all tokens seen that is kept, in place of budgets", default=None, above=0, most=1)
 
     keeps = "the budget of `evict`, and up to `interval` newer tokens"
     evicts = True
@@ -92,6 +102,8 @@ class Periodic(SlotMethod):
             )
         if self.capacity is not None and self.budget is None:
             raise ValueError(f"Periodic: budget must be given with capacity, got budget=None, capacity={self.capacity}")
+        if self.ratio is not None and self.budget is not None:
+            raise ValueError(f"Periodic: ratio must be given without budget, got ratio={self.ratio}, budget={self.budget}")
         _slots(self._later)  # which refuses a budget that `evict` cannot have
 
     @property
@@ -106,13 +118,32 @@ class Periodic(SlotMethod):
         if evict.slots_again() is None:  # a layer that the method leaves as it is
             return evict
         if self.budget is None:
-            return Periodic(evict=evict, interval=self.interval)
+            return Periodic(evict=evict, interval=self.interval, ratio=self._ratio_of(layer, num_layers))
         kept = vars(later)
         return Periodic(evict=evict, budget=kept["budget"], capacity=kept["capacity"], interval=self.interval)
 
+    def _ratio_of(self, layer: int, num_layers: int) -> float | None:
+        """Return the ratio of a layer, in proportion to its budget: sizes of arrays follow, so its value must be known."""
+        if self.ratio is None:
+            return None
+        mean = vars(self.evict)["capacity"]
+        own = vars(inner_of_layer(_resized(self.evict, mean), layer, num_layers))["budget"]
+        if number(own) is None:
+            raise ValueError(
+                f"Periodic: ratio needs one budget for the heads of a layer, {type(self.evict).__name__} has several"
+            )
+        return min(1.0, self.ratio * number(own) / mean)
+
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, Recent]:
-        kept = min(_slots(self.evict), cache.num_slots)
-        compressed, _ = self.evict.compress(cache, prompt, min(self.bounded_slots() - kept, room))
+        if self.ratio is None:
+            kept = min(_slots(self.evict), cache.num_slots)
+            compressed, _ = self.evict.compress(cache, prompt, min(self.bounded_slots() - kept, room))
+        else:
+            # What is always kept may be more than the ratio of a short prompt.
+            capacity = max(math.ceil(self.ratio * (cache.row_slots + room)), _least_capacity(self.evict))
+            slots = _slots(_resized(self.evict, capacity)) + self._most_since
+            listed, keep = self._of_ratio(cache, prompt, slots)
+            compressed = cache.compact(listed, keep, slots - listed.shape[2])
         batch, heads, group, _, dim = prompt.query.shape
         # With moments there is room for all queries between two evictions.
         entries = self.obs_window if self.reads.moments_from is None else max(self.obs_window, self._most_since)
@@ -149,6 +180,8 @@ class Periodic(SlotMethod):
         return stored, jnp.full(stored.shape, read / stored.size, jnp.float32)
 
     def bounded_slots(self) -> int:
+        if self.ratio is not None:  # `compress` allocates what no row can fill
+            return self._most_since
         return max(_slots(self.evict), _slots(self._later)) + self._most_since
 
     def max_tokens(self, in_prompt: bool) -> int | None:
@@ -179,13 +212,27 @@ class Periodic(SlotMethod):
             moments=recent.moments,
             length=newest + 1,
         )
-        kept = min(_slots(self._later), cache.num_slots)
-        compressed, _ = self._later.compress(cache, prompt, cache.num_slots - kept)
+        if self.ratio is None:
+            listed = cast("Eviction", self._later).kept(cache, prompt)
+        else:
+            listed = self._of_ratio(cache, prompt, cache.num_slots)
+        return cache.compact_in_place(*listed, due)
 
-        def of_rows(new: Array, old: Array) -> Array:
-            return jnp.where(due.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+    def _of_ratio(self, cache: LayerCache, prompt: Prompt, slots: int) -> tuple[Array, Array]:
+        """List the slots that stay, as `Eviction.kept`: the ratio of each row's tokens, for a cache of so many slots."""
+        # The largest capacity whose slots, which can be more, have room: `compress` and later evictions find the same.
+        least, tokens = _least_capacity(self.evict), slots - self._most_since
+        more = bisect.bisect_right(range(least + 1, tokens + 1), tokens, key=lambda x: _slots(_resized(self.evict, x)))
+        capacity = least + more
+        length = not_none("length", prompt.length).astype(jnp.float32)
+        budget = jnp.maximum(jnp.rint(not_none("ratio", self.ratio) * length), 1).astype(jnp.int32)
 
-        return jax.tree.map(of_rows, compressed, cache)
+        def of_row(cache: LayerCache, prompt: Prompt, budget: Array) -> tuple[Array, Array]:  # rows have their own budgets
+            cache, prompt = jax.tree.map(lambda x: x[None], (cache, prompt))
+            listed, keep = cast("Eviction", _resized(self.evict, capacity, budget)).kept(cache, prompt)
+            return listed[0], keep[0]
+
+        return jax.vmap(of_row)(cache, prompt, budget)
 
 
 @pytree
@@ -205,6 +252,20 @@ class PeriodicEviction(Eviction):
         if self.interval is None:
             return self
         return Periodic(evict=dataclasses.replace(self, interval=None), interval=self.interval)
+
+
+def _resized(method: SlotMethod, capacity: int, budget: Array | None = None) -> SlotMethod:
+    """Return an eviction with another capacity, and with this budget or the capacity as its budget."""
+    return dataclasses.replace(cast("Any", method), budget=capacity if budget is None else budget, capacity=capacity)
+
+
+def _least_capacity(method: SlotMethod) -> int:
+    """Find the smallest capacity that an eviction takes: it may have a window or first tokens that it keeps for certain."""
+    for capacity in range(1, vars(method)["capacity"]):
+        with contextlib.suppress(ValueError):
+            _resized(method, capacity)
+            return capacity
+    return vars(method)["capacity"]
 
 
 def _slots(method: SlotMethod) -> int:

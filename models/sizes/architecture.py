@@ -141,7 +141,8 @@ class Architecture:
         """Divide the heads and every MLP's F by a number of devices; return the configuration of one device's share.
 
         Raises:
-            ValueError: the parts would not be equal; the message lists the numbers of devices that give equal parts.
+            ValueError: the parts would not be equal; the message lists the numbers of devices that give equal parts, and
+                names the axes of a mesh that take further devices.
         """
         shared = {"num_kv_heads": self.num_kv_heads, "intermediate_size": self.intermediate_size}
         if self.experts is not None:
@@ -154,8 +155,13 @@ class Architecture:
         if devices < 1 or common % devices:
             would = [str(n) for n in range(1, common + 1) if common % n == 0]
             sizes = ", ".join(f"{name}={value}" for name, value in shared.items())
+            most = math.gcd(common, devices)
+            rest = devices // most
+            hint = f"; for {devices} devices take model={most} and data={rest}, which divides the rows, or slots={rest}, "
+            hint += "which divides the slots of each row"
             raise ValueError(
                 f"a model of {sizes} can be split over {' or '.join(would)} devices (the mesh's axis 'model'), got {devices}"
+                + hint * (devices > 1)
             )
         experts = self.experts
         if experts is not None:

@@ -144,14 +144,15 @@ def special_tokens(directory: str | os.PathLike) -> dict[str, str]:
 
 
 def special_ids(directory: Path) -> dict[str, int]:
-    """Read the ids of the tokens that were added to the vocabulary, by their texts; a directory may have no tokenizer."""
+    """Read the ids of the tokens that were added to the vocabulary, by their texts; a directory may have no tokenizer.
+
+    Both files may list them, and one may lack what the other has; ``tokenizer.json`` is what encodes.
+    """
     settings, whole = directory / "tokenizer_config.json", directory / "tokenizer.json"
-    added = read_json(settings).get("added_tokens_decoder") if settings.is_file() else None
-    if isinstance(added, dict):
-        entries = [(value, str(key)) for key, value in added.items()]
-    else:
-        added = read_json(whole).get("added_tokens") if whole.is_file() else None
-        entries = [(value, str(value.get("id"))) for value in added or () if isinstance(value, dict)]
+    listed = read_json(settings).get("added_tokens_decoder") if settings.is_file() else None
+    entries = [(value, str(key)) for key, value in listed.items()] if isinstance(listed, dict) else []
+    added = read_json(whole).get("added_tokens") if whole.is_file() else None
+    entries += [(value, str(value.get("id"))) for value in added or () if isinstance(value, dict)]
     return {
         value["content"]: int(number)
         for value, number in entries

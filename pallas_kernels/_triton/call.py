@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from pallas_kernels._triton.checks import check_bytes
 from pallas_kernels._triton.pallas import pl, plt
 
 
@@ -39,7 +40,8 @@ def triton_call(
             block spec only offsets a pointer: no block is copied.
 
     Returns:
-        A function of the operands. The deprecation warning is raised while lowering. An eager call lowers inside this
+        A function of the operands. It raises ``NotImplementedError`` for arrays that `check_bytes` refuses, rather than
+        compute with wrong offsets. The deprecation warning is raised while lowering. An eager call lowers inside this
         function, which silences the warning. Under an outer ``jit`` lowering comes later, and Python's default filters
         hide the warning.
     """
@@ -54,6 +56,7 @@ def triton_call(
     )
 
     def run(*operands: jax.Array) -> Any:
+        check_bytes(*operands, *jax.tree.leaves(out_shape))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
             return call(*operands)

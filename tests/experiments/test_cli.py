@@ -152,11 +152,15 @@ def test_a_text_is_put_into_the_template(directory, tmp_path, capsys):
     assert none < chat < system and "has no chat template: the text is continued" in told[directory, 6]
 
 
-def test_generate_reads_standard_input_under_a_wrapper(directory, prompt, capsys, monkeypatch):
+def test_generate_reads_standard_input_under_a_wrapper(directory, prompt, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbf" + prompt.read_bytes())))
     words = ["--method", "stages(snapkv(budget=64), quest(budget=32, num_dense_layers=0))", "--max-new-tokens", "4"]
+    words += ["--logprobs", "lines"]
     assert main(["generate", "--model", str(directory), "--prompt-file", "-", *words]) == 0
     out, err = capsys.readouterr()
+    lines = [json.loads(line) for line in pathlib.Path("lines").read_text().splitlines()]
+    assert "".join(line["text"] for line in lines).strip() == out.strip() and all(line["logprob"] < 0 for line in lines)
     assert out.strip() and "20 of 80 tokens attended" in err  # a page, and the newest page with 4 tokens
     assert "resident" in err and "compile apart" in err
     tokens = int(re.search(r"(\d+) prompt tokens", err)[1])
@@ -164,12 +168,17 @@ def test_generate_reads_standard_input_under_a_wrapper(directory, prompt, capsys
     assert tokens / (seconds + 0.006) - 1 <= rate <= tokens / max(seconds - 0.006, 1e-9) + 1
 
 
-def test_answers_are_a_line_each(directory, prompt, capsys):
+def test_answers_are_a_line_each(directory, prompt, tmp_path, capsys):
     questions = ["--question", "What?", "--question", "Which one?"]
     words = [str(prompt), "--model", str(directory), *questions, "--max-new-tokens", "4"]
+    words += ["--logprobs", str(tmp_path / "new" / "lines"), "--top-logprobs", "2"]
     assert main(["answer", *words, "--method", "quest", "--set", "budget=1/4", "--set", "num_dense_layers=0"]) == 0
     out, err = capsys.readouterr()
     assert out.count("\n") == 2 and "tokens attended" in err
+    lines = [json.loads(line) for line in (tmp_path / "new" / "lines").read_text().splitlines()]
+    assert [line["answer"] for line in lines] == [0] * 4 + [1] * 4
+    for line in lines:
+        assert line["logprob"] == line["top"][0]["logprob"] < line["sampled_logprob"] == 0 and len(line["top"]) == 2
 
 
 def test_set_reads_values_as_the_knob_types_them():
@@ -197,6 +206,8 @@ ASKED = "generate --model {directory} --prompt a"
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
+        (f"{GENERATE} --logprobs {{directory}}", "--logprobs must be a file to write, got the folder"),
+        (f"{GENERATE} --top-logprobs 3", "--top-logprobs 3 needs a file: add --logprobs OUT"),
         (f"{GENERATE} --method snapkv --set budget", "--set takes KNOB=VALUE, got 'budget'"),
         (f"{GENERATE} --method snapkv --set budgte=64", "no knob 'budgte' (did you mean 'budget'?)"),
         (f"{GENERATE} --method snapkv --set budget=many", "budget must be a whole number"),

@@ -26,7 +26,8 @@ from experiments.evaluation import answers, cells, comparison, plan, plots, runn
 from experiments.evaluation.folder import Folder, read_predictions
 from experiments.evaluation.grid import the_grid
 from experiments.evaluation.settings import EvaluationSettings
-from experiments.records import bootstrap_interval
+from experiments.records import bootstrap_interval, method_styles
+from kvjax import registry
 from kvjax.api.sweep import group_by_structure
 
 pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group("evaluation")]
@@ -443,7 +444,7 @@ def entry(method, scores, groups=None, **row):
 
 def test_few_examples_that_are_all_alike_are_no_evidence():
     """Six wrong answers under a method and six right ones under Full: no interval, and nothing in bold."""
-    full, _, few, many = comparison.beside_full(
+    full, _, few, many = comparison.beside_reference(
         [entry("full", [1.0] * 6), entry("few", [0.0] * 6), entry("full", [1.0] * 30, length=9),
          entry("many", [0.0] * 30, length=9)]
     )  # fmt: skip
@@ -452,7 +453,7 @@ def test_few_examples_that_are_all_alike_are_no_evidence():
     assert "| -100.0 (all 6 alike) |" in told and "**" not in told
     assert "**-100.0 [-100.0, -100.0]**" in tables.cell_table([many])
     paired = [entry("full", [1.0] * 6, ["c"] * 6), entry("few", [0.0] * 6, ["c"] * 6)]
-    assert "-100.0 (one context)" in tables.cell_table(comparison.beside_full(paired)), "six questions about one context"
+    assert "-100.0 (one context)" in tables.cell_table(comparison.beside_reference(paired)), "six questions about one context"
 
 
 def test_a_row_counts_the_answers_that_reached_their_limit(directory):
@@ -468,25 +469,25 @@ def test_a_row_counts_the_answers_that_reached_their_limit(directory):
 def test_a_table_has_a_column_only_if_a_row_has_something_for_it():
     rows = [{"mean_answer_tokens": 1500.2, "unfinished": 0}, {"counters": {"tokens_per_pass": 3.456}},
             {"mean_answer_tokens": 4000, "unfinished": 6, "counters": {}}]  # fmt: skip
-    compared = comparison.beside_full(
+    compared = comparison.beside_reference(
         [entry(name, [1.0] * 6, knobs={}, **row) for name, row in zip(["full", "a", "b"], rows)]
     )
     head, _, *body = tables.cell_table(compared).split("\n")
     assert "| same answer | answer tokens | accepted | tokens attended |" in head
-    assert [line.split(" | ")[8:10] for line in body] == [["1,500", ""], ["", "3.46 a pass"], ["4,000 (6 unfinished)", ""]]
+    assert [line.split(" | ")[9:11] for line in body] == [["1,500", ""], ["", "3.46 a pass"], ["4,000 (6 unfinished)", ""]]
     assert [comparison.flat(item)["answer_tokens"] for item in compared] == [1500.2, None, 4000]
-    assert "same answer | tokens attended" in tables.cell_table(comparison.beside_full([entry("full", [1.0] * 6)]))
+    assert "same answer | tokens attended" in tables.cell_table(comparison.beside_reference([entry("full", [1.0] * 6)]))
 
 
 def test_answers_that_were_cut_at_their_limit_and_methods_without_a_mean_are_named():
     rows = [entry("full", [1.0] * 6, examples=6, cut_below_100=0), entry("h2o", [0.0] * 6, examples=6, cut_below_100=2)]
     rows += [entry("h2o", [0.0] * 4, task="u", examples=4, cut_below_100=1), entry("full", [1.0] * 4, task="u")]
-    (told,) = tables.remarks(comparison.beside_full(rows))
+    (told,) = tables.remarks(comparison.beside_reference(rows))
     assert told.startswith("Answers that reached their limit of tokens and scored below 100") and "H2O 3 of 10." in told
     cells = [entry("full", [1.0], task="t"), entry("full", [0.0], task="u", name="u"), entry("quest", [1.0], task="t")]
-    nothing, left = tables.remarks(comparison.beside_full(cells))
+    nothing, left = tables.remarks(comparison.beside_reference(cells))
     assert nothing.startswith("Full scores 0 in u: there nothing is compared") and left.endswith(": Quest (prefill, 512).")
-    assert tables.remarks(comparison.beside_full([entry("full", [1.0] * 6)])) == [], "also of rows of earlier versions"
+    assert tables.remarks(comparison.beside_reference([entry("full", [1.0] * 6)])) == [], "also of rows of earlier versions"
     settings = EvaluationSettings(tasks=("ruler", "vt"), lengths=(64,))
     assert runner.without_file(settings) == ["qa_1", "qa_2"]
     assert runner.without_file(dataclasses.replace(settings, haystack=("qa_1=file:x.json",))) == ["qa_2"]
@@ -519,7 +520,7 @@ def test_differences_pair_the_same_samples():
     base = rng.random(60).round(3).tolist()
     worse = [score - 0.1 for score in base]
     shuffled = rng.permutation(base).tolist()
-    full, same, lower, mixed = comparison.beside_full(
+    full, same, lower, mixed = comparison.beside_reference(
         [entry("full", base), entry("same", base), entry("lower", worse), entry("mixed", shuffled)]
     )
     assert full.difference == same.difference == 0 and same.same == 100 and not same.beyond_noise
@@ -546,7 +547,7 @@ def add(folder, method, task="t", knobs=None, **row):
 def test_a_row_is_compared_with_full_asked_in_the_same_way():
     rows = [entry("full", [0.0, 0.0]), entry("full", [1.0, 1.0], question="turns")]
     rows += [entry("quest", [1.0, 1.0], question="turns"), entry("quest", [1.0, 1.0], question="extend")]
-    found = {(one.row["method"], one.row["question"]): one.difference for one in comparison.beside_full(rows)}
+    found = {(one.row["method"], one.row["question"]): one.difference for one in comparison.beside_reference(rows)}
     assert found[("quest", "turns")] == found[("full", "turns")] == 0
     assert found[("quest", "extend")] == 100  # Full was not asked so: the first of its rows
 
@@ -583,7 +584,7 @@ def test_two_processes_fill_one_folder(tmp_path):
     assert [(row["method"], row["run"]) for row in rows] == [("full", 0), ("quest", 1)] * 2
     runs = read_record(tmp_path)["notes"]["runs"]
     assert [(run["cells"], run["seconds"]) for run in runs] == [(2, 2.0)] * 2
-    together = comparison.beside_full(comparison.load([tmp_path]))
+    together = comparison.beside_reference(comparison.load([tmp_path]))
     assert [one.row["method"] for one in together] == ["full", "full", "quest", "quest"]
 
 
@@ -593,7 +594,7 @@ def test_the_settings_of_a_method_stand_together_by_what_they_read(tmp_path):
     wide, narrow = "quest(budget=1/4)", "quest(budget=1/16)"
     for method, read in (("full", 9.0), (wide, 4.0), ("snapkv", 1.0), (narrow, 1.0), ("quest", 2.0)):
         add(folder, method, bytes_read_per_step=read)
-    together = comparison.beside_full(comparison.load([tmp_path]))
+    together = comparison.beside_reference(comparison.load([tmp_path]))
     assert [one.row["method"] for one in together] == ["full", "quest", narrow, wide, "snapkv"]
 
 
@@ -619,28 +620,72 @@ def test_questions_about_one_context_are_no_more_contexts():
         assert found[0] < by_context.mean() < found[1]
     assert widths["grouped"] == pytest.approx(widths["contexts"], rel=0.1)
     assert widths["as if apart"] == pytest.approx(widths["contexts"] / np.sqrt(8), rel=0.1)
-    _, other = comparison.beside_full([entry("full", [0.0] * 240, groups), entry("quest", repeated.tolist(), groups)])
+    _, other = comparison.beside_reference([entry("full", [0.0] * 240, groups), entry("quest", repeated.tolist(), groups)])
     assert other.interval_95[1] - other.interval_95[0] == pytest.approx(100 * widths["grouped"], rel=0.01)
 
 
 def test_a_row_needs_its_baseline():
     with pytest.raises(ValueError, match="has no row of Full"):
-        comparison.beside_full([entry("quest", [1.0, 0.0])])
+        comparison.beside_reference([entry("quest", [1.0, 0.0])])
     with pytest.raises(ValueError, match="has no row of Full"):
-        comparison.beside_full([entry("full", [1.0, 0.0]), entry("quest", [1.0, 0.0], length=1024)])
+        comparison.beside_reference([entry("full", [1.0, 0.0]), entry("quest", [1.0, 0.0], length=1024)])
     with pytest.raises(ValueError, match="different examples"):
-        comparison.beside_full([entry("full", [1.0, 0.0]), entry("quest", [1.0, 0.0, 1.0], samples=2)])
+        comparison.beside_reference([entry("full", [1.0, 0.0]), entry("quest", [1.0, 0.0, 1.0], samples=2)])
 
 
 def test_only_whole_sets_of_tasks_are_averaged():
     rows = [entry("full", [1.0, 1.0], name=name, task=name) for name in "ab"]
     rows += [entry("half", [1.0, 1.0], name="a", task="a"), entry("all", [0.0, 1.0], name="a", task="a")]
     rows += [entry("all", [0.0, 0.0], name="b", task="b")]
-    means = {one["method"]: one["score"] for one in comparison.averages(comparison.beside_full(rows))}
+    means = {one["method"]: one["score"] for one in comparison.averages(comparison.beside_reference(rows))}
     assert means == {"full": 100, "all": 25}
 
 
-def test_a_method_looks_alike_in_every_panel():
+def test_any_method_can_be_the_reference():
+    """Its differences are paired with its own examples; tables and csv name it, and say how many contexts there are."""
+    base = np.random.default_rng(0).random(40).round(3).tolist()
+    groups = [f"c{i // 2}" for i in range(40)]
+    rows = [entry("full", base, groups), entry("snapkv(budget=8)", [x / 2 for x in base], groups), entry("h2o", base, groups)]
+    assert comparison.reference_of(rows, "SnapKV") == "snapkv(budget=8)"
+    compared = comparison.beside_reference(rows, "snapkv(budget=8)")
+    found = {item.row["method"]: item for item in compared}
+    half = bootstrap_interval([x - x / 2 for x in base], groups)
+    assert found["h2o"].interval_95 == found["full"].interval_95 == pytest.approx([100 * end for end in half], abs=0.01)
+    assert found["h2o"].contexts == 20 and found["snapkv(budget=8)"].is_reference and found["full"].beyond_noise
+    told = tables.cell_table(compared)
+    assert "| n | against SnapKV(budget=8) [95 %] |" in told and "| 20 |  |" in told, "its own row is beside nothing"
+    assert "| n | against SnapKV(budget=8) |" in tables.summary_table(compared)
+    flat = {item.row["method"]: comparison.flat(item) for item in compared}
+    assert flat["full"]["against_snapkv"] > 0 and flat["full"]["contexts"] == 20
+    for name in ("quest", "snapkv(budget=9)"):
+        with pytest.raises(ValueError, match="reference must be one of .*; expected full, snapkv.budget=8., h2o"):
+            comparison.reference_of(rows, name)
+    with pytest.raises(ValueError, match="snapkv.budget=8., snapkv.budget=9."):
+        comparison.reference_of([*rows, entry("snapkv(budget=9)", base)], "snapkv")
+    with pytest.raises(ValueError, match="no row of H2O beside it"):
+        comparison.beside_reference([*rows, entry("full", base, length=9)], "h2o")
+
+
+def test_a_sweep_of_two_knobs_is_a_heat_map():
+    """Of methods with all combinations of two knobs; a capacity follows the budget and is no knob of the sweep."""
+    rows = [
+        entry("full", [1.0], knobs={}),
+        entry("own", [1.0], knobs={"budget": 99, "capacity": 99, "mass": 0.5, "kind": "a"}),
+    ]
+    for budget, mass, score in ((8, 0.5, 0.1), (8, 0.9, 0.2), (16, 0.5, 0.3), (16, 0.9, 0.4)):
+        knobs = {"budget": budget, "capacity": budget, "mass": mass, "kind": "a"}
+        rows.append(entry(f"own(budget={budget}, mass={mass})", [score], knobs=knobs))
+    rows = [one.row for one in rows]
+    assert "sweep" in plots.default_kinds(rows) and "sweep" not in plots.default_kinds(rows[:-1])
+    panel = plots.KINDS["sweep"](rows).axes[0]
+    np.testing.assert_allclose(panel.images[0].get_array(), [[10, 30], [20, 40]])
+    assert (panel.get_xlabel(), panel.get_ylabel()) == ("budget", "mass")
+    assert [tick.get_text() for tick in panel.get_xticklabels()] == ["8", "16"]
+    with pytest.raises(ValueError, match="two knobs vary"):
+        plots.KINDS["sweep"](rows[:-1])
+
+
+def test_a_method_looks_alike_in_every_panel_and_figure():
     """Rows of another length may come in another order, or of other methods."""
     rows = [entry("full", [1.0, 1.0], length=length) for length in (256, 512)]
     rows += [entry(name, [1.0, 0.0], length=256) for name in ("quest", "h2o")]
@@ -652,7 +697,13 @@ def test_a_method_looks_alike_in_every_panel():
     assert len({colours[1][name] for name in ("Quest", "H2O", "KeyDiff")}) == 3
     named = [{text.get_text() for text in panel.texts} for panel in figure.axes]
     assert named == [{"Full", "Quest", "H2O"}, {"Full", "Quest", "H2O", "KeyDiff"}]
-    assert all(panel.get_ylim()[0] <= 0 and panel.get_ylim()[1] >= 100 for panel in figure.axes)
+    assert all(panel.get_ylim()[0] < 40 and panel.get_ylim()[1] > 100 for panel in figure.axes), "marks are inside"
+    (alone,) = plots.curves("resident", [one.row for one in rows if one.row["method"] in ("full", "keydiff")][1:]).axes
+    assert {line.get_color() for line in alone.lines} >= {colours[1]["KeyDiff"]}, "also without the others"
+    few, many = method_styles(["h2o(budget=8)", "h2o(budget=9)"])
+    assert few["color"] == many["color"] == colours[0]["H2O"] and few["linestyle"] != many["linestyle"]
+    looks = [tuple(style.items()) for style in method_styles(sorted(registry.builtin()))]
+    assert len(set(looks)) == len(looks)
 
 
 @pytest.mark.parametrize("name", ["qwen-16k", pytest.param("qwen-32k", marks=pytest.mark.thorough)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import json
@@ -294,6 +295,10 @@ def test_texts_beyond_their_limits_are_refused(tiny):
         likelihoods(contexts=[[]], texts=[[[1]]], **model)
     with pytest.raises(ValueError, match="every text must have 1 to 8 tokens, got 9 to 9"):
         likelihoods(contexts=[[1]], texts=[[[1] * 9]], **model)
+    factors = {"short_factor": (1.0,) * 8, "long_factor": (2.0,) * 8, "original_max_position_embeddings": 8, "factor": 1.0}
+    long = dataclasses.replace(tiny.config, rope_scaling=models.LongRopeScaling(**factors))
+    with pytest.raises(ValueError, match="original_max_position_embeddings=8"):  # of transformers' -33.4 it was -38.2
+        likelihoods(contexts=[[1] * 6], texts=[[[1] * 4]], **{**model, "config": long})
 
 
 def test_padded_lengths_are_few_and_close():

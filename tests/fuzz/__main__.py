@@ -1,4 +1,4 @@
-"""Random methods against the laws, and inputs of seven kinds against the checks: `python -m tests.fuzz`.
+"""Random methods against the laws, and inputs of ten kinds against the checks: `python -m tests.fuzz`.
 
 A law that does not hold is "wrong", and so is a right input that is refused or read as something else. A bad input must be
 refused by a sentence of this project that says what was given or what was expected: it is "silent" if it is accepted, and
@@ -23,18 +23,22 @@ from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from experiments.cli import Job, Settings, option
-from tests.fuzz import arguments, files, laws, names, paths, tables, tokenizers
+from tests.fuzz import arguments, configs, files, laws, names, paths, ropes, tables, tokenizers
 
 Check = Callable[[st.DataObject, pathlib.Path], Iterator[None]]  # draws a case, gets a folder; yields behind each law
 KINDS: dict[str, tuple[Check, float]] = {  # and their shares of the time
-    "arguments": (arguments.check, 0.15),
+    "arguments": (arguments.check, 0.1),
+    "configs": (configs.check, 0.05),
+    "ends": (configs.check_ends, 0.05),
+    "ropes": (ropes.check, 0.1),
     "files": (files.check, 0.1),
     "tables": (tables.check, 0.05),
     "suites": (tables.check_suites, 0.05),
     "names": (names.check, 0.05),
-    "paths": (paths.check, 0.1),
-    "tokenizers": (tokenizers.check, 0.1),
-    "laws": (laws.check, 0.4),
+    "paths": (paths.check, 0.05),
+    "tokenizers": (tokenizers.check, 0.05),
+    "switches": (laws.check_switches, 0.1),
+    "laws": (laws.check, 0.3),
 }
 _GRACE = 20.0  # seconds in which a failing case is made smaller after its time
 

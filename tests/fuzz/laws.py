@@ -272,22 +272,39 @@ def switches_change_no_token(draw: Draw) -> None:
 
     What is compiled is not traced again, so a switch would change nothing: the caches are cleared.
     """
+    want, few = np.asarray(draw.base[1].tokens), int(draw.rng.integers(1, 4))
+    chosen = draw.rng.choice([*_SWITCHES], few, replace=False).tolist()
     jax.clear_caches()
     options = {"max_new_tokens": STEPS, "eos_token_ids": (), "temperature": 1.0, "top_p": 0.9}
     with contextlib.ExitStack() as stack:
-        for name, value in _SWITCHES.items():
-            if draw.rng.random() < 0.5:
-                stack.enter_context(getattr(jax, name)(value))
-        np.testing.assert_array_equal(draw.go_on(draw.read()).tokens, draw.base[1].tokens)
-        first, second = (kvjax.generate(draw.params, draw.read(), key=jax.random.key(7), **options).tokens for _ in range(2))
-    np.testing.assert_array_equal(first, second)
+        for name in chosen:
+            stack.enter_context(_SWITCHES[name]())
+        keys = [jax.random.key(7) for _ in range(2)]
+        if draw.rng.random() < 0.4:  # making a key is a transfer
+            stack.enter_context(jax.transfer_guard("disallow"))
+        got = draw.go_on(draw.read()).tokens
+        first, second = (kvjax.generate(draw.params, draw.read(), key=key, **options).tokens for key in keys)
+    told = f"under {', '.join(chosen)}"
+    np.testing.assert_array_equal(got, want, err_msg=told)
+    np.testing.assert_array_equal(first, second, err_msg=told)
     np.testing.assert_array_less(first, draw.model.vocab_size)
 
 
-_SWITCHES = {
-    "enable_x64": True, "debug_nans": True, "numpy_rank_promotion": "raise", "numpy_dtype_promotion": "strict",
-    "default_matmul_precision": "highest", "debug_key_reuse": True, "default_prng_impl": "rbg", "legacy_prng_key": "error",
-    "enable_checks": True, "threefry_partitionable": False, "check_tracer_leaks": True,
+def _explicit_mesh() -> Any:
+    return jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,)))
+
+
+def _switch(name: str, value: Any) -> Callable[[], Any]:
+    return lambda: getattr(jax, name)(value)
+
+
+_SWITCHES: dict[str, Callable[[], Any]] = {
+    "set_mesh": _explicit_mesh,
+    **{name: _switch(name, value) for name, value in {
+        "enable_x64": True, "debug_nans": True, "numpy_rank_promotion": "raise", "numpy_dtype_promotion": "strict",
+        "default_matmul_precision": "highest", "debug_key_reuse": True, "default_prng_impl": "rbg",
+        "legacy_prng_key": "error", "enable_checks": True, "threefry_partitionable": False, "check_tracer_leaks": True,
+    }.items()},
 }  # fmt: skip
 _LAYER = (
     laws.empty_slots_are_never_read,
@@ -342,16 +359,20 @@ def laws_of(draw: Draw, number: int) -> list[Callable[[Any], None]]:
 
 
 def check(data: st.DataObject, folder: Path) -> Iterator[None]:
-    """Check the laws on the draws of one structure; the programs of other structures are forgotten.
+    """Check the laws on the draws of one structure; the programs of other structures are forgotten."""
+    yield from _checked(Structure.random(data.draw(NUMBERS)), DRAWS, laws_of)
 
-    One structure of four runs under switches, and checks nothing else.
-    """
-    structure = Structure.random(data.draw(NUMBERS))
-    switched = structure.number % 4 == 0
+
+def check_switches(data: st.DataObject, folder: Path) -> Iterator[None]:
+    """Run a structure under switches of JAX."""
+    yield from _checked(Structure.random(data.draw(NUMBERS)), 1, lambda *_: [switches_change_no_token])
+
+
+def _checked(structure: Structure, draws: int, chosen: Callable[[Draw, int], list[Callable[[Any], None]]]) -> Iterator[None]:
     jax.clear_caches()
-    for number in range(1 if switched else DRAWS):
+    for number in range(draws):
         draw = Draw(structure, number)
-        for law in [switches_change_no_token] if switched else laws_of(draw, number):
+        for law in chosen(draw, number):
             about = f"{law.__name__}: {draw.about()}"
             try:
                 law(draw)

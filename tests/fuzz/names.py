@@ -47,7 +47,7 @@ _PLAIN = _QUEST | _SNAPKV | _calls(Full) | _calls(StreamingLLM, budget=_BUDGETS)
 _PLAIN |= st.sampled_from((Knorm, H2O)).flatmap(lambda cls: _calls(cls, budget=_BUDGETS | st.just(_SHARE)))
 _ANY = _PLAIN | st.one_of(
     _calls(Twilight, ("method", _QUEST), mass=st.sampled_from((0.5, 0.85, 1.0))),
-    _calls(Periodic, ("evict", _SNAPKV), interval=st.integers(1, 499)),
+    _calls(Periodic, ("evict", _SNAPKV), interval=st.integers(1, 499), ratio=st.sampled_from((None, 0.125, 1.0))),
     _calls(Stages, ("evict", _SNAPKV), ("retrieve", _QUEST)),
     _calls(DenseBelow, ("method", _QUEST), ("length", st.integers(1, 10**6))),
     _calls(PerLayer, ("default", _PLAIN), ("layers", st.dictionaries(st.integers(-2, 5), _PLAIN, min_size=1, max_size=3))),

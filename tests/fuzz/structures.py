@@ -236,7 +236,9 @@ def _wrapper(name: str, rng: np.random.Generator) -> Method:
     if name == "densebelow":
         return DenseBelow(length=int(rng.choice(_SIZES["length"])), method=inner())
     if name == "periodic":
-        return Periodic(evict=inner(), interval=int(rng.integers(1, 7)))
+        ratio = float(rng.uniform(0.05, 1)) if rng.random() < 0.3 else None
+        kinds = ("snapkv", "pyramidkv", "adakv", "knorm", "expectedattention") if ratio else ()
+        return Periodic(evict=inner(*kinds), interval=int(rng.integers(1, 7)), ratio=ratio)
     if name == "layerbudgets":
         return LayerBudgets(method=inner(), shares=tuple(rng.uniform(0.5, 1.5, 2).tolist()))
     if name == "twilight":

@@ -11,7 +11,10 @@ import pytest
 import kvjax
 from experiments.cli import fuzz
 from experiments.cli.main import main as kvjax_main
+from kvjax import rope
 from kvjax.methods import Quest, SnapKV
+from models import weights
+from models.files.hf import config as hf_config
 from tests.fuzz import arguments, files, paths, tables, tokenizers
 from tests.fuzz.__main__ import KINDS, main, run
 from tests.fuzz.structures import names as structures
@@ -51,6 +54,9 @@ def _wider(read):
 
 PLANTED = {  # a fault by the kind of cases that shall find it: an owner, a name there, and a replacement made of the original
     "arguments": (kvjax, "make", lambda original: lambda *args, **knobs: SnapKV(budget=64), "silent"),
+    "configs": (hf_config, "check_names", lambda original: lambda hf: None, "silent"),
+    "ends": (weights, "end_ids", lambda original: lambda ids: (), "wrong"),
+    "ropes": (rope, "attention_factor", lambda original: lambda scaling: 1.0, "wrong"),
     "files": (files, "from_pretrained", lambda original: lambda folder: 1 / 0, "raw"),
     "tables": (tables, "read", _wider, "wrong"),
     "suites": (tables, "score", lambda original: lambda example, answer: 1.0, "wrong"),
@@ -60,7 +66,9 @@ PLANTED = {  # a fault by the kind of cases that shall find it: an owner, a name
 }
 
 
-@pytest.mark.parametrize("kind", [pytest.param(x, marks=pytest.mark.slow) if x == "arguments" else x for x in PLANTED])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=pytest.mark.slow) if x in ("arguments", "ropes") else x for x in PLANTED]
+)
 def test_a_planted_fault_is_found_and_the_next_run_begins_with_it(kind, tmp_path, monkeypatch):
     owner, name, replacement, verdict = PLANTED[kind]
     monkeypatch.chdir(tmp_path)  # where failing cases are remembered
@@ -71,11 +79,17 @@ def test_a_planted_fault_is_found_and_the_next_run_begins_with_it(kind, tmp_path
 
 
 FEW = {  # CI runs a minute of `kvjax fuzz`
-    "arguments": 100, "files": 100, "tables": 40, "suites": 50, "names": 80, "paths": 30, "tokenizers": 30,
+    "arguments": 100, "configs": 60, "ends": 30, "files": 100, "tables": 40, "suites": 50, "names": 80, "paths": 30,
+    "tokenizers": 30,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "cases"), [*FEW.items(), pytest.param("laws", 2, marks=pytest.mark.thorough)])
+MANY = {"ropes": 60, "switches": 2, "laws": 2}  # whose programs are compiled
+
+
+@pytest.mark.parametrize(
+    ("kind", "cases"), [*FEW.items(), *(pytest.param(*x, marks=pytest.mark.thorough) for x in MANY.items())]
+)
 def test_no_law_is_broken(kind, cases, tmp_path):
     tally = run(kind, tmp_path, seed=3, cases=cases)
     assert not tally.failures, "\n".join(tally.failures)
@@ -116,7 +130,7 @@ def test_the_command_reports_each_kind_and_fails_where_a_law_is_broken(monkeypat
     monkeypatch.setattr(kvjax, "make", lambda text: SnapKV(budget=64))
     assert main(["--only", "names", "--cases", "20"]) == 1
     assert "kvjax fuzz --only names --seed 0" in capsys.readouterr().out
-    assert set(KINDS) == {*FEW, "laws"}
+    assert set(KINDS) == {*FEW, *MANY}
 
 
 def test_an_installation_says_that_it_has_no_cases(monkeypatch, tmp_path, capsys):

@@ -234,6 +234,24 @@ def test_a_consumed_cache_is_refused():
     refuses("Generation", lambda: kvjax.generate(tiny_params(), first, max_new_tokens=2))
 
 
+def test_a_cache_of_which_any_array_is_gone_was_consumed():
+    """NumPy's view of an array keeps it alive; the others tell. With views of all, nothing is consumed."""
+    count = len(jax.tree.leaves(read("full")))
+    for at in range(count):
+        cache = read("full")
+        view = np.asarray(jax.tree.leaves(cache)[at])
+        kvjax.decode_step(tiny_params(), cache, [1, 2, 3])
+        assert view is not None and not jax.tree.leaves(cache)[at].is_deleted()
+        for call in (
+            lambda cache=cache: kvjax.generate(tiny_params(), cache, max_new_tokens=2),
+            lambda cache=cache: next(kvjax.stream(tiny_params(), cache, max_new_tokens=2)),
+            lambda cache=cache: kvjax.extend(tiny_params(), cache, [[5], [5], [5]]),
+            lambda cache=cache: kvjax.decode_step(tiny_params(), cache, [1, 2, 3]),
+            lambda cache=cache: kvjax.fork(cache),
+        ):
+            refuses("consumed", call)
+
+
 # ---- numbers and platforms ----------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ import pytest
 import kvjax
 from kvjax import registry
 from kvjax.methods import H2O, PQCache, Quest, RetroInfer, SnapKV
-from kvjax.protocol.fields import Limits, check_within, known, number
+from kvjax.protocol.fields import Limits, at_length, check_within, known, number, share
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import pytree, static, traced
 from kvjax.wrappers import DenseBelow, Periodic, Prefill, Twilight
@@ -158,6 +158,20 @@ def test_a_declared_field_is_checked():
         with pytest.raises(ValueError) as error:
             Mine(**knobs)
         assert str(error.value) == message
+
+
+def test_a_budget_may_be_a_share_in_all_methods():
+    """A number between 0 and 1, as `share` makes it of the batch's longest prompt; there is no other budget of tokens."""
+    for name, cls in registry.known().items():
+        for field in dataclasses.fields(cls):
+            assert ("budget" in field.name) == (field.metadata.get("limits", Limits()).within == "capacity" and "int" in str(
+                field.type)), f"{name}.{field.name}"  # fmt: skip
+    for part in (0.25, np.float32(0.25)):
+        quest = Quest(budget=part)
+        assert quest == Quest(budget=share(0.25)) and at_length(quest, 1000, 1024) == Quest(budget=250, capacity=256)
+    for wrong in (0.0, 1.0, 1.5, -0.25, math.nan, True):
+        with pytest.raises(ValueError, match="budget"):
+            Quest(budget=wrong)
 
 
 def test_a_share_of_float32_is_within_the_same_share_of_float64():

@@ -1,4 +1,4 @@
-"""JAX's own switches: every method gives the same tokens under `jax_enable_x64`, `jax_debug_nans` and `jax.transfer_guard`.
+"""JAX's own switches: every method gives the same tokens under each of six, from `jax_enable_x64` to leak checking.
 
 And every method runs where JAX has no back end for kernels. test_contract.py looks for NaN in the states of every method.
 """
@@ -16,7 +16,8 @@ import pytest
 
 import kvjax
 from kvjax.api.measure import measure
-from tests.harness import ALL, any_example, example, group, read, repeated, tiny_params, whole
+from kvjax.decoding import Sampler
+from tests.harness import ALL, MOST_UNLIKE, any_example, example, read, repeated, tiny_params, whole
 from tests.kvjax.cases import base, go_on, model
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -72,20 +73,29 @@ def test_tokens_are_the_same_under_x64():
             kvjax.prefill(tiny_params(), jnp.asarray([[2**33]]), **where)
 
 
-@pytest.mark.parametrize("name", whole(ALL))
-def test_every_method_runs_where_implicit_transfers_are_disallowed(name):
-    """`jax.transfer_guard`: small arrays and knobs go over explicitly; reads for checks are no leaks of a user's loop."""
-    want = base(name)[1].tokens
-    with jax.transfer_guard("disallow"):
-        got = go_on(read(any_example(name), config=model(name)))
-    np.testing.assert_array_equal(got.tokens, want)
+def mesh(kind):
+    """A mesh of one device for all that is made; of explicit axes, arrays know in their types where they lie."""
+    return jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(kind,)))
 
 
-@pytest.mark.parametrize("name", repeated(ALL, but=("sentencekv",)))
-def test_every_method_runs_under_a_mesh_with_explicit_axes(name):
-    """Arrays that kvjax makes have the mesh that `jax.set_mesh` has set, and so have its users' numbers."""
+SWITCHES = {  # what a user's program may have set, and the methods that run it by default
+    "transfer_guard": (lambda: jax.transfer_guard("disallow"), (*MOST_UNLIKE, "stages")),
+    "x64": (lambda: jax.enable_x64(True), ()),  # quest: below
+    "debug_nans": (lambda: jax.debug_nans(True), ("quest", "freekv")),  # of an empty page, and of a scan
+    "set_mesh": (lambda: mesh(jax.sharding.AxisType.Auto), ()),
+    "explicit_mesh": (lambda: mesh(jax.sharding.AxisType.Explicit), ("sentencekv",)),
+    "leaks": (lambda: jax.check_tracer_leaks(True), ("tova",)),
+}
+
+
+@pytest.mark.parametrize(
+    ("switch", "name"),
+    [pytest.param(switch, *x.values, marks=x.marks) for switch, (_, but) in SWITCHES.items() for x in repeated(ALL, but=but)],
+)
+def test_every_method_gives_its_tokens_under_a_switch(switch, name):
+    """Small arrays and knobs go over explicitly; no step has 64 bits, NaN or a tracer that outlives its trace."""
     want = base(name)[1].tokens
-    with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))):
+    with SWITCHES[switch][0]():
         got = go_on(read(any_example(name), config=model(name)))
     np.testing.assert_array_equal(got.tokens, want)
 
@@ -101,14 +111,10 @@ def test_every_call_runs_where_implicit_transfers_are_disallowed():
         options = {"method": method, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "key": key, "eos_token_ids": 7}
         cache = kvjax.generate(params, cache, max_new_tokens=2, limits=[1, 2, 0], **options).cache
         repr(cache), measure(cache, params)
+        sampler = Sampler(temperature=0.5, repetition_penalty=1.1, logit_bias={1: 0.5}).read([[1], [2, 3], []])
+        options = {"sampler": sampler, "key": jax.random.split(key, 3), "eos_token_ids": 7}
         assert len(list(kvjax.stream(params, cache, max_new_tokens=2, block=1, **options))) <= 2
         kvjax.sweep(params, [[5, 6, 7]], config=model("quest"), methods=[method], max_new_tokens=2)
-
-
-@pytest.mark.parametrize("name", repeated([group("quest"), group("freekv")], but=("quest",)))
-def test_debug_nans_does_not_stop_an_empty_page(name):
-    with jax.debug_nans(True):
-        go_on(read(any_example(name), config=model(name)))
 
 
 WITHOUT_BACK_ENDS = """

@@ -403,23 +403,32 @@ def forgotten(name):
 
 
 def check_samples():
-    """The same tokens on any mesh, whose rows draw different ones."""
-    options = {"steps": 4, "drawn": {"temperature": 1.0, "top_k": 20, "key": jax.random.key(3)}}
-    here, *others = (generated(given, Full(), **options).tokens for given in
-                     (params(), spread("data=2 model=4"), spread("data=4 model=2")))  # fmt: skip
-    assert len({tuple(row) for row in here.tolist()}) == 4
-    for there in others:
-        np.testing.assert_array_equal(there, here)
+    """The same tokens and log-probabilities on any mesh, whose rows draw different ones; given tokens score the same."""
+    drawn = {"temperature": 1.0, "top_k": 20, "key": jax.random.key(3), "logprobs": True, "top_logprobs": 2}
+    options, meshes = {"steps": 4, "drawn": drawn}, [spread(text) for text in ("data=2 model=4", "data=4 model=2")]
+    here, *others = (generated(given, Full(), **options) for given in (params(), *meshes))
+    assert len({tuple(row) for row in here.tokens.tolist()}) == 4
+    for given, there in zip(meshes, others, strict=True):
+        np.testing.assert_array_equal(there.tokens, here.tokens)
+        assert_same(there.logprobs, here.logprobs)
+        assert_same(kvjax.score(given, read(given, Full()), np.asarray(here.tokens)), here.logprobs.model)
+    sampler = Sampler(temperature=1.0, repetition_penalty=1.2, presence_penalty=0.5, no_repeat_ngram=2)
+    drawn = {"sampler": sampler.read([[1, 2, 1], [], [3], [4]]), "key": jax.random.split(jax.random.key(0), 4)}
+    for method in (Full(), kvjax.Verified(draft=example("h2o"), depth=3)):
+        here, there = (generated(given, method, steps=4, drawn=drawn) for given in (params(), meshes[0]))
+        np.testing.assert_array_equal(there.tokens, here.tokens)
+        assert_same(there.sampler, here.sampler)
 
 
 def check_verified():
     """Full's tokens on a mesh that divides rows, heads and slots, under a draft with Full's storage and one with its own."""
     given = spread("data=2 model=2 slots=2")
-    for drawn in ({}, {"temperature": 1.0, "key": jax.random.key(3)}):
-        want = generated(params(), Full(), drawn=drawn).tokens
+    for drawn in ({}, {"temperature": 1.0, "key": jax.random.key(3), "logprobs": True}):
+        want = generated(params(), Full(), drawn=drawn)
         for draft in (example("quest", num_dense_layers=0), example("h2o")):
             out = generated(given, kvjax.Verified(draft=draft, depth=3), drawn=drawn)
-            np.testing.assert_array_equal(out.tokens, want)
+            np.testing.assert_array_equal(out.tokens, want.tokens)
+            assert_same(out.logprobs, want.logprobs)
 
 
 def check_models():

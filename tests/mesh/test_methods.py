@@ -61,6 +61,8 @@ def test_a_model_is_divided_by_heads_and_widths():
     told = "num_kv_heads=8, intermediate_size=48, experts.intermediate_size=24, vocab_size=64 can be split over"
     with pytest.raises(ValueError, match=f"{told} 1 or 2 or 4 or 8 devices .the mesh's axis 'model'., got 3"):
         config.local(3)
+    with pytest.raises(ValueError, match="for 16 devices take model=8 and data=2, .* or slots=2"):
+        config.local(16)
 
 
 def test_memory_is_counted_per_device():

@@ -206,6 +206,21 @@ def test_rows_are_decoded_in_pieces(tmp_path, monkeypatch):
     assert sizes == [3, 3, 1]
 
 
+@pytest.mark.parametrize(
+    ("texts", "ends"),
+    [(["<|user|>", "<|end|>"], {0, 2}), (["<|end|>", "<|return|>", "<|call|>"], {0, 2, 3}),
+     (["<end_of_utterance>", "_<EOT>", "<|eom_id|>", "end"], {0, 1, 2, 3})],
+)  # fmt: skip
+def test_an_answer_ends_at_the_tokens_that_end_turns(texts, ends, tmp_path):
+    """Though a file names one token alone; llama.cpp's loader knows the others by their text."""
+    hf, weights = checkpoint("phi3")
+    tokens = ["<|endoftext|>", *texts, *(f"t{i}" for i in range(hf["vocab_size"] - 1 - len(texts)))]
+    values = gguf_writing.metadata(hf | {"eos_token_id": None})
+    values |= gguf_writing.tokenizer_metadata(tokens, [], "default", eos_token_id=0)
+    gguf_writing.write(tmp_path / "x.gguf", values, gguf_writing.stored(hf, weights))
+    assert {*models.from_pretrained(tmp_path / "x.gguf")[1].eos_token_ids} == ends
+
+
 @pytest.mark.parametrize("matrices", [1, 3])
 def test_codes_in_nvfp4_are_multiplied_by_their_factors(matrices, tmp_path):
     """As llama.cpp's converter writes them: a factor for each matrix, and a scale for activations, which is not read."""

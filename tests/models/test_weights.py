@@ -215,7 +215,18 @@ def test_the_tokenizer_adds_ends_of_turns(saved, texts, ends, whole):
     assert models.from_pretrained(directory)[1].eos_token_ids == ends
 
 
-def test_settings_that_change_greedy_tokens_are_said_once(saved, caplog):
+def test_an_end_that_only_the_tokenizer_names(saved):
+    """Under any text; and the files of a tokenizer may each list tokens that the other lacks."""
+    directory, _, _ = saved
+    config = json.loads((directory / "config.json").read_text()) | {"eos_token_id": 3}
+    (directory / "config.json").write_text(json.dumps(config))
+    settings = {"eos_token": {"content": "[STOP]"}, "added_tokens_decoder": {"5": {"content": "<|im_end|>"}}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    (directory / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 9, "content": "[STOP]"}]}))
+    assert models.from_pretrained(directory)[1].eos_token_ids == (3, 9, 5)
+
+
+def test_settings_that_are_not_applied_are_said_once(saved, caplog):
     directory, _, _ = saved
     stated = {"repetition_penalty": 1.1, "no_repeat_ngram_size": 0, "suppress_tokens": [4], "temperature": 0.7}
     (directory / "generation_config.json").write_text(json.dumps(stated))
@@ -223,6 +234,9 @@ def test_settings_that_change_greedy_tokens_are_said_once(saved, caplog):
         models.from_pretrained(directory)
     (record,) = caplog.records
     assert "repetition_penalty=1.1, suppress_tokens=[4]," in record.getMessage()
+    (directory / "generation_config.json").write_text(json.dumps({**stated, "do_sample": True, "top_k": None}))
+    models.from_pretrained(directory)
+    assert "suppress_tokens=[4], temperature=0.7," in caplog.records[-1].getMessage()
 
 
 def test_save_refuses_foreign_params(saved, tmp_path):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu
 
 from pallas_kernels.dispatch import Implementation, added_implementation
 from pallas_kernels.host import Rows, copy_row
@@ -16,6 +17,9 @@ ON_GPU = jax.default_backend() == "gpu"
 NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason=f"needs a GPU, got {jax.default_backend()}")
 NEEDS_JAX_TRITON = pytest.mark.skipif(find_spec("jax_triton") is None, reason="needs the package jax_triton")
 NAMES = ["xla", "interpreted", pytest.param("pallas_triton", marks=NEEDS_GPU)]
+# The interpreter keeps the memories of a TPU apart. Fast memory is NaN before a copy has arrived there, and a copy is done
+# only when the kernel waits for it. A read outside of an array, or while the array is written, is an error.
+TPU = tpu.InterpretParams(detect_races=True)
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 SCALE = 0.11
 
@@ -50,7 +54,7 @@ every_body_and_dtype = in_dtypes(every_body)
 def implementations(name, back_end="pallas_triton", **options):
     """An operation in plain JAX, by a kernel that runs interpreted with ``options`` such as its `Config`, and on a GPU."""
     function, kernel = public(name), table(name).implementations[back_end].run
-    entry = Implementation(functools.partial(kernel, **options, interpret=True))
+    entry = Implementation(functools.partial(kernel, **options, interpret=TPU if back_end == "pallas_tpu" else True))
 
     def interpreted(*args, **kwargs):
         with added_implementation(name, "interpreted", entry):

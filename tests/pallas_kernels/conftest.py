@@ -3,6 +3,7 @@
 import pytest
 
 from tests.pallas_kernels.cases import NEEDS_GPU, ON_GPU
+from tests.pallas_kernels.strict import strict
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,3 +31,10 @@ def pytest_generate_tests(metafunc):
             values = [x for x in marks[index].args[1] if NEEDS_GPU not in getattr(x, "marks", ())]
             if 0 < len(values) < len(marks[index].args[1]):
                 marks[index] = pytest.mark.parametrize(marks[index].args[0], values, **marks[index].kwargs).mark
+
+
+@pytest.fixture(scope="module", autouse=True)
+def strict_kernels():
+    """Interpreted kernels read and write nothing out of range."""
+    with strict():
+        yield

@@ -10,9 +10,9 @@ import jax
 import pytest
 
 import pallas_kernels
+from experiments.speed.kernels import untimed
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.formats.shapes import LAYER
-from tests.pallas_kernels import untimed
 
 PLACES = {name: f"pallas_kernels.{room}.{name}" for room, name in pallas_kernels.operations()}
 BESIDE = {"estimates": "rerank", "kth_select_mask": "kth_select"}  # public functions beside that of an operation's name

@@ -158,6 +158,11 @@ def test_code_of_the_page_on_jax_runs(quick_compile):
 
 
 @pytest.mark.slow
+def test_code_of_the_page_on_rollouts_runs(quick_compile):
+    exec(compile(blocks(DOCS / "rollouts.md", "python")[0], "rollouts.md", "exec"), {})
+
+
+@pytest.mark.slow
 def test_what_fits_is_what_memory_needed_says():
     """The first row of the page's table, by the page's code; beyond the model's positions the line says so."""
     page, scope, printed = text_of(DOCS / "fits.md"), {}, io.StringIO()

@@ -12,12 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from experiments.answering import Choice, LoadedModel, follow
 from experiments.lab.fidelity.texts import Texts
 from kvjax.accounting.stats import Stats
 from kvjax.api.measure import measure
+from kvjax.decoding.checks import check_border
 from kvjax.decoding.prefill import run_prefill
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model, pytree
@@ -98,7 +100,8 @@ def distance(full: Array, logits: Array, targets: Array) -> Distance:
 
 
 def lead(model: LoadedModel, method: Method, texts: Texts, kv_dtype: str | None = None) -> tuple[Array, Stats]:
-    """Run `follow_text` for a model, a method and a batch of texts."""
+    """Run `follow_text` for a model, a method and a batch of texts; refuse texts that cross a border of RoPE's rule."""
+    check_border(model.config, method, np.asarray(texts.lengths), np.asarray(texts.counts))
     return follow_text(*_arrays(model, method, texts), model=model.config, kv_dtype=kv_dtype)
 
 

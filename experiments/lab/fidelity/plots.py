@@ -17,7 +17,7 @@ from experiments.records import (
     chosen,
     error_bars,
     legend,
-    line_style,
+    method_styles,
     method_title,
     new_figure,
     quiet_label,
@@ -83,6 +83,7 @@ def _panels(record: Mapping[str, Any], line: Callable[..., None], xlabel: str) -
         least[_name(row)] = min(least.get(_name(row), row["value"]), row["value"])
     # The papers' methods have a colour, then the methods of the least KL; the others are grey and share an entry.
     coloured = chosen(names, [*PAPERS, *sorted(names, key=least.__getitem__)])
+    styles = dict(zip(coloured, method_styles(coloured), strict=True))
     quiet = quiet_label([method_title(name) for name in names if name not in coloured], 40)
     streams, lengths = (list(dict.fromkeys(cell[at] for cell in grouped)) for at in (0, 1))
     figure = new_figure(1 + 4.2 * len(lengths), 1.2 + 3.6 * len(streams))
@@ -95,7 +96,7 @@ def _panels(record: Mapping[str, Any], line: Callable[..., None], xlabel: str) -
         panel.set_axis_on()
         for name in names:
             if budgets := sorted((row for row in mine if _name(row) == name), key=lambda row: row["bytes_read_per_step"]):
-                style = line_style(coloured.index(name)) if name in coloured else QUIET
+                style = styles.get(name, QUIET)
                 line(panel, budgets, {**style, "label": method_title(name) if name in coloured else quiet})
         panel.set_yscale("log")
         tidy(panel, f"{stream}, {token_label(length)} tokens", xlabel, "KL(Full || method), nats")

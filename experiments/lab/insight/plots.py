@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.records import FAINT, heat_map, label_lines, line_style, method_title, new_figure, tidy
+from experiments.records import FAINT, heat_map, label_lines, method_styles, method_title, new_figure, tidy
 
 _ACROSS = 4  # methods in a line of the lower part
 
@@ -61,8 +61,8 @@ def _by_layer(panel: Any, metrics: Sequence[Mapping[str, Any]], mass: Sequence[n
 def _by_k(panel: Any, metrics: Sequence[Mapping[str, Any]], top: Sequence[int]) -> None:
     """Plot the share of the k best tokens among the chosen, for each k and for as many tokens as a method chooses."""
     ends = []
-    for index, metric in enumerate(metrics):
-        recall, style = [*metric["top_k"].values(), metric["own_k"]], line_style(index)
+    for metric, style in zip(metrics, method_styles([m["method"] for m in metrics]), strict=True):
+        recall = [*metric["top_k"].values(), metric["own_k"]]
         panel.plot(recall, **style)
         ends.append((len(recall) - 1, recall[-1], method_title(metric["method"]), style["color"]))
     panel.set_xticks(range(len(top) + 1), [*map(str, top), "own"])
@@ -81,9 +81,10 @@ def _each(
         panel.set_visible(False)
     ends = dict.fromkeys(end for end in metrics[0]["answer_tokens"] if end < settings["new_tokens"])
     image = None
-    for index, (m, values) in enumerate(zip(metrics, mass, strict=True)):
+    styles = method_styles([m["method"] for m in metrics], points=False)
+    for index, (m, values, style) in enumerate(zip(metrics, mass, styles, strict=True)):
         curve, heads = panels.flat[2 * index : 2 * index + 2]
-        by_layer, style = values.mean(axis=1), line_style(index, points=False)
+        by_layer = values.mean(axis=1)
         steps = np.arange(1, values.shape[2] + 1)
         low, high = by_layer.min(axis=0), by_layer.max(axis=0)
         curve.fill_between(steps, low, high, color=style["color"], alpha=0.2, linewidth=0)

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.cli import read_record
-from experiments.evaluation import against, averages, beside_full, load, report
+from experiments.evaluation import against, averages, beside_reference, load, report
 from experiments.lab.fidelity import fidelity_tables
 from experiments.lab.insight.report import table as insight_table
 from experiments.lab.peers.report import peer_tables
+from experiments.lab.rollouts import rollout_table
 from experiments.lab.tpu_bytes import tpu_bytes_table
 from experiments.records import device_kinds, markdown_rows, method_title, short_commit
 from experiments.speed import kernel_table, offload_tables, speed_tables
@@ -24,7 +25,7 @@ from kvjax import registry
 COUNTED = 60.0  # percent
 _WITH_NOTES = {
     "speed": speed_tables, "offload": offload_tables, "kernels": kernel_table, "peers": peer_tables,
-    "tpu-bytes": tpu_bytes_table,
+    "tpu-bytes": tpu_bytes_table, "rollouts": rollout_table,
 }  # fmt: skip
 _PATTERNS = ("*.json", "exact/*.json", "results/*/metrics.json", "fidelity/*/metrics.json", "ablations/*.json")
 
@@ -68,7 +69,7 @@ def rows(path: pathlib.Path) -> list[dict[str, Any]]:
             "read": f"{mean['bytes_read_per_step'] / 1e6:.2f} MB ({_share(mean)})",
             "resident": f"{mean['resident_bytes_per_row'] / 1e6:.2f} MB",
         }
-        for mean in sorted(averages(beside_full(counted)), key=lambda mean: (mean["method"] != "full", -mean["score"]))
+        for mean in sorted(averages(beside_reference(counted)), key=lambda mean: (mean["method"] != "full", -mean["score"]))
     ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import pallas_kernels
+from experiments.speed.kernels import untimed
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.formats.quantised import Quantised, whole
 from pallas_kernels.formats.shapes import Shape
@@ -35,9 +35,9 @@ class Case:
     function: Run
     shape: Shape
 
-    def make(self) -> tuple[Array, dict[str, Any]]:
+    def make(self, key: Array | None = None) -> tuple[Array, dict[str, Any]]:
         """Draw the arguments: a float array that a loop may change between runs, and the rest by name."""
-        arrays = self.shape.draw(jax.random.key(0))
+        arrays = self.shape.draw(jax.random.key(0) if key is None else key)
         chained = self.shape.timed.chained
         return (jnp.zeros((1,), jnp.float32) if chained is None else arrays.pop(chained)), arrays
 
@@ -48,9 +48,13 @@ class Case:
 
     def expected(self, first: Array, arrays: Mapping[str, Any]) -> Any:
         """Compute the result to compare with, by "xla", from what `make` returns."""
+        return jax.jit(self.reference)(first, arrays)
+
+    def reference(self, first: Array, arrays: Mapping[str, Any]) -> Any:
+        """Compute what `expected` computes, inside of another program."""
         if self.shape.timed.float32:
             first, arrays = jax.tree.map(_exact, (first, arrays), is_leaf=lambda x: isinstance(x, Quantised))
-        return self.defined(jax.jit(functools.partial(self.run, implementation="xla"))(first, arrays))
+        return self.defined(self.run(first, arrays, implementation="xla"))
 
     def defined(self, result: Any) -> Any:
         """Return the part of a result that all implementations agree on."""
@@ -71,6 +75,16 @@ def cases(tiny: bool = False, wide: bool = False) -> list[Case]:
         for place in declared
         for shape in importlib.import_module(f"{place}.timed").TIMED.listed(tiny, wide)
     ]
+
+
+def small_cases() -> list[Case]:
+    """Make one case of every operation, in a size that a test can run; heads have all of their channels."""
+    made = []
+    for room, name in pallas_kernels.operations():
+        place = f"pallas_kernels.{room}.{name}"
+        timed = importlib.util.find_spec(f"{place}.timed") and importlib.import_module(f"{place}.timed").TIMED
+        made.append(_case(place, timed.listed(tiny=True, wide=True)[0] if timed else untimed.SHAPES[name].at()))
+    return made
 
 
 def _case(place: str, shape: Shape) -> Case:

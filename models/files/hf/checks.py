@@ -51,6 +51,21 @@ _OF_ROPE: dict[str, _Kind] = {
 }  # fmt: skip
 
 
+NAMES = (  # of one thing: a file that states two of them means one value
+    ("dtype", "torch_dtype"), ("hidden_act", "hidden_activation"), ("num_experts_per_tok", "experts_per_token"),
+    ("num_experts", "num_local_experts", "n_routed_experts"), ("sliding_window", "sliding_window_size"),
+)  # fmt: skip
+
+
+def check_names(hf: Mapping[str, Any]) -> None:
+    """Refuse a ``config.json`` in which two names of one thing have different values: one would be ignored unseen."""
+    for names in NAMES:
+        stated = {name: hf[name] for name in names if hf.get(name) is not None}
+        if any(value != next(iter(stated.values())) for value in stated.values()):
+            told = " and ".join(f"{name}={value!r:.60}" for name, value in stated.items())
+            raise ValueError(f"{told} are names of one thing and differ, expected one value")
+
+
 def check_types(hf: Mapping[str, Any]) -> None:
     """Refuse a ``config.json`` in which a known key has a value of the wrong type."""
     for key, kind in _NEVER_NULL.items():

@@ -11,6 +11,7 @@ from ...sizes.architecture import Architecture
 from ..tables.families import ALL, FAMILIES, MISSING
 from . import families as hf_families
 from . import latent as hf_latent
+from .checks import check_names, eos_ids
 
 MODEL_TYPES = tuple(ALL)
 # Gemma 3 from 4B on: what transformers takes where ``text_config`` is silent, and keys that stand outside of it.
@@ -24,18 +25,24 @@ _OUTER = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_wo
 def read(hf: dict[str, Any]) -> dict[str, Any]:
     """Translate a ``config.json`` to the fields of an Architecture; of Gemma 3 with images, its text model."""
     if hf.get("model_type") == "gemma3" and isinstance(hf.get("text_config"), dict):
-        hf = {
-            **_GEMMA3_TEXT,
-            **{key: hf[key] for key in _OUTER if key in hf},
-            **hf["text_config"],
-            "model_type": "gemma3_text",
-        }
+        hf = _of_text(hf, hf["text_config"])
     model_type = hf.get("model_type")
     if isinstance(model_type, str) and model_type in MISSING:
         raise ValueError(f"unsupported model_type {model_type!r}: this decoder does not have {MISSING[model_type]}")
     if model_type not in MODEL_TYPES:
         raise ValueError(f"unsupported model_type {model_type!r}, expected one of {', '.join(MODEL_TYPES)}")
+    check_names(hf)
     return (hf_latent if ALL[model_type].latent else hf_families).read(hf)
+
+
+def _of_text(whole: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    """Take the text model out of a file of Gemma 3 with images, which may say a thing in both places."""
+    outer = {key: whole[key] for key in _OUTER if whole.get(key) is not None}
+    ends = dict.fromkeys((*eos_ids(outer.pop("eos_token_id", None)), *eos_ids(text.get("eos_token_id"))))
+    if differ := [key for key, value in outer.items() if text.get(key, value) not in (value, None)]:
+        told = ", ".join(f"{key}={text[key]!r:.60} and {outer[key]!r:.60}" for key in differ)
+        raise ValueError(f"text_config and the file around it differ: got {told}, expected one value")
+    return {**_GEMMA3_TEXT, **text, **outer, "eos_token_id": list(ends), "model_type": "gemma3_text"}
 
 
 def write(fields: dict[str, Any]) -> dict[str, Any]:

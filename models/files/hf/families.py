@@ -196,6 +196,8 @@ def _slides(hf: dict[str, Any], family: Family, window: int | None) -> tuple[boo
     """Tell for each layer whether it has a window."""
     count, named = hf["num_hidden_layers"], hf.get("layer_types")
     switched_off = hf["model_type"] in INFERRED and not hf.get("use_sliding_window", True)
+    if switched_off and family.windows == "some" and _SLIDING in (named or ()):
+        raise ValueError(f"use_sliding_window=false and {_SLIDING!r} in layer_types differ: expected one of the two")
     if switched_off or (window is None and family.optional_window and _SLIDING not in (named or ())):
         return (False,) * count
     if family.windows != "some":
@@ -269,6 +271,11 @@ def _rope(hf: dict[str, Any], declared: dict[str, Any], theta: float, head_dim: 
         raise ValueError(
             f"unsupported partial_rotary_factor {share!r}, expected an even number of at most {head_dim} channels, "
             f"got {rotated}"
+        )
+    width = hf.get("rotary_dim") if "rotary_dim" in ALL[hf["model_type"]].defaults else None
+    if width not in (None, rotated):
+        raise ValueError(
+            f"rotary_dim={width!r} and partial_rotary_factor={share!r} of {head_dim} channels differ, expected one"
         )
     # The sections of several positions of a token are the same channels in any order where a text has one position.
     rest = {key: value for key, value in declared.items() if key != "partial_rotary_factor" and not key.startswith("mrope_")}

@@ -38,9 +38,14 @@ def declared(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(rope: dict[str, Any]) -> dict[str, Any]:
-    """Call the rule ``rope_type``, which old files call ``type``."""
-    rest = {key: value for key, value in rope.items() if key != "type"}
-    return {"rope_type": rope["type"], **rest} if "type" in rope else rest
+    """Call the rule ``rope_type``, which old files call ``type``; refuse two rules."""
+    kinds = {key: rope[key] for key in ("rope_type", "type") if rope.get(key) is not None}
+    if len({*kinds.values()}) > 1:
+        raise ValueError(
+            f"type and rope_type of a rule of RoPE differ: got {rope['type']!r:.60} and {rope['rope_type']!r:.60}"
+        )
+    rest = {key: value for key, value in rope.items() if key not in ("type", "rope_type")}
+    return {"rope_type": next(iter(kinds.values())), **rest} if kinds else rest
 
 
 def read(hf: dict[str, Any], default_theta: float = 10000.0) -> tuple[float, RopeRule | None]:

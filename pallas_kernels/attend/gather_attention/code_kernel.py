@@ -38,6 +38,7 @@ def takes(query: jax.Array, key: Any, value: Any, place: Any, rows: Any) -> bool
         and rows is None
         and all(x.shape[3] >= codes.LEAST_WIDTH * (2 if x.packed else 1) for x in (key, value))
         and key.scale.size % 2 == 0
+        and key.scale.size < 1 << 31  # a scale is found by one index over all rows and heads
     )
 
 

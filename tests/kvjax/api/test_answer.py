@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import time
 
 import jax
 import numpy as np
 import pytest
 
 import kvjax
+from kvjax.decoding import Sampler
 from kvjax.methods import H2O, Full, PQCache, Quest, SentenceKV, SnapKV
 from kvjax.protocol.fields import at_length
 from kvjax.testing import TinyModel
@@ -19,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 CONTEXT, QUESTIONS = "One of the special magic numbers for blue-whale is: 4711042. " * 9, ["\nWhich?", "\nWhat is green?"]
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}</>{% endfor %}<assistant>"
 MODEL = TinyModel()
+api_answer = importlib.import_module("kvjax.api.answer")  # `kvjax.api.answer` may be the function
 METHOD = Quest(budget=kvjax.share(1 / 4), num_dense_layers=0)
 
 
@@ -51,8 +55,23 @@ def test_answers_are_those_of_the_calls_by_hand(speaker):
     plain = at_length(METHOD, len(speaker.encode(CONTEXT, template=False)[0]), plain.capacity * 4)
     untold = kvjax.answer(speaker, CONTEXT, QUESTIONS, method=METHOD, max_new_tokens=8, template=False)
     assert untold == [*by_hand(speaker, "", "", plain, special=True)] != made
-    one = kvjax.answer(speaker, CONTEXT, QUESTIONS[1], method=METHOD, max_new_tokens=8)
-    assert one == [made[1]]
+    one = kvjax.answer(speaker, CONTEXT, QUESTIONS[1], method=METHOD, max_new_tokens=8, logprobs=True, top_logprobs=2)
+    assert one == [made[1]] and made.scored is None
+    assert [scored.token for scored in one.scored[0]] == one.tokens[0] == [scored.top[0][0] for scored in one.scored[0]]
+
+
+def test_the_cache_of_an_answer_is_gone_before_the_next_copy(speaker, monkeypatch):
+    """And the last question gets the cache of the context itself."""
+    held, sizes = [], []
+
+    def counted(cache):
+        held.append(sum(x.nbytes for x in jax.live_arrays()))
+        sizes.append(sum(x.nbytes for x in jax.tree.leaves(cache)))
+        return kvjax.fork(cache)
+
+    monkeypatch.setattr("kvjax.api.answer.fork", counted)
+    kvjax.answer(speaker, CONTEXT, [*QUESTIONS, QUESTIONS[0]], method=METHOD, max_new_tokens=8)
+    assert len(held) == 2 and held[1] - held[0] < sizes[0] / 2
 
 
 def test_the_end_of_an_answer_is_not_in_its_text(speaker):
@@ -62,6 +81,30 @@ def test_the_end_of_an_answer_is_not_in_its_text(speaker):
     stop = plain.tokens[0].index(plain.tokens[0][2]) + 1
     assert made.tokens[0] == plain.tokens[0][:stop]
     assert made[0] == speaker.tokenizer.decode(plain.tokens[0][: stop - 1])
+
+
+@pytest.mark.parametrize("drawn", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_answer_ends_before_a_stop_string(speaker, monkeypatch, drawn):
+    """Pieces have the tokens of one call, with a temperature and penalties that count context and question, too."""
+    sampler, key = (Sampler(temperature=1.0, repetition_penalty=1.5), jax.random.key(0)) if drawn else (None, None)
+    options = {"method": METHOD, "max_new_tokens": 8, "sampler": sampler, "key": key}
+    plain = kvjax.answer(speaker, CONTEXT, QUESTIONS[:1], **options)
+    monkeypatch.setattr(api_answer, "_BLOCK", 4)
+    same = kvjax.answer(speaker, CONTEXT, QUESTIONS[:1], stop="\0", **options)
+    assert same == plain and same.tokens == plain.tokens
+    stop = plain[0][1:3]
+    made = kvjax.answer(speaker, CONTEXT, QUESTIONS[:1], stop=stop, **options)
+    assert made[0] == plain[0].partition(stop)[0] and made.tokens[0] == plain.tokens[0][: len(made.tokens[0])]
+
+
+def test_a_call_that_takes_long_says_what_it_does(speaker, monkeypatch, capsys):
+    kvjax.answer(speaker, CONTEXT, QUESTIONS, method=METHOD, max_new_tokens=8)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(api_answer, "_PATIENCE", 0.0)
+    monkeypatch.setattr(api_answer, "prefill", lambda *args, **more: time.sleep(0.2) or kvjax.prefill(*args, **more))
+    kvjax.answer(speaker, CONTEXT, QUESTIONS, method=METHOD, max_new_tokens=8)
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"kvjax.answer: reads {len(speaker.encode(CONTEXT)[0])} tokens under Quest")
 
 
 @pytest.mark.parametrize(
@@ -75,6 +118,7 @@ def test_the_end_of_an_answer_is_not_in_its_text(speaker):
         ({"max_new_tokens": 0}, "max_new_tokens must be"),
         ({"method": "qest"}, "unknown method 'qest'"),
         ({"system": "Be brief.", "template": False}, "a system message needs a chat template"),
+        ({"top_logprobs": 2}, "top_logprobs=2 needs logprobs=True"),
         ({"temperature": 1.0, "key": 0}, "key must be a PRNG key such as jax.random.key"),
     ],
 )

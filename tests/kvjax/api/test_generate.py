@@ -94,8 +94,8 @@ def test_all_rows_ended_at_once_leaves_the_loop():
 # ---- drawing ------------------------------------------------------------------------------------------------------
 
 
-def probabilities(logits, temperature, top_k=None, top_p=None):
-    """NumPy's reading of the filters: temperature, then top-k, then top-p over what is left."""
+def probabilities(logits, temperature, top_k=None, top_p=None, min_p=0):
+    """NumPy's reading of the filters: temperature, then top-k, then top-p over what is left, then min-p."""
     p = np.exp((logits / temperature).astype(np.float64))
     order = np.argsort(-p, kind="stable")
     if top_k is not None:
@@ -104,6 +104,7 @@ def probabilities(logits, temperature, top_k=None, top_p=None):
     if top_p is not None:
         before = np.cumsum(p[order]) - p[order]
         p[order[before >= top_p]] = 0
+    p[p < min_p * p.max()] = 0
     return p / p.sum()
 
 
@@ -117,13 +118,14 @@ def probabilities(logits, temperature, top_k=None, top_p=None):
         {"temperature": 0.8, "top_k": 4, "top_p": 0.75},
         {"temperature": 1.0, "top_p": 1e-6},
         {"temperature": 1.0, "top_k": 1},
+        {"temperature": 0.9, "top_k": 6, "min_p": 0.2},
     ],
 )
 def test_draws_follow_the_filtered_distribution(options):
     logits = np.array([1.2, -0.3, 0.4, 2.0, 0.9, -1.5, 0.0], np.float32)
     want = probabilities(logits, **options)
     draws = 20_000
-    tokens = Sampler(**options).draw(jnp.broadcast_to(jnp.asarray(logits), (draws, 7)), jax.random.key(0))
+    tokens, _ = Sampler(**options).draw(jnp.broadcast_to(jnp.asarray(logits), (draws, 7)), jax.random.key(0))
     got = np.bincount(np.asarray(tokens), minlength=7) / draws
     assert set(np.flatnonzero(got)) <= set(np.flatnonzero(want))
     np.testing.assert_allclose(got, want, atol=4 * 0.5 / np.sqrt(draws))
@@ -203,6 +205,25 @@ def test_stream_leaves_eos_out_of_text():
     for row in range(3):
         shown = [token for token in want[row, : counts[row]].tolist() if token != stop]
         assert "".join(piece[row] for piece in pieces) == Names().decode(shown)
+
+
+def test_a_stop_string_ends_its_row():
+    """It may begin and end within tokens; the other rows go on."""
+    free, names = free_run()[:, :-1], Names()
+    stop = f"{free[0, 3]}><{free[0, 4]}"
+    whole = [names.decode(row) for row in free.tolist()]
+    want = [text.partition(stop)[0] for text in whole]
+    options = {"max_new_tokens": N - 1, "block": 3, "eos_token_ids": [LAST], "tokenizer": names}
+    pieces = list(kvjax.stream(tiny_params(), read("full"), stop=[stop, "no"], **options))
+    assert ["".join(row) for row in zip(*pieces, strict=True)] == want != whole
+    assert len(pieces) == 3 and pieces[2][0] == ""
+    assert len(list(kvjax.stream(tiny_params(), read("full"), stop=">", **options))) == 1, "all rows have ended"
+    assert run(limits=N - 1).texts(names, stop=stop) == want
+    for bad in ("", 3, ["a", ""], None):
+        with pytest.raises(ValueError, match="stop"):
+            kvjax.stream(tiny_params(), None, stop=bad, tokenizer=names)
+    with pytest.raises(ValueError, match="tokenizer"):
+        kvjax.stream(tiny_params(), None, stop="a")
 
 
 # ---- turns, forks, single steps -----------------------------------------------------------------------------------

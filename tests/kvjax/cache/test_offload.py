@@ -280,6 +280,22 @@ def test_forks_and_streams_go_on_alike_from_host_memory(name):
 
 
 @pytest.mark.xdist_group("quest")
+def test_two_caches_decoded_in_turn():
+    """More steps than one sync writes, a token of each in turn; each gets the tokens that it gets alone."""
+
+    def tokens(*prompts):
+        caches = [chunked(make("quest", offload=True), rows, config=model("quest")) for rows in prompts]
+        found = []
+        for _ in range(20):
+            found.append([np.argmax(cache.logits, axis=1).astype(np.int32) for cache in caches])
+            caches = [kvjax.decode_step(tiny_params(), cache, x) for cache, x in zip(caches, found[-1], strict=True)]
+        return np.asarray(found).swapaxes(0, 1)
+
+    one, other = prompts(), prompts()[::-1]
+    np.testing.assert_array_equal(tokens(one, other), [*tokens(one), *tokens(other)])
+
+
+@pytest.mark.xdist_group("quest")
 def test_generation_stops_early():
     """EOS is met in the middle of what one sync writes."""
     free = base("quest")[1].tokens

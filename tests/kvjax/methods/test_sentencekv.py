@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
+from kvjax.methods import Full
 from kvjax.methods.sentencekv.method import RELEASED, SentenceKV
 from kvjax.protocol.typing import EMPTY
-from tests.harness import frequencies, oracle, random_tokens, read, small, stored
+from kvjax.wrappers import PerLayer
+from tests.harness import TINY, frequencies, oracle, random_tokens, read, small, stored
 from tests.kvjax.cases import STEPS, against_oracle, drive_alike, feed_layer, prefill_layer
 from tests.oracles.plain import rotate_all
 
@@ -224,3 +227,13 @@ def test_a_table_that_is_none():
     for wrong, told in ((np.zeros(61, np.int32), "boundary"), (np.zeros((61, 1), bool), "boundary"), (None, "tokenizer=")):
         with pytest.raises(ValueError, match=told):
             read(small(SentenceKV, **{**KNOBS, "boundary": wrong}))
+
+
+def test_sizes_need_no_table():
+    """By name, as a method, and inside of a wrapper; the table's values change no size."""
+    sizes = {"config": TINY, "batch": 2, "prompt_slots": 64, "max_new_tokens": 8}
+    knobs = {**KNOBS, "boundary": None}
+    want = kvjax.memory_needed(small(SentenceKV, **{**knobs, "boundary": np.ones(TINY.vocab_size, bool)}), **sizes)
+    assert kvjax.memory_needed(small(SentenceKV, **knobs), **sizes) == want
+    assert kvjax.memory_needed(PerLayer(layers={0: small(SentenceKV, **knobs)}, default=Full()), **sizes).device > want.after
+    assert kvjax.memory_needed("sentencekv", **sizes).device > 0

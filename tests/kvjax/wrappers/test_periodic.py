@@ -219,6 +219,60 @@ def test_a_long_generation_keeps_its_bytes():
     np.testing.assert_array_equal(stored(after).position.max(axis=2)[:, 0], length + steps - 1)
 
 
+@pytest.mark.parametrize(
+    "evict",
+    [
+        Knorm(budget=7),
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in (AdaKV(budget=9, obs_window=3), small(ExpectedAttention, **EXPECTED))
+        ),
+    ],
+)
+def test_a_ratio_keeps_a_share_of_what_each_row_has_seen(evict):
+    """Of its prompt, and of prompt and answer after every interval; beyond the room, no more than its share."""
+    tiny, interval, ratio, rooms, steps = TinyModel(num_layers=1), 4, 0.3, 16, 40
+    lengths = jnp.array([40, 13, 6, 1], jnp.int32)
+    method = Periodic(evict=evict, interval=interval, ratio=ratio)
+
+    @jax.jit
+    def run(params):
+        tokens = jnp.full((4, 40), 5, jnp.int32)
+        cache = run_prefill(params, tokens, lengths, method, model=tiny, max_new_tokens=rooms, chunk_size=40)
+        first = stored(cache.layers[0]).valid.sum(axis=2)
+
+        def step(cache, _):
+            cache = run_step(params, cache, jnp.full((4, 1), 7, jnp.int32), jnp.ones((4, 1), bool))
+            return cache, stored(cache.layers[0]).valid.sum(axis=2)
+
+        return first, jax.lax.scan(step, cache, None, length=steps)[1]
+
+    first, held = (np.asarray(x).mean(axis=-1) for x in run(tiny.random_params()))
+    least = max(evict.obs_window, 1 + getattr(evict, "num_sink", 0))
+
+    def share(seen):
+        kept = np.clip(np.round(ratio * seen), least, np.ceil(ratio * (40 + rooms)))
+        return np.minimum(kept, seen)
+
+    np.testing.assert_array_equal(first, share(np.asarray(lengths)))
+    for at in range(interval, steps + 1, interval):
+        np.testing.assert_array_equal(held[at - 1], share(np.asarray(lengths) + at), err_msg=f"after {at} tokens")
+    assert held[-1][0] == np.ceil(ratio * (40 + rooms)) and (np.diff(held, axis=0) <= 1).all()
+
+
+def test_a_ratio_of_layers_is_in_proportion_to_their_budgets():
+    pyramid = PyramidKV(budget=100, obs_window=8)
+    layers = [Periodic(evict=pyramid, ratio=0.25).for_layer(layer, 4) for layer in range(4)]
+    np.testing.assert_allclose(np.mean([x.ratio for x in layers]), 0.25, atol=0.002)
+    assert [x.ratio for x in layers] == [0.25 * pyramid.for_layer(layer, 4).budget / 100 for layer in range(4)]
+    with pytest.raises(ValueError, match="ratio needs one budget"):
+        Periodic(evict=small(HeadKV, **HEADS), ratio=0.5).for_layer(0, 2)
+    for wrong in ({"ratio": 0.5, "budget": 9}, {"ratio": 0.0}, {"ratio": 1.5}):
+        with pytest.raises(ValueError, match="ratio"):
+            Periodic(evict=Knorm(), **wrong)
+    assert kvjax.make("periodic(knorm, ratio=1/4)").ratio == 0.25
+
+
 def test_a_step_asks_once_whether_rows_are_due():
     """A condition in each layer would copy the layer's cache in every step, and may wait for the host there."""
     tiny = TinyModel(num_layers=3)

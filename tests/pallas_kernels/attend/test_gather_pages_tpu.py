@@ -1,20 +1,14 @@
-"""Attention over lists of pages by the kernel for TPUs, interpreted, against float64 NumPy.
-
-The interpreter keeps the memories of a TPU apart. Fast memory is NaN before a copy has arrived there, and a copy is done only
-when the kernel waits for it. A read outside of an array, or while the array is written, is an error.
-"""
+"""Attention over lists of pages by the kernel for TPUs, interpreted, against float64 NumPy."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as plt
 
 from pallas_kernels.attend.gather_attention import pallas_tpu
 from tests.pallas_kernels.attend.test_gather_attention import pages
-from tests.pallas_kernels.cases import SCALE, close, compiled, one_shape, softmax_attention
+from tests.pallas_kernels.cases import SCALE, TPU, close, compiled, one_shape, softmax_attention
 
 SMALL = pallas_tpu.Config(block=128, buffers=2)
-TPU = plt.InterpretParams(detect_races=True)
 
 
 @pytest.mark.parametrize(

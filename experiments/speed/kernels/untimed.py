@@ -1,5 +1,7 @@
 """Small arguments of the operations that have no timed shapes, declared as the timed shapes are."""
 
+import dataclasses
+
 import jax.numpy as jnp
 
 from pallas_kernels.choose.pqcache.code_select import code_bits
@@ -16,8 +18,15 @@ ACTIVE = {"active": full("B 1", lambda n: n.S - 1), "cursor": full("B", "S")}
 HEADS = normal("B H G D")
 
 
+def members(result, sizes):
+    """Return the members of a result that is no pytree by name, and any other result as it is."""
+    return vars(result) if dataclasses.is_dataclass(result) else result
+
+
 def declared(arrays, **options):
-    return Timed(label="small", sizes=SIZES, tiny={}, arrays=arrays, options=lambda n: options, reads=())
+    """Declare arrays and options of an operation."""
+    about = {"label": "small", "reads": (), "chained": None, "float32": False, "defined": members}
+    return Timed(sizes=SIZES, tiny={}, arrays=arrays, options=lambda n: options, **about)
 
 
 def sentence_state(d):

@@ -1,0 +1,34 @@
+"""Log-probabilities of generated tokens as JSON lines, a line for each token."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from kvjax.api.text import ScoredToken
+
+
+def check_logprobs(file: pathlib.Path | None, top: int) -> None:
+    """Refuse a number of likeliest tokens without a file for them, and a folder in the place of the file."""
+    if top and file is None:
+        raise ValueError(f"--top-logprobs {top} needs a file: add --logprobs OUT")
+    if file is not None and file.is_dir():
+        raise ValueError(f"--logprobs must be a file to write, got the folder {file}")
+
+
+def logprob_lines(
+    tokenizer: Any, tokens: Sequence[ScoredToken], about: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[str]:
+    """Yield a JSON line for each token of a row, which begins with the fields of ``about``.
+
+    ``logprob`` is under the model's distribution, and so is ``top``, the likeliest tokens; ``sampled_logprob`` is under the
+    distribution that the token was drawn from. ``text`` is the token's own text: a part of a character decodes to U+FFFD.
+    """
+    for one in tokens:
+        top = [{"token": token, "text": tokenizer.decode([token]), "logprob": value} for token, value in one.top]
+        line = {**about, "token": one.token, "text": tokenizer.decode([one.token]), "logprob": one.logprob}
+        line |= {"sampled_logprob": one.sampled_logprob} | ({"top": top} if top else {})
+        yield json.dumps(line, ensure_ascii=False) + "\n"
