@@ -18,6 +18,8 @@ from pallas_kernels.choose import kth_select
 from pallas_kernels.choose.compact import compact as compact_mask
 from pallas_kernels.numerics import ceil_share
 
+_MOVED = 1024  # rows that `moved_rows` holds at once
+
 
 def top_slots(score: Array, valid: Array, budget: Array | int, capacity: int) -> tuple[Array, Array]:
     """List the ``budget`` best valid slots of each head, in slot order.
@@ -167,6 +169,30 @@ def kept_positions(position: Array, slots: Array, keep: Array, room: int) -> tup
 def kept_rows(store: Array, slots: Array, room: int) -> Array:
     """Gather ``slots`` int32 [B, H, K] of ``store`` [B, H, S, ...] and append ``room`` zeros: [B, H, K + room, ...]."""
     return jnp.pad(pick(store, slots), ((0, 0), (0, 0), (0, room), *((0, 0),) * (store.ndim - 3)))
+
+
+def moved_rows(store: Array, slots: Array, due: Array | None) -> Array:
+    """Move ``slots`` int32 [B, H, K], ascending, of ``store`` [B, H, S, ...] to the first K slots, in place.
+
+    Entries that are not ascending get rows of any slot. Blocks of rows move from the front on, so no row is overwritten
+    before it has moved, and one block is in memory besides the store.
+
+    Args:
+        due: bool [B], the rows of the batch to change; None changes all.
+    """
+
+    def move(store: Array, first: Array | int, size: int) -> Array:
+        rows = pick(store, lax.dynamic_slice_in_dim(slots, first, size, 2))
+        if due is not None:
+            stay = lax.dynamic_slice_in_dim(store, first, size, 2)
+            rows = jnp.where(due.reshape(-1, *(1,) * (store.ndim - 1)), rows, stay)
+        rows, store = lax.optimization_barrier((rows, store))  # read before it is written: else XLA writes into a copy
+        return lax.dynamic_update_slice_in_dim(store, rows, first, 2)
+
+    blocks, rest = divmod(slots.shape[2], _MOVED)
+    if blocks:
+        store = lax.fori_loop(0, blocks, lambda number, store: move(store, number * _MOVED, _MOVED), store)
+    return move(store, blocks * _MOVED, rest) if rest else store
 
 
 def share(fraction: float | Array, count: int | Array) -> Any:

@@ -134,9 +134,9 @@ def answer(
     """Answer questions about a text: the method compresses or indexes the text once, without any question.
 
     The chat template goes around context and question, if the model has one. The context is prefilled; each question is
-    appended to a copy of its cache (`kvjax.fork`, `kvjax.extend`), and answered (`kvjax.generate`). A blank line stands
-    between the two, unless the context ends or the question begins with white space. A call of more than 5 seconds says on
-    standard error what it does.
+    appended to a copy of its cache (`kvjax.fork`, `kvjax.extend`), the last one to the cache itself, and answered
+    (`kvjax.generate`): memory holds at most two caches. A blank line stands between context and question, unless the
+    context ends or the question begins with white space. A call of more than 5 seconds says on standard error what it does.
 
     Args:
         model: what ``kvjax.models.load`` returns; or a name, a directory or a GGUF file, which is loaded for this call alone.
@@ -199,7 +199,8 @@ def answer(
     texts, tokens, stats, scored = [], [], [], []
     for number, (tail, size, drawn) in enumerate(zip(tails, sizes, keys, strict=True), 1):
         with progress.of(f"answers question {number} of {len(asked)} in at most {max_new_tokens:,} tokens{compiles}"):
-            cache = extend(speaker.params, fork(whole), tail[None], lengths=[size])
+            cache = whole if number == len(asked) else fork(whole)  # which `extend` consumes
+            cache = extend(speaker.params, cache, tail[None], lengths=[size])
             out = generate(
                 speaker.params,
                 cache,
@@ -216,4 +217,5 @@ def answer(
         tokens.append(ids)
         texts.append(tokenizer.decode([token for token in ids if token not in config.eos_token_ids]))
         stats.append(out.stats)
+        del cache, out  # before the next copy is made: memory need not hold both
     return Answers(texts, tokens, stats, scored if logprobs else None)

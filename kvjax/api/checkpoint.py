@@ -144,7 +144,7 @@ def load_cache(
         blank = jax.eval_shape(lambda: blank_cache(method, config, weights, plan, kv_dtype))
         _check_parts(source, method, blank, leaves)
     arrays = [
-        _array(source / _file(number), leaf, where)
+        jax.block_until_ready(_array(source / _file(number), leaf, where))  # one file in memory at a time
         for number, (leaf, where) in enumerate(zip(leaves, _places(blank, leaves), strict=True))
     ]
     return jax.tree.unflatten(jax.tree.structure(blank), arrays)
@@ -236,8 +236,14 @@ def _file(number: int) -> str:
 def _bytes(array: Any) -> memoryview:
     """View the bytes of an array on one device or many."""
     # NumPy's copy of a part is freed with the part. A copy of the whole array would stay as long as the array lives.
-    part = array.addressable_data(0) if len(array.devices()) == 1 else array
-    return memoryview(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
+    if array.is_fully_replicated:
+        whole = np.ascontiguousarray(array.addressable_data(0))
+    else:
+        whole = np.empty(array.shape, array.dtype)
+        for shard in array.addressable_shards:
+            if shard.replica_id == 0:
+                whole[shard.index] = np.asarray(shard.data.addressable_data(0))
+    return memoryview(whole.reshape(-1).view(np.uint8))
 
 
 def _digest(data: bytes | memoryview) -> str:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.attention.sinks import with_sinks
-from kvjax.cache import LayerStorage
+from kvjax.cache import LayerStorage, PlainCache
 from kvjax.cache.divided import FEW, merged
 from kvjax.cache.packed_keys import ThinCache, pick_channels
 from kvjax.protocol.typing import pytree, static
@@ -97,6 +97,7 @@ def attend_slots(
     parts: bool = False,
     mass: bool = False,
     position: Array | None = None,
+    scale: float | None = None,
 ) -> tuple[Array, ...]:
     """Attend to the stored tokens on this device, by `dense_decode`; the cache is resident.
 
@@ -117,7 +118,7 @@ def attend_slots(
         *cache.stored,
         position=cache.position,
         limit=cache.here,
-        scale=1 / math.sqrt(query.shape[-1]),
+        scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
         gap=gap,
         query_position=position,
         parts=parts,
@@ -140,26 +141,26 @@ def _attend_thin(query: Array, cache: ThinCache) -> tuple[Array, Array]:
     return out, lse
 
 
-def attend_all(query: Array, cache: LayerStorage, position: Array) -> tuple[Array, Array]:
+def attend_all(query: Array, cache: LayerStorage, position: Array, scale: float | None = None) -> tuple[Array, Array]:
     """Attend causally with queries [B, H, G, T, D] at ``position`` int32 [B, T] to all stored tokens.
 
     Returns:
         The output [B, H, G, T, D], and lse float32 [B, H, G, T].
     """
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if cache.older is not None:
+        older, newer = cache.older, cast("ThinCache", cache).newer
+        packed = PlainCache(key=older.key, value=older.value, position=older.position, cursor=older.limit)
+        part = attend_all(pick_channels(query, older), packed, position, scale)
+        return merge_pair(*part, *attend_all(query, newer, position))
     cache = cache.resident()
     tokens = query.shape[3]
     if 0 < tokens <= FEW:  # a decode kernel reads the cache once for them, and codes as they are
-        out, lse = attend_slots(query, cache, position=position)
+        out, lse = attend_slots(query, cache, position=position, scale=scale)
         return merged(out, lse, cache)
     block = max(1024, _LOGITS // max(tokens, 1))  # all slots at once for one query, block by block for many
     out, lse = dense_attention(
-        query,
-        cache.key,
-        cache.value,
-        query_position=position,
-        key_position=cache.position,
-        scale=1 / math.sqrt(query.shape[-1]),
-        block=block,
+        query, cache.key, cache.value, query_position=position, key_position=cache.position, scale=scale, block=block
     )
     return merged(out, lse, cache)
 

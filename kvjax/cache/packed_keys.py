@@ -98,9 +98,9 @@ class ThinCache(LayerStorage):
 
 
 def pick_channels(query: Array, older: Older) -> Array:
-    """Select the channels of a query [B, H, G, D] that the packed keys kept, padded with zeros: [B, H, G, E]."""
-    picked = jnp.take_along_axis(query, older.channels[:, :, None], axis=3)
-    return jnp.pad(picked, ((0, 0), (0, 0), (0, 0), (0, older.key.shape[3] - picked.shape[3])))
+    """Select the channels of a query [B, H, ..., D] that the packed keys kept, padded with zeros: [B, H, ..., E]."""
+    picked = jnp.take_along_axis(query, jnp.expand_dims(older.channels, range(2, query.ndim - 1)), axis=-1)
+    return jnp.pad(picked, (*((0, 0),) * (query.ndim - 1), (0, older.key.shape[3] - picked.shape[-1])))
 
 
 def widened(key: Array, channels: Array, dim: int) -> Array:

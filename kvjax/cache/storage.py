@@ -18,7 +18,7 @@ from jax import Array, lax
 
 from kvjax.protocol.typing import EMPTY, not_none, pytree
 from kvjax.rope import rotate
-from kvjax.selection import kept_positions, kept_rows
+from kvjax.selection import kept_positions, kept_rows, moved_rows
 from pallas_kernels import axes
 from pallas_kernels.formats.quantised import Quantised, numbers_at, stored_like, vector_bytes, whole
 from pallas_kernels.host import Rows, take_between
@@ -246,6 +246,18 @@ class LayerCache(LayerStorage):
         """
         position, cursor = kept_positions(self.position, slots, keep, room)
         key, value = (jax.tree.map(lambda x: kept_rows(x, slots, room), store) for store in self.stored)
+        return self.holding(key, value, position, cursor)
+
+    def compact_in_place(self, slots: Array, keep: Array, due: Array | None = None) -> LayerCache:
+        """Run `compact` with as much room as it leaves; ``slots`` ascend.
+
+        With ``due`` bool [B], other rows of the batch stay as they are.
+        """
+        position, cursor = kept_positions(self.position, slots, keep, self.num_slots - slots.shape[2])
+        if due is not None:
+            position = jnp.where(due[:, None, None], position, self.position)
+            cursor = jnp.where(due, cursor, self.cursor)
+        key, value = (jax.tree.map(lambda x: moved_rows(x, slots, due), store) for store in self.stored)
         return self.holding(key, value, position, cursor)
 
     def evict(self, score: Array | None, **options: Any) -> tuple[LayerCache, Array | None]:

@@ -28,37 +28,29 @@ from jax import Array
 
 from kvjax.cache import LayerCache
 from kvjax.cache.divided import whole
-from kvjax.protocol.families import AppendOnly
+from kvjax.protocol.families import WindowEviction
 from kvjax.protocol.method import Prompt
-from kvjax.protocol.observation import prefix_votes
-from kvjax.protocol.slots import check_budget
 from kvjax.protocol.typing import pytree, static, traced
 from kvjax.selection import among_best, best_of_heads, compact, floor_share, top_slots
 
 
 @pytree
-class AdaKV(AppendOnly):
+class AdaKV(WindowEviction):
     """SnapKV with a budget that the heads of a layer share; see the module docstring."""
 
     budget: int | Array = traced("prompt slots kept per KV head, mean of a layer", default=1024, least=1, within="capacity")
     capacity: int = static("the largest budget; None = budget", default=None, least=1)
     head_factor: float = static("the most that one head keeps, as a multiple of the budget", default=2.0, least=1)
-    obs_window: int = static("last prompt tokens, which vote and are always kept", default=32, least=1)
 
     PAPER: ClassVar[str] = "arXiv:2407.11550"
     TITLE: ClassVar[str] = "Ada-KV"
-    kernel = 5  # pooling window over neighbouring tokens
     safeguard = 0.2  # share of the budget that every head keeps at least
 
     keeps = "`budget` tokens per KV head, mean over a layer's heads"
-    evicts = True
     slot_block = 1
 
-    def check(self) -> None:
-        check_budget(self, self.obs_window, f"the obs_window={self.obs_window} recent tokens")
-
-    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
-        score = prefix_votes(cache, prompt, self.obs_window, self.kernel)
+    def kept(self, cache: LayerCache, prompt: Prompt) -> tuple[Array, Array]:
+        score = self.score(cache, prompt)
         capacity, budget = self.capacity, jnp.asarray(self.budget).astype(jnp.int32)
         most = min(self.slots_again(), cache.row_slots)
         of_head = floor_share(self.head_factor, budget)
@@ -68,7 +60,7 @@ class AdaKV(AppendOnly):
         value = jnp.where(among_best(value, floor_share(self.safeguard, budget), most), jnp.inf, value)
         chosen = best_of_heads(value[:, None], budget, capacity)[:, 0]
         listed, keep = compact(chosen, most)
-        return cache.compact(jnp.take_along_axis(slots, listed, axis=2), keep, room), None
+        return jnp.take_along_axis(slots, listed, axis=2), keep
 
     def slots_again(self) -> int:
         return floor_share(self.head_factor, self.capacity)

@@ -31,6 +31,7 @@ multiples of 2^-21 before they are summed.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import ClassVar
 
@@ -44,11 +45,12 @@ from kvjax.protocol.slots import check_budget
 from kvjax.protocol.typing import pytree
 from kvjax.selection import pick, smooth
 from kvjax.wrappers.periodic import PeriodicEviction
-from pallas_kernels.numerics import product_precision
+from pallas_kernels.numerics import join_pieces, product_precision
 from pallas_kernels.score.rkv.newest_repeat import newest_repeat
 
 _ONE = 1 << 21  # a cosine of 1 as an integer
 _PART = 1 << 11
+_ROWS = 1024  # keys that are read at once at least
 
 
 @pytree
@@ -69,8 +71,9 @@ class RKV(PeriodicEviction):
         query, position = prompt.query[..., -self.obs_window :, :], prompt.query_position[:, -self.obs_window :]
         recent = cache.position >= (position.max(axis=1) + 1 - self.obs_window)[:, None, None]
         prefix = cache.valid & ~recent
-        key = jnp.where(cache.valid[..., None], cache.key, 0)
-        value = self.mix * self._importance(query, key, prefix) - (1 - self.mix) * self._redundancy(key, cache.valid)
+        # One after the other, because each may need a copy of all keys.
+        importance, key = lax.optimization_barrier((self._importance(query, cache.key, prefix), cache.key))
+        value = self.mix * importance - (1 - self.mix) * self._redundancy(key, cache.valid)
         return jnp.where(recent, jnp.inf, value)
 
     def _importance(self, query: Array, key: Array, prefix: Array) -> Array:
@@ -81,19 +84,27 @@ class RKV(PeriodicEviction):
         return jnp.where(prefix, smooth(mass, self.kernel, "max"), 0)
 
     def _redundancy(self, key: Array, valid: Array) -> Array:
-        """Score how far each key [B, H, S, D], 0 where not ``valid`` bool [B, H, S], is repeated: float32 [B, H, S]."""
+        """Score how far each key [B, H, S, D] that is ``valid`` bool [B, H, S] is repeated: float32 [B, H, S]."""
         wide = key.astype(jnp.float32)
         unit = (wide / (jnp.linalg.norm(wide, axis=3, keepdims=True) + 1e-8)).astype(key.dtype)
+        unit = jnp.where(valid[..., None], unit, 0)
         unit = lax.optimization_barrier(unit)  # later operations read this array, not a float32 copy
         everyone = jnp.sum(unit, axis=2, keepdims=True, dtype=jnp.float32)
         found = newest_repeat(unit, valid, threshold=self.threshold)
         wide = unit.astype(jnp.float32)
         total = jnp.sum(wide * (everyone - wide), axis=3)  # the sum over i of all cosines except with itself
-        cosine = jnp.sum(wide * pick(unit, found).astype(jnp.float32), axis=3)
-        order = jnp.arange(key.shape[2], dtype=jnp.int32)[None, None]
+        order = jnp.broadcast_to(jnp.arange(key.shape[2], dtype=jnp.int32), found.shape)
+        # Piece by piece, so that the keys that were found are never an array of their own.
+        cosine = join_pieces(functools.partial(_cosines, unit), max(_ROWS, key.shape[2] // 16), order, found)
         total = total - _sums_at(found, jnp.where(valid & (found != order), cosine, 0))
         mean = total / jnp.maximum(jnp.sum(valid, axis=2, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
         return jax.nn.softmax(jnp.where(valid, mean, jnp.finfo(jnp.float32).min), axis=2)
+
+
+def _cosines(unit: Array, one: Array, other: Array) -> Array:
+    """Multiply vectors of ``unit`` [B, H, S, D] at two lists of slots int32 [B, H, K]: float32 [B, H, K]."""
+    one, other = (pick(unit, slots).astype(jnp.float32) for slots in (one, other))
+    return jnp.sum(one * other, axis=3)
 
 
 def _sums_at(slots: Array, cosine: Array) -> Array:

@@ -25,8 +25,8 @@ from kvjax.cache import LayerCache, LayerSpec
 from kvjax.cache.quantised import empty_resident
 from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.protocol.slots import check_budget, cost_of_all
-from kvjax.protocol.typing import pytree, static, traced
-from kvjax.rope import rotate
+from kvjax.protocol.typing import EMPTY, pytree, static, traced
+from kvjax.rope import rotate, rotate_by_parts
 from kvjax.selection import top_slots
 from pallas_kernels.attend.dense_attention import dense_attention
 from pallas_kernels.attend.dense_decode import Rotation, dense_decode
@@ -61,10 +61,11 @@ class StreamingLLM(LayerMethod):
         query, key, value, position, inv_freq = inputs.query, inputs.key, inputs.value, inputs.position, inputs.inv_freq
         if position.shape[1] > 1:
             cache = state.append(key, value, position)
-            return self._attend(query, cache, position, inputs), self._evict(cache, position.shape[1])
+            # Without the barrier XLA copies the cache, which is read before tokens are evicted in place.
+            out, cache = lax.optimization_barrier((self._attend(query, cache, position, inputs), cache))
+            return out, self._evict(cache, position.shape[1])
         # Angles of zero rotate nothing. The query goes through the kernel that stores the token, so XLA need not copy it.
         query, cache = state.append_rotated(query, key, value, position, jnp.zeros_like(inv_freq))
-        # Without the barrier XLA copies the cache, which is read before a token is evicted in place.
         out, cache = lax.optimization_barrier((self._attend_one(query, cache, position, inputs), cache))
         return out, self._evict(cache, 1)
 
@@ -99,15 +100,13 @@ class StreamingLLM(LayerMethod):
         near_query = rotate(query, (position - base)[:, None, None], inv_freq)
         key_far = rotate(cache.key[:, :, :sinks], stored[:, :, :sinks], inv_freq)
         options: dict[str, Any] = {"query_position": position, "scale": 1 / math.sqrt(query.shape[-1])}
-        value = cache.value
+        value, turn = cache.value, rotate_by_parts if inputs.start is None else rotate
         far = dense_attention(far_query, key_far, value[:, :, :sinks], key_position=stored[:, :, :sinks], **options)
-        if cache.num_slots <= sinks:
-            return with_sinks(*far, inputs.sinks)[0]
         near = dense_attention(
             near_query,
-            rotate(cache.key[:, :, sinks:], stored[:, :, sinks:] - base[:, None], inv_freq),
-            value[:, :, sinks:],
-            key_position=stored[:, :, sinks:],
+            turn(cache.key, stored - base[:, None], inv_freq),
+            value,
+            key_position=stored.at[:, :, :sinks].set(EMPTY),
             query_first=position - (self.budget - sinks),
             **options,
         )
@@ -135,4 +134,4 @@ class StreamingLLM(LayerMethod):
             return cache.evict(None, budget=self.budget, first=self.num_sink)[0]
         value = jnp.where(cache.position < self.num_sink, jnp.inf, cache.position.astype(jnp.float32))
         slots, keep = top_slots(value, cache.valid, self.budget, self.capacity)
-        return cache.compact(slots, keep, cache.num_slots - slots.shape[2])
+        return cache.compact_in_place(slots, keep)

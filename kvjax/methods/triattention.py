@@ -55,7 +55,7 @@ class TriAttention(PeriodicEviction):
     def score(self, cache: LayerCache, prompt: Prompt) -> Array:
         moments, exact = not_none("moments", prompt.moments), product_precision(jnp.float32)
         query = _ahead(moments, cache.position.max(axis=(1, 2)) + 1, self.reach)
-        key = jnp.where(cache.valid[..., None], cache.key, 0).astype(jnp.float32)
+        key = cache.key.astype(jnp.float32)
         score = jnp.einsum("bhgd,bhsd->bhgs", query, key, precision=exact)
         spread = moments.length - pair_lengths(moments.mean)
         score = score + jnp.einsum("bhgf,bhsf->bhgs", spread, pair_lengths(key), precision=exact)

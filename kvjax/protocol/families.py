@@ -61,15 +61,18 @@ class Eviction(AppendOnly):
         parts.
         """
 
-    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
-        capacity, budget = self.capacity, of_own_heads(self.budget, cache.key.shape[1])
-        valid = whole(cache.valid, cache)
+    def kept(self, cache: LayerCache, prompt: Prompt) -> tuple[Array, Array]:
+        """List the slots that stay: int32 [B, H, K], ascending, and bool [B, H, K], True for the entries that count."""
+        valid, budget = whole(cache.valid, cache), of_own_heads(self.budget, cache.key.shape[1])
         score = check_score(self, self.score(cache, prompt), valid.shape, "[B, H, S]")
-        slots, keep = top_slots(score, valid, budget, capacity)
-        return cache.compact(slots, keep, room), None
+        return top_slots(score, valid, budget, self.capacity)
+
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
+        return cache.compact(*self.kept(cache, prompt), room), None
 
     def slots_again(self) -> int | None:
-        return None if self.reads.mass or self.reads.tokens else self.capacity
+        own = type(self).compress is not Eviction.compress  # `Periodic` asks for `kept` alone
+        return None if own or self.reads.mass or self.reads.tokens else self.capacity
 
 
 def of_own_heads(value: Any, heads: int) -> Any:

@@ -141,7 +141,7 @@ class SlotAttention(LayerMethod):
         seen = cache if single else cache.resident()  # `update` may need keys that have no copies on the device
         out = out.reshape(inputs.query.shape)
         # Metadata is read before it is written, and so is a cache that gives up a token. Without a barrier XLA copies them.
-        if single and self.bounded_slots() is not None:
+        if self.bounded_slots() is not None:
             out, cache = lax.optimization_barrier((out, cache))
             seen = cache
         out, aux = lax.optimization_barrier((out, state.aux))
@@ -230,8 +230,8 @@ class SlotMethod(SlotAttention):
     def slots_again(self) -> int | None:
         """Return the most slots per KV head that `compress` leaves, if `Periodic` may apply it again while decoding.
 
-        Then `compress` needs nothing of the prompt but the last queries and their moments, and returns no metadata. Given at
-        least this number of slots, it leaves this number. None, the default, if it cannot be applied again.
+        Only a `kvjax.protocol.families.Eviction` can be, whose ``kept`` needs nothing of the prompt but the last queries and
+        their moments. Given at least this number of slots, it leaves this number. None, the default, if it cannot be.
         """
         return None
 
@@ -290,7 +290,7 @@ class BoundedSlots(SlotAttention):
         if step.position.shape[1] == 1:
             return cache.evict(score, budget=self.budget)[0], None
         slots, keep = top_slots(score, cache.valid, self.budget, self.capacity)
-        return cache.compact(slots, keep, cache.num_slots - slots.shape[2]), None
+        return cache.compact_in_place(slots, keep), None
 
     def count(self, cache: LayerStorage, aux: Any, shared: Any) -> tuple[Array, Array]:
         return count_all(cache)

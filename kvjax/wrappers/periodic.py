@@ -141,7 +141,9 @@ class Periodic(SlotMethod):
         else:
             # What is always kept may be more than the ratio of a short prompt.
             capacity = max(math.ceil(self.ratio * (cache.row_slots + room)), _least_capacity(self.evict))
-            compressed = self._of_ratio(cache, prompt, _slots(_resized(self.evict, capacity)) + self._most_since)
+            slots = _slots(_resized(self.evict, capacity)) + self._most_since
+            listed, keep = self._of_ratio(cache, prompt, slots)
+            compressed = cache.compact(listed, keep, slots - listed.shape[2])
         batch, heads, group, _, dim = prompt.query.shape
         # With moments there is room for all queries between two evictions.
         entries = self.obs_window if self.reads.moments_from is None else max(self.obs_window, self._most_since)
@@ -211,30 +213,24 @@ class Periodic(SlotMethod):
             length=newest + 1,
         )
         if self.ratio is None:
-            kept = min(_slots(self._later), cache.num_slots)
-            compressed, _ = self._later.compress(cache, prompt, cache.num_slots - kept)
+            listed = cast("Eviction", self._later).kept(cache, prompt)
         else:
-            compressed = self._of_ratio(cache, prompt, cache.num_slots)
+            listed = self._of_ratio(cache, prompt, cache.num_slots)
+        return cache.compact_in_place(*listed, due)
 
-        def of_rows(new: Array, old: Array) -> Array:
-            return jnp.where(due.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-
-        return jax.tree.map(of_rows, compressed, cache)
-
-    def _of_ratio(self, cache: LayerCache, prompt: Prompt, slots: int) -> LayerCache:
-        """Keep the ratio of each row's tokens, in a cache of so many slots."""
+    def _of_ratio(self, cache: LayerCache, prompt: Prompt, slots: int) -> tuple[Array, Array]:
+        """List the slots that stay, as `Eviction.kept`: the ratio of each row's tokens, for a cache of so many slots."""
         # The largest capacity whose slots, which can be more, have room: `compress` and later evictions find the same.
         least, tokens = _least_capacity(self.evict), slots - self._most_since
         more = bisect.bisect_right(range(least + 1, tokens + 1), tokens, key=lambda x: _slots(_resized(self.evict, x)))
         capacity = least + more
-        kept = min(_slots(_resized(self.evict, capacity)), cache.num_slots)
         length = not_none("length", prompt.length).astype(jnp.float32)
         budget = jnp.maximum(jnp.rint(not_none("ratio", self.ratio) * length), 1).astype(jnp.int32)
 
-        def of_row(cache: LayerCache, prompt: Prompt, budget: Array) -> LayerCache:  # rows have budgets of their own
+        def of_row(cache: LayerCache, prompt: Prompt, budget: Array) -> tuple[Array, Array]:  # rows have their own budgets
             cache, prompt = jax.tree.map(lambda x: x[None], (cache, prompt))
-            compressed, _ = _resized(self.evict, capacity, budget).compress(cache, prompt, slots - kept)
-            return jax.tree.map(lambda x: x[0], compressed)
+            listed, keep = cast("Eviction", _resized(self.evict, capacity, budget)).kept(cache, prompt)
+            return listed[0], keep[0]
 
         return jax.vmap(of_row)(cache, prompt, budget)
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels._triton import call
 from pallas_kernels._triton.pallas import pl, plt
 
+_Slice = type(pl.ds(0, 1))
 _program_id = pl.program_id
 _WRONG = 1
 _MOST_PROGRAMS = 256  # whose blocks are looked at; of a larger grid the programs at its corners
@@ -45,7 +46,7 @@ class _Program:
         return id(x) in self._known and self._known[id(x)][1] <= size
 
     def expect(self, right):
-        self._fault[0] = jnp.where(jnp.all(right), self._fault[0], _WRONG)
+        self._fault[0] = jax.lax.select(jnp.all(right), self._fault[0], jnp.int32(_WRONG))
 
 
 class _Ref:
@@ -69,30 +70,33 @@ class _Ref:
         _store(self.at[index], value)
 
     def checked(self, mask=None):
-        """Note lanes that are out of range and not hidden; return an index in range for each axis, and whether of arrays."""
+        """Note lanes that are out of range and not hidden; return an index for each axis."""
         index = self._index if isinstance(self._index, tuple) else (self._index,)
         if any(x is ... for x in index):
             at = next(i for i, x in enumerate(index) if x is ...)
             index = (*index[:at], *[slice(None)] * (len(self.shape) - len(index) + 1), *index[at + 1 :])
         index = (*index, *[slice(None)] * (len(self.shape) - len(index)))
-        pieces, inside, safe = False, True, []
+        pieces, inside = False, True
         for x, size in zip(index, self.shape, strict=True):
             if isinstance(x, slice):
                 assert x == slice(None), f"got {x}, expected pl.ds"
                 pieces = True
-            elif isinstance(x, pl.Slice):
-                inside, pieces = inside & (x.start >= 0) & (x.start + x.size <= size), True
-                if not isinstance(x.start, int):
-                    x = pl.ds(jnp.clip(x.start, 0, size - x.size), x.size)
-            elif isinstance(x, int):
-                assert 0 <= x < size, f"got index {x} of {size}"
+            elif isinstance(x, _Slice):
+                pieces = True
+                inside &= _below(x.start, size - x.size + 1)
             elif not self._program.within(x, size):
-                inside, x = inside & (x >= 0) & (x < size), jnp.clip(x, 0, size - 1)
-            safe.append(x)
+                inside &= _below(x, size)
         if inside is not True:
-            read = True if mask is None else jnp.any(mask) if pieces else mask
-            self._program.expect(inside | ~jnp.asarray(read))
-        return tuple(safe)
+            shown = True if mask is None else jnp.any(mask) if pieces else mask
+            self._program.expect(inside if shown is True else inside | ~shown)
+        return index
+
+
+def _below(x, size):
+    """Tell where 0 <= x < size."""
+    if isinstance(x, int):
+        return 0 <= x < size
+    return x.astype(jnp.uint32) < size  # a negative number becomes a large one
 
 
 class _At:

@@ -12,7 +12,8 @@ from tests.pallas_kernels.cases import NEEDS_GPU, ON_GPU, alike, thorough
 from tests.pallas_kernels.operations import named, sized
 from tests.pallas_kernels.test_bodies import operation
 
-N = 4096 if ON_GPU else 64  # slots, of which half are hidden: more than any kernel reads at once
+N = 4096 if ON_GPU else 64  # slots, of which half are hidden: more than most kernels read at once
+LONG = 16 * N if ON_GPU else N  # more than any does
 
 
 def first_half(x, value, axis=2):
@@ -52,7 +53,7 @@ LIST = {"S": 2 * N, "L": N}
 FULL = {"S": N, "cursor": full("B", "S"), "budget": full("", lambda n: n.S - 1)}
 CASES = [
     ("gather_attention", LIST, LISTED),
-    ("kth_select", {"S": N, "K": 16}, {"score": hide(-jnp.inf)}),
+    ("kth_select", {"S": LONG, "K": 16}, {"score": hide(-jnp.inf)}),
     ("token_list", {"B": 2, "S": N, "K": 32}, {"awake": hide(-1, 0)}),
     ("bucket_score", {"S": N, "L": 6, "P": 3}, {"position": hide(-1), "norm": ANY}),
     ("cluster_estimate", {"S": N}, {"chosen": hide(False), "value_sum": ANY, "logits": hide(None, 3)}),
@@ -61,7 +62,7 @@ CASES = [
     ("code_select", {"S": N, "C": 8, "first": N // 2, "K": N // 8}, {}),
     ("collision", {"S": N, "first": N // 2, "N": N // 4, "stop": full("B", 3 * N // 4)}, {}),
     ("column_mass", {"S": N}, SEEN),
-    ("compact", {"S": N, "K": 16}, {"mask": hide(False)}),
+    ("compact", {"S": LONG, "K": 16}, {"mask": hide(False)}),
     ("dense_decode", {"S": N}, HELD),
     ("dense_decode", {"S": N, "T": 4}, HELD),
     ("dense_decode", {"S": N} | CODED, HELD),
@@ -84,8 +85,8 @@ CASES = [
     ("packed_score", {"N": N}, {"count": hide(0, 0)}),
     ("page_logits", {"N": N, "held": full("B H N", True, bool)}, {"held": hide(False), "vector": ANY}),
     ("page_score", {"N": N}, {"low": ANY, "high": ANY}),
-    ("partial_score", {"S": N, "C": 4}, {"position": hide(-1), "key": hide(None, 3)}),
-    ("partial_select", {"S": N, "C": 4, "K": 16}, {"position": hide(-1), "key": hide(None, 3)}),
+    ("partial_score", {"S": LONG, "C": 4}, {"position": hide(-1), "key": hide(None, 3)}),
+    ("partial_select", {"S": LONG, "C": 4, "K": 16}, {"position": hide(-1), "key": hide(None, 3)}),
     ("rerank", {"S": N, "dtype": "bfloat16", "regions": Regions(sinks=16, best=8, tail=8, size=32)}, {"position": hide(-1)}),
     ("sampled_bias", {"S": N, "K": N // 2}, {"own": hide(False, 3)}),
     ("sentence_cut", {"S": N}, {"sentence": hide(-1), "position": hide(-1)}),

@@ -14,9 +14,12 @@ from kvjax.methods.mosaickv.store import Store, owner
 from kvjax.methods.mosaickv.strategy import Layout, Packed, product
 from pallas_kernels.attend.mosaickv.packed_attention import packed_attention
 from pallas_kernels.formats.packed_vectors import unpack
+from pallas_kernels.numerics import join_pieces, sum_pieces
 from pallas_kernels.query.mosaickv.project_query import project_query
 from pallas_kernels.score.mosaickv.packed_score import packed_score
 from pallas_kernels.soft_cap import capped
+
+_LEAST, _PIECES = 1024, 16  # slots that are unpacked at once at least, and most pieces of them
 
 
 def visible_blocks(layout: Layout, store: Store) -> Array:
@@ -101,8 +104,8 @@ def _owners(layout: Layout, store: Store) -> dict[str, Any]:
 def attend_packed(layout: Layout, store: Store, cache: LayerStorage, query: Array, position: Array, keep: Array) -> Array:
     """Attend to packed blocks and the buffer under one softmax.
 
-    All stored tokens are unpacked, so this function is for several tokens at once. The output is rotated out of the segments'
-    bases; the cache is not.
+    All stored tokens are unpacked, a piece at a time, so this function is for several tokens at once. The output is rotated
+    out of the segments' bases; the cache is not.
 
     Args:
         layout: static sizes.
@@ -113,17 +116,28 @@ def attend_packed(layout: Layout, store: Store, cache: LayerStorage, query: Arra
     Returns:
         [B, H, G, T, D] in the dtype of the query.
     """
-
-    def rows(packed: Packed) -> Array:
-        return unpack(packed.values, packed.bitmap, layout.dim).astype(jnp.float32)
-
-    slot = jnp.arange(store.key.values.shape[2], dtype=jnp.int32)[None, None]
     segments = jnp.arange(store.num_segments).reshape(1, 1, 1, 1, -1, 1)
-    member = owner(layout, store, slot)[:, :, None, None, None] == segments
     asked = query.astype(jnp.float32) / math.sqrt(layout.dim)
     in_basis = product("bhgtd,bhned->bhgtne", asked, store.segments.basis_key)
-    logits = product("bhgtne,bhke->bhgtnk", in_basis, rows(store.key))
-    logits = jnp.where(member, logits, 0).sum(axis=4)
+
+    def rows(packed: Packed, slot: Array) -> Array:
+        values, bitmap = (jnp.take(x, slot, axis=2, mode="clip") for x in (packed.values, packed.bitmap))
+        return unpack(values, bitmap, layout.dim).astype(jnp.float32)
+
+    def member(slot: Array) -> Array:
+        return owner(layout, store, slot[None, None])[:, :, None, None, None] == segments
+
+    def multiplied(slot: Array) -> Array:
+        logits = product("bhgtne,bhke->bhgtnk", in_basis, rows(store.key, slot))
+        return jnp.where(member(slot), logits, 0).sum(axis=4)
+
+    def summed(slot: Array, weight: Array) -> Array:
+        weight = jnp.where(member(slot), weight[:, :, :, :, None], 0)
+        return product("bhgtnk,bhke->bhgtne", weight, rows(store.value, slot))
+
+    slots = jnp.arange(store.key.values.shape[2], dtype=jnp.int32)
+    block = max(_LEAST, -(-slots.size // _PIECES))
+    logits = join_pieces(multiplied, block, slots)
     held = cache.valid[..., None]
     key, value = (jnp.where(held, x, 0).astype(jnp.float32) for x in (cache.key, cache.value))
     logits = capped(jnp.concatenate([logits, product("bhgtd,bhsd->bhgts", asked, key)], axis=-1))
@@ -136,7 +150,6 @@ def attend_packed(layout: Layout, store: Store, cache: LayerStorage, query: Arra
     weight = jax.nn.softmax(jnp.where(seen, logits, jnp.finfo(jnp.float32).min), axis=-1)
     weight = jnp.where(seen, weight, 0)
     packed, recent = weight[..., : older.shape[-1]], weight[..., older.shape[-1] :]
-    packed = jnp.where(member, packed[:, :, :, :, None], 0)
-    out = product("bhgtnk,bhke->bhgtne", packed, rows(store.value))
+    out = sum_pieces(summed, block, slots, packed)
     out = product("bhgtne,bhned->bhgtd", out, store.segments.basis_value)
     return (out + product("bhgts,bhsd->bhgtd", recent, value)).astype(query.dtype)

@@ -59,6 +59,20 @@ def test_answers_are_those_of_the_calls_by_hand(speaker):
     assert [scored.token for scored in one.scored[0]] == one.tokens[0] == [scored.top[0][0] for scored in one.scored[0]]
 
 
+def test_the_cache_of_an_answer_is_gone_before_the_next_copy(speaker, monkeypatch):
+    """And the last question gets the cache of the context itself."""
+    held, sizes = [], []
+
+    def counted(cache):
+        held.append(sum(x.nbytes for x in jax.live_arrays()))
+        sizes.append(sum(x.nbytes for x in jax.tree.leaves(cache)))
+        return kvjax.fork(cache)
+
+    monkeypatch.setattr("kvjax.api.answer.fork", counted)
+    kvjax.answer(speaker, CONTEXT, [*QUESTIONS, QUESTIONS[0]], method=METHOD, max_new_tokens=8)
+    assert len(held) == 2 and held[1] - held[0] < sizes[0] / 2
+
+
 def test_the_end_of_an_answer_is_not_in_its_text(speaker):
     plain = kvjax.answer(speaker, CONTEXT, QUESTIONS[0], method=METHOD, max_new_tokens=8)
     ended = dataclasses.replace(speaker, config=dataclasses.replace(speaker.config, eos_token_ids=(plain.tokens[0][2],)))

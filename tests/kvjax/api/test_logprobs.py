@@ -37,9 +37,10 @@ WRAPPED = [group("verified"), group("periodic"), group("layer_budgets")]
 read = functools.partial(harness.read, config=ONE)
 
 
-def run(cache, logprobs=True, **options):
+def run(cache, logprobs=True, end=59, **options):
+    """`generate`; no row draws the token 59."""
     options = {"top_logprobs": TOP * logprobs, "limits": COUNTS, **DRAWN, **options}
-    return kvjax.generate(tiny_params(), cache, max_new_tokens=N, eos_token_ids=(), logprobs=logprobs, **options)
+    return kvjax.generate(tiny_params(), cache, max_new_tokens=N, eos_token_ids=[end], logprobs=logprobs, **options)
 
 
 @functools.cache
@@ -85,6 +86,17 @@ def test_nothing_changes_where_nobody_asks():
     assert plain.logprobs is None
     with pytest.raises(ValueError, match="logprobs"):
         plain.scored_rows()
+
+
+def test_the_token_that_ends_a_row_is_the_last_one_with_a_log_probability():
+    end = int(full().tokens[2, 2])
+    out = run(read(Full()), end=end)
+    counts = [row.index(end) + 1 if end in row else len(row) for row in full().rows()]
+    assert out.num_tokens.tolist() == counts != COUNTS
+    kept = np.arange(N) < np.array(counts)[:, None]
+    for got, whole in ((out.logprobs.model, full().logprobs.model), (out.logprobs.sampled, full().logprobs.sampled)):
+        np.testing.assert_array_equal(got, np.where(kept, whole, 0))
+    assert [len(row) for row in out.scored_rows()] == counts
 
 
 def test_greedy_tokens_are_certain():

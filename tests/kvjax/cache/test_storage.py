@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.cache.storage import PlainCache, empty_cache
 from kvjax.protocol.typing import EMPTY
-from kvjax.selection import page_slots, smooth, top_slots
+from kvjax.selection import moved_rows, page_slots, smooth, top_slots
 from pallas_kernels.store.evict_token.reference import worst_slot
 from tests.harness import example, prompts, read
 from tests.kvjax.cases import ONE, go_on
@@ -24,6 +24,7 @@ QUICK = settings(max_examples=20, deadline=None, database=None)
 # One program for each instead of one for each operation in it.
 APPEND = jax.jit(PlainCache.append)
 COMPACT = jax.jit(PlainCache.compact, static_argnums=3)
+IN_PLACE = jax.jit(PlainCache.compact_in_place)
 EVICT = jax.jit(PlainCache.evict)
 BEST = jax.jit(top_slots, static_argnums=3)
 
@@ -45,8 +46,10 @@ class Model:
                 self.cursor[row] += 1
                 self.seen[row] += 1
 
-    def compact(self, wanted):
+    def compact(self, wanted, due):
         for row, heads in enumerate(self.slots):
+            if not due[row]:
+                continue
             for h, head in enumerate(heads):
                 kept = [head[slot] for slot in sorted(head) if slot in wanted[row][h]]
                 heads[h] = dict(enumerate(kept))
@@ -113,8 +116,10 @@ def test_any_sequence_of_operations(data, batch):
                 [sorted(model.slots[b][h], key=lambda s, b=b, h=h: (-score[b, h, s], s))[:budget] for h in range(HEADS)]
                 for b in range(batch)
             ]
-            cache = COMPACT(cache, slots, keep, SLOTS - 4)
-            model.compact(best)
+            due = data.draw(st.lists(st.booleans(), min_size=batch, max_size=batch))
+            whole = all(due) and data.draw(st.booleans())
+            cache = COMPACT(cache, slots, keep, SLOTS - 4) if whole else IN_PLACE(cache, slots, keep, jnp.array(due))
+            model.compact(best, due)
         else:
             budget = data.draw(st.integers(0, SLOTS))
             when = [budget < cursor <= SLOTS for cursor in model.cursor]
@@ -126,6 +131,18 @@ def test_any_sequence_of_operations(data, batch):
             model.replace(slots, when)
         assert cache.num_slots == SLOTS
         check(cache, model)
+
+
+@pytest.mark.parametrize("kept", [1, 1024, 2100], ids="{} kept".format)
+def test_rows_move_to_the_front_block_by_block(kept):
+    """No row is overwritten before it has moved, whatever the number of blocks; rows of the batch that are not due stay."""
+    rng = np.random.default_rng(kept)
+    store = rng.normal(size=(2, 2, 2500, 3)).astype(np.float32)
+    slots = np.stack([np.sort(rng.choice(2500, kept, replace=False)) for _ in range(4)]).reshape(2, 2, kept).astype(np.int32)
+    moved = np.asarray(jax.jit(moved_rows)(store, slots, np.array([True, False])))
+    np.testing.assert_array_equal(moved[0, :, :kept], np.take_along_axis(store[0], slots[0, :, :, None], axis=1))
+    np.testing.assert_array_equal(moved[0, :, kept:], store[0, :, kept:])
+    np.testing.assert_array_equal(moved[1], store[1])
 
 
 @QUICK

@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats.quantised import numbers_at, whole
+from pallas_kernels.numerics import sum_pieces
 from pallas_kernels.score.keydiff.dissimilarity.reference import LEAST
 from pallas_kernels.store.evict_token.reference import evict_token, worst_slot
+
+_ROWS = 1024  # keys whose directions are in memory at once at least
 
 
 def unit(key):
@@ -40,8 +43,14 @@ def _one(slots):
 
 def direction_sum(key, position):
     """Sum the directions of the stored keys, in plain JAX."""
-    key = jnp.where((position >= 0)[..., None], key, 0).astype(jnp.float32)
-    return jnp.stack([jnp.sum(x, axis=2, dtype=jnp.int32) for x in words(unit(key), position.shape[2])], axis=2)
+    slots = position.shape[2]
+
+    def summed(slot, held):
+        part = jnp.where(held[..., None], numbers_at(key, slot), 0).astype(jnp.float32)
+        return jnp.stack([jnp.sum(x, axis=2, dtype=jnp.int32) for x in words(unit(part), slots)], axis=2)
+
+    order = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), position.shape)
+    return sum_pieces(summed, max(_ROWS, slots // 16), order, position >= 0)
 
 
 def evict_alike(key, value, position, cursor, total, done, *, newest, budget):
