@@ -322,7 +322,8 @@ def test_ls_says_what_fits_a_device(capsys, tmp_path, fails):
     for model in ("meta-llama/Llama-3.2-1B-Instruct", str(tmp_path / "config.json"), str(tmp_path), "builtin"):
         assert main(["ls", "full", "snapkv(budget=1/4)", "keydiff", *given, "--model", model, "--json"]) == 0
         full, snapkv, keydiff = json.loads(capsys.readouterr().out)
-        assert full["longest_prompt"] > 0 and full["peak_bytes"] >= full["after_bytes"] > 2 * snapkv["after_bytes"]
+        assert full["longest_prompt"] is None or full["longest_prompt"] > 0
+        assert full["peak_bytes"] >= full["after_bytes"] > 2 * snapkv["after_bytes"]
         assert snapkv["most_rows"] is None or snapkv["most_rows"] > full["most_rows"]
         assert keydiff["longest_prompt"] is None
     assert main(["ls", "full", "headkv", "keydiff", *given, "--model", "llama-3.2-1b"]) == 0
