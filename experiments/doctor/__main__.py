@@ -35,17 +35,6 @@ _SETTINGS = ("XLA_", "JAX_", "CUDA_VISIBLE_DEVICES")  # environment variables th
 
 
 @dataclasses.dataclass(frozen=True)
-class DoctorCommand:
-    """What is tested.
-
-    Attributes:
-        no_run: leave the operations out: versions, devices and memory alone
-    """
-
-    no_run: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class Fault:
     """A known fault of JAX, which is looked for by what it does.
 
@@ -60,7 +49,7 @@ class Fault:
     serious: bool
 
 
-def _doctor(command: DoctorCommand) -> int:
+def _doctor() -> int:
     print("\n".join(_versions()), flush=True)
     import jax
 
@@ -70,8 +59,6 @@ def _doctor(command: DoctorCommand) -> int:
         print(f"devices: JAX finds none: {error}")
         return 1
     print("\n".join(_devices(devices)), flush=True)
-    if command.no_run:
-        return 0
     faults = [fault for fault in FAULTS if fault.seen()]
     begun = time.perf_counter()
     checks = _run()
@@ -236,7 +223,7 @@ FAULTS = (
     ),
 )
 
-main = Job(_doctor, DoctorCommand, models=True)
+main = Job(_doctor, models=True)
 
 
 if __name__ == "__main__":
