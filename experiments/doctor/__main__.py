@@ -59,7 +59,13 @@ def _doctor() -> int:
         print(f"devices: JAX finds none: {error}")
         return 1
     print("\n".join(_devices(devices)), flush=True)
-    faults = [fault for fault in FAULTS if fault.seen()]
+    try:
+        faults = [fault for fault in FAULTS if fault.seen()]
+    except Exception as problem:  # not even an addition runs
+        from experiments.doctor.small_runs import first_line
+
+        print(f"FAILS: a small program of JAX: {first_line(problem)}")
+        return 1
     begun = time.perf_counter()
     checks = _run()
     wrong = [check for check in checks if check.problem]
@@ -102,9 +108,7 @@ def _devices(devices: Sequence) -> list[str]:
             memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             used = f"{os.cpu_count()} cores, {memory / 2**30:.1f} GiB of memory"
         if "bytes_limit" in stats:
-            used = (
-                f"JAX may use {stats['bytes_limit'] / 2**30:.1f} GiB of each, {stats['bytes_in_use'] / 2**20:.0f} MiB in use"
-            )
+            used = f"JAX may use {stats['bytes_limit'] / 2**30:.1f} GiB of each"
         lines.append(f"devices: {len(alike)} x {kind} ({jax.default_backend()}), {used}")
     if jax.process_count() > 1:
         lines.append(f"processes: {jax.process_count()}")

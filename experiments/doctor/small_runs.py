@@ -25,6 +25,11 @@ _NUMBERS = 1 << 20  # drawn of each kind
 _PLAIN = {"xla_backend_optimization_level": 0}
 
 
+def first_line(problem: Exception) -> str:
+    """Return the kind of an error and the first line of its message."""
+    return f"{type(problem).__name__}: {next(iter(str(problem).strip().splitlines()), '')}"
+
+
 class _Drawn:
     """The functions of `jax.random` that draw arguments, which take the next of numbers that NumPy has drawn.
 
@@ -163,8 +168,7 @@ def _finish(check: Check, case: Case, given: Any, want: Any, program: concurrent
     try:
         got = jax.device_get(program.result()(*jax.device_put(given)))
     except Exception as problem:  # the other operations are still wanted
-        line = next(iter(str(problem).strip().splitlines()), "")
-        return dataclasses.replace(check, problem=f"{type(problem).__name__}: {line}", failed=True)
+        return dataclasses.replace(check, problem=first_line(problem), failed=True)
     if error(got, want) <= case.shape.timed.tolerance:
         return check
     return dataclasses.replace(check, problem=first_wrong(got, want, case.shape.timed.tolerance) or "values differ")
