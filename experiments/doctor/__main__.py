@@ -104,7 +104,7 @@ def _devices(devices: Sequence) -> list[str]:
         alike = [device for device in devices if device.device_kind == kind]
         stats = alike[0].memory_stats() or {}
         used = "memory not reported"
-        if alike[0].platform == "cpu":
+        if alike[0].platform == "cpu" and "SC_PHYS_PAGES" in os.sysconf_names:
             memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             used = f"{os.cpu_count()} cores, {memory / 2**30:.1f} GiB of memory"
         if "bytes_limit" in stats:
