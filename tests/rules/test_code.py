@@ -101,7 +101,7 @@ def test_prompts_are_made_without_jax_and_one_kernel_is_imported_alone():
     assert {"merge_splits", "kth_select"} <= {*dir(pallas_kernels)}
 
 
-def test_an_installation_has_all_files_but_the_lab():
+def test_an_installation_has_all_files_but_the_lab_and_adapters():
     """setuptools takes the modules, and of other files those that pyproject.toml lists."""
     setuptools = PROJECT["tool"]["setuptools"]
     assert setuptools["packages"]["find"]["exclude"] == ["experiments.lab*"]
@@ -110,7 +110,7 @@ def test_an_installation_has_all_files_but_the_lab():
     listed = setuptools["package-data"].items()
     taken = {path for name, globs in listed for glob in globs for path in (ROOT / name.replace(".", "/")).glob(glob)}
     paths = [path for name in folders for path in (ROOT / name).rglob("*") if path.is_file()]
-    paths = [path for path in paths if not {"lab", "__pycache__"} & {*path.relative_to(ROOT).parts}]
+    paths = [path for path in paths if not {"lab", "adapters", "__pycache__"} & {*path.relative_to(ROOT).parts}]
     assert {path for path in paths if path.suffix != ".py"} <= taken
     assert all((path.parent / "__init__.py").is_file() for path in paths if path.suffix == ".py")
     assert all((ROOT / name / "py.typed") in taken for name in LIBRARY), "type checkers read annotations of typed packages"
