@@ -83,7 +83,7 @@ def next_token(call: Call, active: Array, now: Decoded) -> tuple[Array, Array, S
 
 
 def agreed(
-    call: Call, logits: Array, tokens: Array, place: Array, wanted: Array, memory: Memory | None
+    call: Call, logits: Array, tokens: Array, place: Array, order: Array, wanted: Array, memory: Memory | None
 ) -> tuple[Array, Seen, Memory | None]:
     """Count the drafted tokens of each row up to the first with which Full does not agree: int32 [B].
 
@@ -91,13 +91,14 @@ def agreed(
         logits: float32 [B, T, V], Full's behind each of the tokens before the last one.
         tokens: int32 [B, 1 + T], the first one and the drafted ones.
         place: int32 [B, T], of the drafted tokens in the result.
+        order: int32 [1, 1 + T], from 0 on.
         wanted: int32 [B], how many were drafted.
         memory: with the first token.
 
     Returns:
         The counts, what Full's tokens were drawn from, and the memory with the counted tokens.
     """
-    order, drafted = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens[:, 1:]
+    drafted = tokens[:, 1:]
     if memory is None:
         wished, behind, _ = draw(call.sampler, logits, call.draws, place)
         right = (wished == drafted) & (order[:, :-1] < wanted[:, None]) & ~ends(tokens[:, :-1], call.eos)
