@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.decoding.decode import Call, Decoded, padding_token
+from kvjax.decoding.decode import Call, Decoded, broken_rows, padding_token
 from kvjax.decoding.history import Memory
 from kvjax.decoding.log_probs import Seen, log_probs
 from kvjax.decoding.sampling import Sampler, has_row_keys, rows_of, split_keys
@@ -76,7 +76,7 @@ def next_token(call: Call, active: Array, now: Decoded) -> tuple[Array, Array, S
     """Draw the next token int32 [B] of each row, remember it, and mark bad logits in `Decoded.bad_step`: int32 [B]."""
     logits = now.cache.logits
     token, seen, state = draw(call.sampler, logits[:, None], call.draws, now.num_tokens[:, None], now.memory)
-    broken = active & (now.bad_step < 0) & ~jnp.isfinite(logits).all(axis=-1)
+    broken = broken_rows(now, active, seen.filtered[:, 0] if now.memory is not None else logits)
     token = jnp.where(active, token[:, 0], padding_token(now.cache.model))
     memory = None if now.memory is None else now.memory.add(token, active, state)
     return token, jnp.where(broken, now.num_tokens, now.bad_step), seen, memory
