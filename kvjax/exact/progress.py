@@ -98,10 +98,9 @@ def agreed(
     Returns:
         The counts, what Full's tokens were drawn from, and the memory with the counted tokens.
     """
-    drafted = tokens[:, 1:]
     if memory is None:
         wished, behind, _ = draw(call.sampler, logits, call.draws, place)
-        right = (wished == drafted) & (order[:, :-1] < wanted[:, None]) & ~ends(tokens[:, :-1], call.eos)
+        right = (wished == tokens[:, 1:]) & (order[:, :-1] < wanted[:, None]) & ~ends(tokens[:, :-1], call.eos)
         return jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1), behind, None
     may = (order[:, :-1] < wanted[:, None]) & ~ends(tokens[:, :-1], call.eos)
 
@@ -111,7 +110,7 @@ def agreed(
         right = right & may & (wished[:, 0] == token)
         return (memory.add(token, right, state), right), (right, behind.filtered[:, 0])
 
-    by_token = tuple(jnp.moveaxis(x, 1, 0) for x in (logits, drafted, place, may))
+    by_token = tuple(jnp.moveaxis(x, 1, 0) for x in (logits, tokens[:, 1:], place, may))
     (memory, _), (right, filtered) = lax.scan(step, (memory, jnp.ones(wanted.shape, bool)), by_token)
     return jnp.sum(right, axis=0, dtype=jnp.int32), Seen(logits, jnp.moveaxis(filtered, 0, 1)), memory
 
