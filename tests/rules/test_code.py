@@ -170,9 +170,8 @@ def code_of_pages():
 
 def public_program():
     """A program that reads every public name, and what a class has: strict mode reports a type that is partly unknown."""
-    classes = {kvjax.methods: registry.builtin(), kvjax.wrappers: registry.WRAPPERS}
     rooms = {kvjax: kvjax.__all__, models: models.__all__}
-    rooms |= {room: {cls.__name__ for cls in known.values()} for room, known in classes.items()}
+    rooms |= {room: [x for x in dir(room) if x[0].isupper()] for room in (kvjax.methods, kvjax.wrappers)}
     lines = []
     for room, names in rooms.items():
         for name, value in ((name, getattr(room, name)) for name in sorted(names)):
