@@ -169,7 +169,7 @@ def code_of_pages():
 
 
 def public_program():
-    """A program that reads all public names and what kvjax's classes have: strict mode reports types that are partly unknown."""
+    """A program that reads all public names, and what kvjax's classes have: strict mode reports types partly unknown."""
     rooms = {kvjax: kvjax.__all__, models: models.__all__}
     rooms |= {room: [x for x in dir(room) if x[0].isupper()] for room in (kvjax.methods, kvjax.wrappers)}
     lines = []
