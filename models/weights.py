@@ -52,6 +52,7 @@ _CHANGES_GREEDY = {
         "forced_eos_token_id", "exponential_decay_length_penalty",
     ), None),
 }  # fmt: skip
+_DRAWS = "temperature", "top_k", "top_p", "min_p"  # its settings of sampling, which hold if it states do_sample
 _LONG = 10**9  # bytes of parameters from which loading shows its progress, and saving says its size
 
 
@@ -287,11 +288,13 @@ def _read_config(directory: Path, dtype: str | None) -> ModelConfig:
         named = eos_ids(stated.get("eos_token_id"))
     except ValueError as error:
         raise ValueError(f"{generation}: {error}") from error
-    if changing := [name for name, neutral in _CHANGES_GREEDY.items() if stated.get(name) not in (None, [], neutral)]:
-        settings = ", ".join(f"{name}={stated[name]!r:.40}" for name in changing)
+    left_out = [name for name, neutral in _CHANGES_GREEDY.items() if stated.get(name) not in (None, [], neutral)]
+    left_out += [name for name in _DRAWS if stated.get("do_sample") is True and stated.get(name) is not None]
+    if left_out:
+        settings = ", ".join(f"{name}={stated[name]!r:.40}" for name in left_out)
         say_once(
-            f"{generation} states {settings}, which transformers applies to greedy tokens and kvjax does not: to "
-            "compare, pass neutral values to generate there"
+            f"{generation} states {settings}, which transformers applies and kvjax does not, penalties to greedy tokens too: "
+            "pass what you want to generate as sampler=kvjax.decoding.Sampler(...)"
         )
     special = special_ids(directory)
     by_text = (special.get(special_tokens(directory).get("eos_token", "")), *end_ids(special))
