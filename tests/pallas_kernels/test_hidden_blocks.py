@@ -87,7 +87,11 @@ CASES = [
     ("page_score", {"N": N}, {"low": ANY, "high": ANY}),
     ("partial_score", {"S": LONG, "C": 4}, {"position": hide(-1), "key": hide(None, 3)}),
     ("partial_select", {"S": LONG, "C": 4, "K": 16}, {"position": hide(-1), "key": hide(None, 3)}),
-    ("rerank", {"S": N, "dtype": "bfloat16", "regions": Regions(sinks=16, best=8, tail=8, size=32)}, {"position": hide(-1)}),
+    (
+        "rerank",
+        {"S": N, "dtype": "bfloat16", "regions": Regions(sinks=16, best=8, tail=8, size=32)},
+        {"position": hide(-1), "slots": lambda slots: N // 2 + slots // 2},  # candidates hold a token
+    ),
     ("sampled_bias", {"S": N, "K": N // 2}, {"own": hide(False, 3)}),
     ("sentence_cut", {"S": N}, {"sentence": hide(-1), "position": hide(-1)}),
     ("sentence_cut", {"S": N}, {"score": ANY}),
