@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -23,6 +24,8 @@ _SHARE = re.compile(r"0?\.\d+|\d+/[1-9]\d*")  # a budget as a share of the promp
 _INDEX = re.compile(r"-?[0-9]{1,9}")  # of a layer
 _MOVED = "; a traced value that is too small or too large becomes the nearest allowed one"
 _WORDS = {"none": None, "true": True, "false": False}  # values that are words
+# Stands for a tokenizer where only sizes count.
+_NO_TEXT = types.SimpleNamespace(get_vocab=dict, encode=lambda text, **options: [], decode=lambda ids: "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,22 +188,9 @@ def _check_names(cls: type[Method], knobs: Mapping[str, Any]) -> None:
         raise ValueError(f"{cls.__name__} must be given {' and '.join(missing)}{hint}; got {', '.join(knobs) or 'nothing'}")
 
 
-class _NoText:
-    """Stands for a tokenizer where only sizes count."""
-
-    def get_vocab(self) -> dict[str, int]:
-        return {}
-
-    def encode(self, text: str, **options: Any) -> list[int]:
-        return []
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return ""
-
-
 def without_text(method: Method, vocab_size: int) -> Method:
     """Fill the knobs that are None and come from a tokenizer (`Method.tokenizer_knobs`); sizes ask for no values."""
-    of_text, changed = method.tokenizer_knobs(_NoText(), vocab_size), {}
+    of_text, changed = method.tokenizer_knobs(_NO_TEXT, vocab_size), {}
     for name, value in vars(method).items():
         if isinstance(value, dict):
             changed[name] = {at: without_text(inner, vocab_size) for at, inner in value.items()}

@@ -13,9 +13,9 @@ from kvjax import registry
 # Papers whose method is `kvjax.wrappers.Prefill` at some knobs, by their names in `kvjax.wrappers.named.PATTERNS`.
 _TITLES = {"minference": "MInference", "xattention": "XAttention", "flexprefill": "FlexPrefill"}
 
-# Methods that many figures have; each has a colour of its own. The others follow by name.
-_FIRST = ("chess", "sentencekv", "tokenselect", "mosaickv", "pariskv", "quest", "snapkv", "retroinfer", "keydiff", "h2o",
-          "shadowkv", "retrievalattention", "streamingllm", "socket")  # fmt: skip
+# Methods that many figures have; each has a colour of its own, SOCKET the pale yellow. The others follow by name.
+_FIRST = ("chess", "sentencekv", "tokenselect", "mosaickv", "pariskv", "quest", "socket", "snapkv", "retroinfer", "keydiff",
+          "h2o", "shadowkv", "retrievalattention", "streamingllm")  # fmt: skip
 
 
 def method_styles(labels: Sequence[str], *, points: bool = True) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 from kvjax.accounting.phases import Part, Phases, add_parts, gib
 from kvjax.cache.quantised import check_kv_dtype, row_bytes
 from kvjax.decoding.bits import in_32_bits
-from kvjax.decoding.checks import check_model, check_sizes
+from kvjax.decoding.checks import check_model, check_sizes, has_no_limit
 from kvjax.decoding.layers import layer_methods, layer_specs
 from kvjax.decoding.prefill import reading_order
 from kvjax.decoding.shared_storage import keeps_storage, storage_key
@@ -111,7 +111,7 @@ def memory_needed(
     sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
     needed = _sum(needed_each(methods, config, mesh, kv_dtype, sizes, share_storage))
     beyond = prompt_slots + max_new_tokens - config.max_position_embeddings
-    beyond = 0 if all(method.extrapolates for method in methods) else max(beyond, 0)
+    beyond = 0 if all(has_no_limit(method, config) for method in methods) else max(beyond, 0)
     return dataclasses.replace(needed, weights=bytes_on_device(params), beyond=beyond)
 
 

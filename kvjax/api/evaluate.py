@@ -50,7 +50,7 @@ def evaluate(
     lengths: int | Iterable[int] = (4096,),
     samples: int = 20,
     budgets: str | int | float | Sequence[str | int | float] = (),
-    out: str | os.PathLike | None = None,
+    out: str | os.PathLike[str] | None = None,
     progress: bool = False,
     **settings: Any,
 ) -> Table:

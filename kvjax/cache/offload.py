@@ -314,12 +314,12 @@ def _is_offloaded_cache(x: Any) -> bool:
     return isinstance(x, OffloadedLayerCache)
 
 
-def sync(layers: tuple, tokens: int) -> tuple:
+def sync(layers: tuple[Any, ...], tokens: int) -> tuple[Any, ...]:
     """Write the ``tokens`` newest tokens of each row to host memory in all layers; see `OffloadedLayerCache.sync`."""
     return jax.tree.map(lambda x: x.sync(tokens) if _is_offloaded_cache(x) else x, layers, is_leaf=_is_offloaded_cache)
 
 
-def steps_between_syncs(layers: tuple, steps: int) -> int | None:
+def steps_between_syncs(layers: tuple[Any, ...], steps: int) -> int | None:
     """Return after how many of ``steps`` decode steps host memory must be written; None if no layer is offloaded.
 
     Host memory is written in slices, so new tokens wait in the copies on the device and cross the bus together.

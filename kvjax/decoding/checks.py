@@ -19,7 +19,7 @@ from kvjax.mesh.sharding import check_plan, readable
 from kvjax.protocol.describe import at_once, describe, is_known
 from kvjax.protocol.fields import shown
 from kvjax.protocol.method import Method, with_inner
-from kvjax.protocol.typing import Model, has_sinks, layer_ropes, values_are_keys
+from kvjax.protocol.typing import Model, has_sinks, layer_ropes, takes_position, values_are_keys
 from kvjax.registry import classes, extrapolating
 from kvjax.rope import border
 
@@ -34,6 +34,11 @@ def check_vocabulary(tokens: Array, model: Model) -> None:
                 f"token ids must lie in [0, vocab_size={model.vocab_size}), got {low if low < 0 else high}; "
                 "is this the tokenizer of another model?"
             )
+
+
+def has_no_limit(method: Method, model: Model) -> bool:
+    """Tell whether a text may be longer than the model's positions; never where the model adds its own to the tokens."""
+    return method.extrapolates and not takes_position(model)
 
 
 def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method) -> None:
@@ -53,14 +58,14 @@ def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method)
     if least < 1:
         raise ValueError(f"every prompt needs at least 1 token, got none in row {row}")
     needed = longest + max_new_tokens
-    if needed > model.max_position_embeddings and not method.extrapolates:
+    if needed > model.max_position_embeddings and not has_no_limit(method, model):
         raise ValueError(
             f"prompt of {longest} + max_new_tokens={max_new_tokens} = {needed} tokens exceeds the model's "
             f"max_position_embeddings={model.max_position_embeddings}; shorten it, take a smaller max_new_tokens, add YaRN "
             f"to the model's config, or use a method that re-numbers positions ({', '.join(extrapolating())})"
         )
     again, most = method.reread_tokens(longest), model.max_position_embeddings
-    if again and longest + again > most and not method.extrapolates:
+    if again and longest + again > most and not has_no_limit(method, model):
         raise ValueError(
             f"{type(method).__name__} rereads the prompt in chunks of {again} tokens: {longest} + {again} = "
             f"{longest + again} exceeds the model's max_position_embeddings={most}; shorten the prompt, or the "
@@ -109,7 +114,7 @@ def check_room(cache: Cache, tokens: int | Array) -> None:
     length, free, wanted = jax.device_get((length, free, tokens))
     wanted = np.broadcast_to(wanted, (cache.batch,))
     after = length + wanted
-    if after.max() > cache.model.max_position_embeddings and not cache.method.extrapolates:
+    if after.max() > cache.model.max_position_embeddings and not has_no_limit(cache.method, cache.model):
         raise ValueError(
             f"{length.max()} tokens and {int(wanted.max())} more exceed the model's "
             f"max_position_embeddings={cache.model.max_position_embeddings}"

@@ -10,7 +10,7 @@ from jax import Array
 
 from kvjax.decoding.recurrent import run_recurrent
 from kvjax.protocol.method import Inputs, LayerMethod, Method, Reading
-from kvjax.protocol.typing import EMPTY, Model, is_recurrent, layer_ropes, method_layers
+from kvjax.protocol.typing import EMPTY, Model, is_recurrent, layer_ropes, method_layers, position_option
 from kvjax.rope import frequencies, prepare
 from pallas_kernels.dispatch import run_shared
 
@@ -55,7 +55,7 @@ def layer_inputs(
     )  # fmt: skip
 
 
-def checked(model: Model, rows: int, layers: int, made: tuple[Array, tuple]) -> tuple[Array, tuple]:
+def checked(model: Model, rows: int, layers: int, made: tuple[Array, tuple[Any, ...]]) -> tuple[Array, tuple[Any, ...]]:
     """Check what `Model.apply` returned for one token's logits per row: logits [B, V], and a state for each layer.
 
     Raises:
@@ -77,10 +77,10 @@ def reread(
     length: Array,
     method: Method,
     layers: Sequence[LayerMethod],
-    states: tuple,
+    states: tuple[Any, ...],
     shared: Any,
     model: Model,
-) -> tuple:
+) -> tuple[Any, ...]:
     """Run `Method.reread` on the states of the layers that run the method, if there are any; return the states of all layers.
 
     Args:
@@ -90,7 +90,7 @@ def reread(
     """
     seen = method_layers(model)
 
-    def run(given: tuple, piece: Array, count: Array, attend: Callable) -> tuple:
+    def run(given: tuple[Any, ...], piece: Array, count: Array, attend: Callable) -> tuple[Any, ...]:
         piece = jnp.pad(piece, ((0, 0), (0, max(2 - piece.shape[1], 0))))  # a single token would be a decode step
         at = jnp.arange(piece.shape[1], dtype=jnp.int32)[None]
         position = jnp.where(at < count[:, None], length[:, None] + at, EMPTY)
@@ -106,10 +106,11 @@ def reread(
             return run_shared(type(layers[layer]).attend, layers[layer], state, inputs)[0], state
 
         states = _put(given)
-        made = model.apply(params, piece, one, states, last=jnp.zeros_like(length))
+        options = position_option(model, position)
+        made = model.apply(params, piece, one, states, last=jnp.zeros_like(length), **options)
         return _among(seen, checked(model, len(piece), len(states), made)[1])
 
-    def _put(given: tuple) -> tuple:
+    def _put(given: tuple[Any, ...]) -> tuple[Any, ...]:
         """Put the states ``given`` by the method into the states of all layers."""
         every = dict(enumerate(states)) | dict(zip(seen, given, strict=True))
         return tuple(every[layer] for layer in range(len(states)))
@@ -117,5 +118,5 @@ def reread(
     return _put(method.reread(_among(seen, states), Reading(tokens=tokens, length=length, run=run))) if seen else states
 
 
-def _among(seen: Sequence[int], states: tuple) -> tuple:
+def _among(seen: Sequence[int], states: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(states[layer] for layer in seen)

@@ -37,7 +37,7 @@ from kvjax.decoding.passes import checked, layer_inputs, reread
 from kvjax.decoding.recurrent import run_recurrent
 from kvjax.decoding.shared_storage import Common, barrier, common_storage, finish, stores_only
 from kvjax.protocol.method import LayerMethod, Method
-from kvjax.protocol.typing import EMPTY, Model, attention_soft_cap, is_recurrent
+from kvjax.protocol.typing import EMPTY, Model, attention_soft_cap, is_recurrent, position_option
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
 from pallas_kernels.numerics import bounded_loop
@@ -270,7 +270,8 @@ class _Run:
                 # mask: in one kernel, which takes minutes to compile, after the keys of all layers have been made.
                 return barrier((outs[0], finished))
 
-            made = self.model.apply(params, piece, attend, states, last=jnp.clip(last, 0, chunk - 1))
+            options = position_option(self.model, position)
+            made = self.model.apply(params, piece, attend, states, last=jnp.clip(last, 0, chunk - 1), **options)
             new, states = checked(self.model, len(piece), self.model.num_layers, made)
             return states, jnp.where(((last >= 0) & (last < chunk))[:, None], new, logits)
 

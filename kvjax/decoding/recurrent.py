@@ -71,7 +71,7 @@ def row_bytes(shapes: Recurrence) -> int:
     return sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in shapes)
 
 
-def run_recurrent(state: Memory, given: tuple, position: Array) -> tuple[Any, Memory]:
+def run_recurrent(state: Memory, given: tuple[Any, ...], position: Array) -> tuple[Any, Memory]:
     """Run a recurrent layer on the tokens at ``position`` int32 [B, T].
 
     Args:

@@ -31,27 +31,27 @@ class Common:
 
     holders: tuple[tuple[int, ...], ...]
 
-    def strip(self, states: tuple) -> tuple:
+    def strip(self, states: tuple[Any, ...]) -> tuple[Any, ...]:
         """Take the storage that another state holds out of states [layer][method]."""
         return tuple(self.strip_layer(layer, own) for layer, own in enumerate(states))
 
-    def strip_layer(self, layer: int, states: tuple) -> tuple:
+    def strip_layer(self, layer: int, states: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run `strip` for the states [method] of one layer."""
         held = enumerate(zip(states, self.holders[layer], strict=True))
         return tuple(one if holder == at else dataclasses.replace(one, cache=None) for at, (one, holder) in held)
 
-    def restore(self, states: tuple) -> tuple:
+    def restore(self, states: tuple[Any, ...]) -> tuple[Any, ...]:
         """Undo `strip`."""
         return tuple(self.restore_layer(layer, own) for layer, own in enumerate(states))
 
-    def restore_layer(self, layer: int, states: tuple) -> tuple:
+    def restore_layer(self, layer: int, states: tuple[Any, ...]) -> tuple[Any, ...]:
         """Undo `strip_layer`."""
         held = enumerate(zip(states, self.holders[layer], strict=True))
         return tuple(
             one if holder == at else dataclasses.replace(one, cache=states[holder].cache) for at, (one, holder) in held
         )
 
-    def after(self, before: tuple, finished: tuple) -> Common:
+    def after(self, before: tuple[Any, ...], finished: tuple[Any, ...]) -> Common:
         """Find the holders of finished states [layer][method], which were made from the states ``before``."""
         made = []
         for layer, own in enumerate(self.holders):

@@ -119,7 +119,7 @@ class Verified(Method):
             raise ValueError(f"Verified: depth must be below {most}, the tokens that {name} stores at once, got {self.depth}")
         return verified
 
-    def reread(self, states: tuple, reading: Reading) -> tuple:
+    def reread(self, states: tuple[Any, ...], reading: Reading) -> tuple[Any, ...]:
         return self.draft.reread(states, reading)
 
     def init_shared(self, specs: tuple[LayerSpec, ...]) -> Passes:

@@ -86,7 +86,7 @@ class Reading:
     # ``run(states, tokens, count, attend) -> states``: the model runs on ``tokens`` int32 [B, T] at the positions after the
     # prompt; the first ``count`` int32 [B] tokens are real. A layer calls ``attend(state, inputs) -> (out, state)`` with its
     # entry of ``states``, whatever it is. Nothing is stored but what ``attend`` returns.
-    run: Callable[[tuple, Array, Array, Callable[[Any, Inputs], tuple[Array, Any]]], tuple]
+    run: Callable[[tuple[Any, ...], Array, Array, Callable[[Any, Inputs], tuple[Array, Any]]], tuple[Any, ...]]
 
 
 @pytree
@@ -181,7 +181,7 @@ class Method(abc.ABC):
         """Return the most tokens that `reread` runs at once after a prompt of ``length`` tokens; 0, the default: none."""
         return 0
 
-    def reread(self, states: tuple, reading: Reading) -> tuple:
+    def reread(self, states: tuple[Any, ...], reading: Reading) -> tuple[Any, ...]:
         """Run the prompt a second time, while all of it is stored, and return the layers' states, which are then finished.
 
         It is called only if `reread_tokens` is not 0. It sees the states of the layers without a window.
@@ -285,7 +285,7 @@ class LayerMethod(Method):
         return self
 
 
-def settle_due(methods: Sequence[LayerMethod], states: tuple) -> tuple:
+def settle_due(methods: Sequence[LayerMethod], states: tuple[Any, ...]) -> tuple[Any, ...]:
     """Settle the states of all layers after a step (`LayerMethod.settle`), if any row of any layer is `LayerMethod.due`.
 
     All layers share one loop, which runs once or not at all. A condition in each layer would cost more: the branch that does
@@ -295,12 +295,12 @@ def settle_due(methods: Sequence[LayerMethod], states: tuple) -> tuple:
     if not chosen:
         return states
 
-    def any_due(some: tuple) -> Array:
+    def any_due(some: tuple[Any, ...]) -> Array:
         layers = zip(chosen, some, strict=True)
         rows = [run_shared(type(methods[at]).due, methods[at], state) for at, state in layers]
         return functools.reduce(jnp.logical_or, [each.any() for each in rows])
 
-    def change(states: tuple, methods: Sequence[LayerMethod]) -> tuple:
+    def change(states: tuple[Any, ...], methods: Sequence[LayerMethod]) -> tuple[Any, ...]:
         some: list[Any] = []
         for method, state, take in zip(methods, states, _reworked(methods, states), strict=True):
             if some:  # one layer after the other, so that only one layer's temporaries exist at a time

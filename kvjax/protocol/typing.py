@@ -64,14 +64,14 @@ def pytree[T](cls: type[T]) -> type[T]:
     leaves = tuple(field.name for field in fields if not field.metadata.get("static"))
     fixed = tuple(field.name for field in fields if field.metadata.get("static"))
 
-    def flatten(tree: T) -> tuple[tuple, tuple]:
+    def flatten(tree: T) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         return tuple(vars(tree)[name] for name in leaves), tuple(vars(tree)[name] for name in fixed)
 
-    def flatten_with_keys(tree: T) -> tuple[tuple, tuple]:
+    def flatten_with_keys(tree: T) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         values, structure = flatten(tree)
         return tuple((GetAttrKey(name), value) for name, value in zip(leaves, values, strict=True)), structure
 
-    def rebuild(structure: tuple, values: Iterable[Any]) -> T:
+    def rebuild(structure: tuple[Any, ...], values: Iterable[Any]) -> T:
         tree = object.__new__(kind)
         vars(tree).update(zip((*leaves, *fixed), (*values, *structure), strict=True))
         return tree
@@ -113,6 +113,9 @@ class Model(Protocol):
     A model with latent attention has a member ``value_is_key`` that is True: the values that it gives to ``attend`` are the
     keys, and it reads of what ``attend`` returns only channels that do not rotate. Keys are then stored once.
 
+    A model that adds positions of its own to its tokens, such as learned ones, has a member ``takes_position`` that is True,
+    and its `apply` takes another argument, ``position``, see `position_option`.
+
     A model that can guess queries has a member ``can_guess`` that is True, and its `apply` takes another argument, ``guess``.
     Only methods with `kvjax.protocol.method.LayerMethod.needs_guess` use it.
 
@@ -151,8 +154,8 @@ class Model(Protocol):
     def dtype(self) -> str: ...
 
     def apply(
-        self, params: Any, tokens: jax.Array, attend: Callable, states: tuple, *, last: jax.Array | None = None
-    ) -> tuple[jax.Array, tuple]:
+        self, params: Any, tokens: jax.Array, attend: Callable, states: tuple[Any, ...], *, last: jax.Array | None = None
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Run all layers on ``tokens`` int32 [B, T].
 
         Each layer calls ``attend(layer, state, q, k, v) -> (out, state)`` with un-rotated q [B, H, G, T, D] and k, v
@@ -223,6 +226,16 @@ def attention_soft_cap(model: Model) -> float | None:
 def has_sinks(model: Model) -> bool:
     """Tell whether the model has sink logits; a model need not know of sinks."""
     return bool(getattr(model, "attention_sinks", False))
+
+
+def takes_position(model: Model) -> bool:
+    """Tell whether the model adds positions of its own, for which it has no more than ``max_position_embeddings``."""
+    return bool(getattr(model, "takes_position", False))
+
+
+def position_option(model: Model, position: jax.Array) -> dict[str, jax.Array]:
+    """Return the keyword argument ``position`` of `Model.apply`, int32 [B, T], if the model takes it; 0 on padding."""
+    return {"position": jax.numpy.maximum(position, 0)} if takes_position(model) else {}
 
 
 def values_are_keys(model: Model) -> bool:

@@ -201,23 +201,25 @@ class Stages(SlotMethod):
     def lacks(self) -> tuple[str, ...]:
         return (*self.evict.lacks, *self.retrieve.lacks)
 
-    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerStorage, tuple]:
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerStorage, tuple[Any, ...]]:
         cache, first = self.evict.compress(cache, prompt, room)
         cache, second = self.retrieve.compress(cache, prompt, room)
         return cache, (first, second)
 
-    def select(self, cache: LayerStorage, aux: tuple, step: Step) -> Selection | None:
+    def select(self, cache: LayerStorage, aux: tuple[Any, ...], step: Step) -> Selection | None:
         return self.retrieve.select(cache, aux[1], step)
 
-    def update(self, cache: LayerStorage, aux: tuple, step: Step, mass: Array | None) -> tuple[LayerStorage, tuple]:
+    def update(
+        self, cache: LayerStorage, aux: tuple[Any, ...], step: Step, mass: Array | None
+    ) -> tuple[LayerStorage, tuple[Any, ...]]:
         cache, first = self.evict.update(cache, aux[0], step, mass)
         cache, second = self.retrieve.update(cache, aux[1], step, mass)
         return cache, (first, second)
 
-    def count(self, cache: LayerStorage, aux: tuple, shared: Any) -> tuple[Array, Array]:
+    def count(self, cache: LayerStorage, aux: tuple[Any, ...], shared: Any) -> tuple[Array, Array]:
         return self.retrieve.count(cache, aux[1], shared)
 
-    def counters(self, aux: tuple, shared: Any) -> dict[str, Array]:
+    def counters(self, aux: tuple[Any, ...], shared: Any) -> dict[str, Array]:
         return {**self.evict.counters(aux[0], shared), **self.retrieve.counters(aux[1], shared)}
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:

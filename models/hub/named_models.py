@@ -151,7 +151,7 @@ def builtin_directory() -> Path:
     return directory
 
 
-def adapter_directory(checkpoint: str | os.PathLike) -> Path | None:
+def adapter_directory(checkpoint: str | os.PathLike[str]) -> Path | None:
     """Return the directory of the adapter that a name asks for; None for names without one and for all that is no name.
 
     Raises:
@@ -162,5 +162,8 @@ def adapter_directory(checkpoint: str | os.PathLike) -> Path | None:
         return None
     directory = Path(__file__).parents[1] / "adapters" / model.adapter
     if not (directory / "adapter_config.json").is_file():
-        raise FileNotFoundError(f"the adapter of {model.name} is not installed: no adapter_config.json in {directory}")
+        raise FileNotFoundError(
+            f"the adapter of {model.name} is not installed: no adapter_config.json in {directory}; a clone of the repository "
+            "has it, a wheel does not"
+        )
     return directory

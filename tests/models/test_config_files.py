@@ -233,6 +233,22 @@ def test_two_keys_for_the_rotation_must_agree(change):
         ModelConfig.from_hf({**HF, "rope_parameters": rule, "rope_scaling": rule | change})
 
 
+def test_keys_that_contradict_each_other_are_refused():
+    """`kvjax fuzz --only configs` has more of them; ends of a text in two places are joined."""
+    for change, named in (
+        ({"dtype": "float32", "torch_dtype": "bfloat16"}, "dtype='float32' and torch_dtype='bfloat16'"),
+        ({"rope_scaling": {"type": "yarn", "rope_type": "linear", "factor": 2.0}}, "'yarn' and 'linear'"),
+        ({"model_type": "qwen2", "use_sliding_window": False, "layer_types": [NEAR, FAR]}, "use_sliding_window=false"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            ModelConfig.from_hf({**HF, **change})
+    inner = {**edges(GEMMA), "eos_token_id": 1, "tie_word_embeddings": True}
+    whole = {"model_type": "gemma3", "text_config": inner, "eos_token_id": [3, 1]}
+    assert ModelConfig.from_hf(whole).eos_token_ids == (3, 1)
+    with pytest.raises(ValueError, match="text_config .* tie_word_embeddings=True and False"):
+        ModelConfig.from_hf({**whole, "tie_word_embeddings": False})
+
+
 def test_windows_in_some_layers_need_a_family_that_has_them():
     with pytest.raises(ValueError, match="layer_types.*full_attention"):
         ModelConfig.from_hf({**HF, "model_type": "mistral", **SWITCHED, "layer_types": ["full_attention"] * 4})

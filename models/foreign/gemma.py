@@ -1,0 +1,144 @@
+"""Gemma 1, 2 and 3 of Google's package ``gemma`` under kvjax: its own module and parameters, text alone.
+
+The package's parts compute all but attention. Flax hands each call of a module ``Attention`` to this file, which computes the
+module's projections and gives them to the caller's ``attend``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from ..sizes.parts import LayerRope
+from ..sizes.rope_scaling import LinearScaling
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmaModel:
+    """A `kvjax.protocol.typing.Model` around a text model of ``gemma.gm.nn``, such as ``gm.nn.Gemma3_1B(text_only=True)``.
+
+    Its parameters are the package's, as ``gm.ckpts.load_params`` or ``transformer.init(...)["params"]`` returns them.
+
+    Raises:
+        ValueError: the module is a Gemma 3n or 4, whose layers share keys and differ in their heads.
+    """
+
+    transformer: Any  # the package's Linen module, which is hashable
+    max_position_embeddings: int = 131_072  # which the package does not know; 32,768 for the 270M and 1B, 8,192 for Gemma 2
+    eos_token_ids: tuple[int, ...] = (1, 106)  # <eos> and <end_of_turn> of Gemma 3; of Gemma 2: (1, 107)
+    dtype: str = "bfloat16"  # of the stored keys and values: that of the parameters
+
+    rope_scaling: ClassVar[None] = None  # `ropes` has each layer's
+
+    def __post_init__(self):
+        newer = [name for name in ("per_layer_input_dim", "global_key_size") if hasattr(self.config, name)]
+        if newer:
+            raise ValueError(
+                f"transformer: {type(self.transformer).__name__} has layers that share keys or differ in their heads "
+                f"({newer[0]}), expected a Gemma 1, 2 or 3"
+            )
+
+    @property
+    def config(self) -> Any:
+        """The package's ``TransformerConfig``."""
+        return self.transformer.config
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.config.attention_types)
+
+    @property
+    def num_q_heads(self) -> int:
+        return self.config.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.config.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.config.head_dim
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.num_embed
+
+    @property
+    def rope_theta(self) -> float:
+        return float(self.config.global_base_frequency)
+
+    @property
+    def local(self) -> tuple[bool, ...]:
+        """Whether each layer has a sliding window."""
+        return tuple(kind.name == "LOCAL_SLIDING" for kind in self.config.attention_types)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(self.config.sliding_window_size if near else None for near in self.local)
+
+    @property
+    def ropes(self) -> tuple[LayerRope, ...]:
+        def rope(near: bool) -> LayerRope:
+            theta, factor = (
+                getattr(self.config, f"{'local' if near else 'global'}_{what}") for what in ("base_frequency", "scale_factor")
+            )
+            return LayerRope(theta=float(theta), scaling=None if factor == 1 else LinearScaling(factor=float(factor)))
+
+        return tuple(map(rope, self.local))
+
+    @property
+    def attention_softcap(self) -> float | None:
+        return self.config.attn_logits_soft_cap
+
+    def apply(
+        self, params: Any, tokens: jax.Array, attend: Callable, states: tuple, *, last: jax.Array | None = None
+    ) -> tuple[jax.Array, tuple]:
+        """Run the package's layers on ``tokens`` int32 [B, T]; see `kvjax.protocol.typing.Model.apply`."""
+        new = []
+
+        def answer(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
+            if (type(context.module).__name__, context.method_name) != ("Attention", "__call__"):
+                return call(*args, **kwargs)
+            layer = len(new)
+            out, state = self._attended(context.module, args[0], lambda *qkv: attend(layer, states[layer], *qkv))
+            new.append(state)
+            return None, out  # in the place of the package's cache
+
+        def run(model: Any) -> jax.Array:
+            x = model.embedder.encode(tokens)
+            for block in model.blocks:
+                x = block(x, None, None, None)[1]  # positions, cache and mask are read by `Attention` alone
+            x = model.final_norm(x)
+            x = x if last is None else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+            logits, cap = model.embedder.decode(x).astype(jnp.float32), self.config.final_logit_softcap
+            return logits if cap is None else jnp.tanh(logits / cap) * cap
+
+        with nn.intercept_methods(answer):
+            return self.transformer.apply({"params": params}, method=run), tuple(new)
+
+    def _attended(self, module: Any, x: jax.Array, attend: Callable) -> tuple[jax.Array, Any]:
+        """Compute a module ``Attention`` of ``x`` [B, T, d] by ``attend``; return its output and the layer's new state."""
+        if module.use_qkv_einsum:
+            q, k, v = module.qkv_einsum("BTD,SNDH->SBTNH", x)
+        else:
+            q = module.q_einsum("BTD,NDH->BTNH", x)
+            k, v = module.kv_einsum("BSD,CKDH->CBSKH", x)
+        if module.use_qk_norm:
+            q, k = module._query_norm(q), module._key_norm(k)
+        scale = module.query_pre_attn_scalar * math.sqrt(self.head_dim)  # attention divides by sqrt(D), under every method
+        q = q * jnp.asarray(scale, q.dtype)
+        rows, count, heads, dim = q.shape
+        grouped = q.reshape(rows, count, self.num_kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
+        out, state = attend(grouped, k.swapaxes(1, 2), v.swapaxes(1, 2))
+        out = out.transpose(0, 3, 1, 2, 4).reshape(rows, count, heads, dim).astype(x.dtype)
+        return module.attn_vec_einsum("BTNH,NHD->BTD", out), state
+
+    def weight_bytes(self, params: Any, rows: int) -> int:
+        """Count the bytes of ``params`` that a decode step reads: all, since the table is the LM head too."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
