@@ -75,8 +75,9 @@ def largest_budget(
     found = _most(lambda tokens: _bytes(needed(tokens)) + spare, have, least, most)
     if found is None:
         raise MemoryError(
-            f"not even the smallest budget of {name} fits, {least} tokens: it needs {needed(least)}, and {gib(spare)} for "
-            f"activations, got {gib(have)} of device memory; shorten the prompt, take fewer rows, or kv_dtype='int8'"
+            f"not even the smallest budget of {name} fits, {least} tokens: got {gib(have)} of device memory, of which "
+            f"{gib(spare)} are for activations, and it needs {needed(least)}; shorten the prompt, take fewer rows, or "
+            "kv_dtype='int8'"
         )
     return found
 
