@@ -147,7 +147,7 @@ def test_a_declared_field_is_checked():
     assert hash(made.pair) == hash((3,)) and type(made.pair[0]) is int
     for knobs, message in (
         ({"size": 9}, "Mine: size must be at most 8, got 9"),
-        ({"size": 2.5}, "Mine: size must be a whole number of at least 1, or a share between 0 and 1, got 2.5"),
+        ({"size": 2.5}, "Mine: size must be a whole number of at least 1, got 2.5"),
         ({"size": 2**31}, "Mine: size must be a whole number from 1 to 2147483647, got 2147483648"),
         ({"share": 0}, "Mine: share must be a finite number above 0, got 0"),
         ({"share": 0.5, "largest": 0.25}, "Mine: share must be at most largest=0.25, got 0.5"),
