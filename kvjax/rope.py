@@ -169,9 +169,10 @@ def rotate_stored(key: jax.Array, position: jax.Array, inv_freq: jax.Array) -> j
 
     The halves of a vector are flipped, not joined: on a CPU, XLA holds what it joins beside the result.
     """
-    angle = (position[..., None].astype(jnp.float32) * inv_freq)[..., None, :]
+    position = position.reshape((1,) * (3 - position.ndim) + position.shape)[..., None, None]
+    angle = position.astype(jnp.float32) * inv_freq.reshape(1, 1, 1, 1, -1)
     halves = key.astype(jnp.float32).reshape(*key.shape[:-1], 2, -1)
-    sin = jnp.where(jnp.arange(2)[:, None] == 0, -jnp.sin(angle), jnp.sin(angle))
+    sin = jnp.where(jnp.arange(2).reshape(1, 1, 1, 2, 1) == 0, -jnp.sin(angle), jnp.sin(angle))
     return (halves * jnp.cos(angle) + jnp.flip(halves, -2) * sin).reshape(key.shape).astype(key.dtype)
 
 

@@ -129,7 +129,7 @@ def _maker(kind: str, config: ModelConfig, leaf: Any, sharding: Any):
 
 
 def from_pretrained(
-    directory: str | os.PathLike,
+    directory: str | os.PathLike[str],
     dtype: str | None = None,
     *,
     offline: bool = False,
@@ -184,7 +184,7 @@ def from_pretrained(
     return params, config
 
 
-def read_config(directory: str | os.PathLike, dtype: str | None = None, *, offline: bool = False) -> ModelConfig:
+def read_config(directory: str | os.PathLike[str], dtype: str | None = None, *, offline: bool = False) -> ModelConfig:
     """Read the description of a checkpoint alone; of a model with an adapter it is that of the base.
 
     Args:
@@ -197,7 +197,7 @@ def read_config(directory: str | os.PathLike, dtype: str | None = None, *, offli
 
 
 def _open(
-    directory: str | os.PathLike, dtype: str | None, offline: bool
+    directory: str | os.PathLike[str], dtype: str | None, offline: bool
 ) -> tuple[Path, gguf_files.GGUFFile | None, ModelConfig]:
     """Find a checkpoint, and read its description; the file is None for a directory in Hugging Face layout."""
     path = locate_gguf(directory, offline=offline)
@@ -209,7 +209,7 @@ def _open(
 
 
 def _load(
-    directory: str | os.PathLike, dtype: str | None, offline: bool, mesh: Mesh | None, weight_dtype: str | None
+    directory: str | os.PathLike[str], dtype: str | None, offline: bool, mesh: Mesh | None, weight_dtype: str | None
 ) -> tuple[dict[str, Any], ModelConfig]:
     """Load parameters and config without an adapter."""
     path, file, config = _open(directory, dtype, offline)
@@ -303,7 +303,7 @@ def _read_config(directory: Path, dtype: str | None) -> ModelConfig:
 
 
 def save_pretrained(
-    directory: str | os.PathLike,
+    directory: str | os.PathLike[str],
     params: dict[str, Any],
     config: ModelConfig,
     dtype: str | None = None,
@@ -363,7 +363,9 @@ def save_pretrained(
             multihost_utils.sync_global_devices("save_pretrained")
 
 
-def _write(directory: str | os.PathLike, tensors: dict[str, np.ndarray], words: dict[str, bytes], hf: dict[str, Any]) -> None:
+def _write(
+    directory: str | os.PathLike[str], tensors: dict[str, np.ndarray], words: dict[str, bytes], hf: dict[str, Any]
+) -> None:
     """Write all files, or none; ``words`` are the files of the tokenizer."""
     with replaced_files(directory, (WEIGHTS, *words, _CONFIG)) as scratch:
         for name, data in words.items():

@@ -383,5 +383,5 @@ def check_finite(bad_step: Array | np.ndarray) -> None:
         row = int((bad_step >= 0).argmax())
         raise FloatingPointError(
             f"logits of row {row} are not finite at generated token {int(bad_step[row])}; check the "
-            "parameters and the dtype (expected finite float32 logits)"
+            "parameters and the dtype (expected finite float32 logits, and a sampler that leaves a token to draw)"
         )

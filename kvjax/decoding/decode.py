@@ -158,6 +158,15 @@ def start_decode(
     )
 
 
+def broken_rows(now: Decoded, active: Array, filtered: Array) -> Array:
+    """Mark ``active`` rows whose logits are the first that are not finite, or leave no token to draw: bool [B]."""
+    sound_so_far = active & (now.bad_step < 0)
+    broken = sound_so_far & ~jnp.isfinite(now.cache.logits).all(axis=-1)
+    if now.memory is None:
+        return broken
+    return broken | (sound_so_far & ~(jnp.max(filtered, axis=-1) > -jnp.inf))  # or one is NaN
+
+
 def decode_once(call: Call, now: Decoded) -> Decoded:
     """Draw the next token of every row that is not done, and store it. The caller syncs host memory."""
     draw_key, key = split_keys(now.key)
@@ -172,7 +181,7 @@ def decode_once(call: Call, now: Decoded) -> Decoded:
     if noted is not None:
         seen = Seen(now.cache.logits[:, None], filtered[:, None])
         noted = noted.written(log_probs(noted, seen, token[:, None], active[:, None], call.sampler.temperature), now.step)
-    broken = active & (now.bad_step < 0) & ~jnp.isfinite(now.cache.logits).all(axis=-1)
+    broken = broken_rows(now, active, filtered)
     num_tokens = now.num_tokens + active.astype(jnp.int32)
     done = now.done | (token[:, None] == call.eos[None]).any(axis=1)
     return Decoded(

@@ -13,7 +13,7 @@ from jax import Array
 from kvjax.decoding.checks import as_jax
 from kvjax.decoding.history import History, Memory
 from kvjax.decoding.tokens import Integers, Tokens, pad_tokens
-from kvjax.protocol.fields import check_fields, is_traced, number, shown
+from kvjax.protocol.fields import check_fields, is_traced, known, number, shown
 from kvjax.protocol.typing import not_none, pytree, static, traced
 from pallas_kernels import axes
 
@@ -228,6 +228,8 @@ def _checked_bias(bias: Any) -> Any:
         raise ValueError(f"logit_bias must have whole numbers of at least 0 and a number for each, got {shown(wrong[0])}")
     if not isinstance(bias, (np.ndarray, jax.Array)) or bias.ndim != 1 or not jnp.issubdtype(bias.dtype, jnp.floating):
         raise ValueError(f"logit_bias must be {{token: number}} or float [V], got {shown(bias)}")
+    if (values := known(bias)) is not None and not ((values < np.inf).all() and np.isfinite(values).any()):
+        raise ValueError(f"logit_bias must have numbers or -inf, and a number for some token, got {shown(bias)}")
     return as_jax(bias, jnp.float32)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.decoding.decode import Call, Decoded, padding_token
+from kvjax.decoding.decode import Call, Decoded, broken_rows, padding_token
 from kvjax.decoding.history import Memory
 from kvjax.decoding.log_probs import Seen, log_probs
 from kvjax.decoding.sampling import Sampler, has_row_keys, rows_of, split_keys
@@ -76,14 +76,14 @@ def next_token(call: Call, active: Array, now: Decoded) -> tuple[Array, Array, S
     """Draw the next token int32 [B] of each row, remember it, and mark bad logits in `Decoded.bad_step`: int32 [B]."""
     logits = now.cache.logits
     token, seen, state = draw(call.sampler, logits[:, None], call.draws, now.num_tokens[:, None], now.memory)
-    broken = active & (now.bad_step < 0) & ~jnp.isfinite(logits).all(axis=-1)
+    broken = broken_rows(now, active, seen.filtered[:, 0] if now.memory is not None else logits)
     token = jnp.where(active, token[:, 0], padding_token(now.cache.model))
     memory = None if now.memory is None else now.memory.add(token, active, state)
     return token, jnp.where(broken, now.num_tokens, now.bad_step), seen, memory
 
 
 def agreed(
-    call: Call, logits: Array, tokens: Array, place: Array, wanted: Array, memory: Memory | None
+    call: Call, logits: Array, tokens: Array, place: Array, order: Array, wanted: Array, memory: Memory | None
 ) -> tuple[Array, Seen, Memory | None]:
     """Count the drafted tokens of each row up to the first with which Full does not agree: int32 [B].
 
@@ -91,16 +91,16 @@ def agreed(
         logits: float32 [B, T, V], Full's behind each of the tokens before the last one.
         tokens: int32 [B, 1 + T], the first one and the drafted ones.
         place: int32 [B, T], of the drafted tokens in the result.
+        order: int32 [1, 1 + T], from 0 on.
         wanted: int32 [B], how many were drafted.
         memory: with the first token.
 
     Returns:
         The counts, what Full's tokens were drawn from, and the memory with the counted tokens.
     """
-    order, drafted = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens[:, 1:]
     if memory is None:
         wished, behind, _ = draw(call.sampler, logits, call.draws, place)
-        right = (wished == drafted) & (order[:, :-1] < wanted[:, None]) & ~ends(tokens[:, :-1], call.eos)
+        right = (wished == tokens[:, 1:]) & (order[:, :-1] < wanted[:, None]) & ~ends(tokens[:, :-1], call.eos)
         return jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1), behind, None
     may = (order[:, :-1] < wanted[:, None]) & ~ends(tokens[:, :-1], call.eos)
 
@@ -110,7 +110,7 @@ def agreed(
         right = right & may & (wished[:, 0] == token)
         return (memory.add(token, right, state), right), (right, behind.filtered[:, 0])
 
-    by_token = tuple(jnp.moveaxis(x, 1, 0) for x in (logits, drafted, place, may))
+    by_token = tuple(jnp.moveaxis(x, 1, 0) for x in (logits, tokens[:, 1:], place, may))
     (memory, _), (right, filtered) = lax.scan(step, (memory, jnp.ones(wanted.shape, bool)), by_token)
     return jnp.sum(right, axis=0, dtype=jnp.int32), Seen(logits, jnp.moveaxis(filtered, 0, 1)), memory
 

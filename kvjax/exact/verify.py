@@ -132,7 +132,7 @@ def _round(call: Call, now: Decoded) -> Decoded:
     order = jnp.arange(most + 1, dtype=jnp.int32)[None]
     with jax.named_scope("judge"):
         logits, cache, inputs = _judged(call.params, cache, tokens, active[:, None] & (order <= wanted[:, None]))
-    accepted, behind, memory = agreed(call, logits[:, :-1], tokens, place[:, 1:], wanted, memory)
+    accepted, behind, memory = agreed(call, logits[:, :-1], tokens, place[:, 1:], order, wanted, memory)
     broken = ~jnp.isfinite(logits).all(axis=-1) & (order < accepted[:, None])
     worse = (bad < 0) & broken.any(axis=1)
     bad = jnp.where(worse, now.num_tokens + 1 + jnp.argmax(broken, axis=1).astype(jnp.int32), bad)

@@ -213,6 +213,7 @@ def test_verified_tokens_are_those_of_full(worth):
         ("logit_bias", lambda: Sampler(logit_bias={1: "a"})),
         ("logit_bias", lambda: Sampler(logit_bias={1: np.inf})),
         ("logit_bias", lambda: Sampler(logit_bias=[1.0])),
+        ("logit_bias", lambda: Sampler(logit_bias=np.array([np.nan], np.float32))),
         ("logit_bias", lambda: run(Sampler(logit_bias={61: 1.0}), read("full"))),
         ("logit_bias", lambda: run(Sampler(logit_bias=np.ones(5)), read("full"))),
         ("min_p", lambda: Sampler(min_p=0.1)),
@@ -226,3 +227,10 @@ def test_verified_tokens_are_those_of_full(worth):
 def test_refusals_name_the_field(name, make):
     with pytest.raises(ValueError, match=name):
         make()
+
+
+@pytest.mark.parametrize("value", [np.nan, pytest.param(-np.inf, marks=pytest.mark.slow)])
+def test_a_processor_must_leave_a_token(value):
+    sampler = Sampler(processor=lambda logits, state, history: (jnp.full_like(logits, value), state))
+    with pytest.raises(FloatingPointError, match="row 0 .*a sampler that leaves a token to draw"):
+        run(sampler, read("full"), steps=2)
