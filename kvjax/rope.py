@@ -31,8 +31,6 @@ import numpy as np
 
 from kvjax.protocol.typing import Rope
 
-_ROWS = 1024  # keys that `rotate_by_parts` rotates at once at least
-
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: Any = None, *, long: bool = False) -> np.ndarray:
     """Compute the angle per position of each rotated pair, in radians: float32 [D/2].
@@ -166,24 +164,16 @@ def rotate(x: jax.Array, position: jax.Array, inv_freq: jax.Array | np.ndarray) 
     return _turn(x, angle.reshape((1,) * (x.ndim - angle.ndim) + angle.shape), 1.0)
 
 
-def rotate_by_parts(key: jax.Array, position: jax.Array, inv_freq: jax.Array) -> jax.Array:
-    """Run `rotate` for keys [B, H, S, D] at ``position`` int32 [..., S], an eighth at a time.
+def rotate_stored(key: jax.Array, position: jax.Array, inv_freq: jax.Array) -> jax.Array:
+    """Run `rotate` for all stored keys [B, H, S, D] at ``position`` int32 [..., S], with less memory.
 
-    On a CPU XLA holds the halves of what it rotates beside the result.
+    The halves of a vector are flipped, not joined: on a CPU, XLA holds what it joins beside the result.
     """
-    slots = key.shape[2]
-    size = max(_ROWS, -(-slots // 8))
-    if size >= slots:
-        return rotate(key, position, inv_freq)
-
-    def add(number: jax.Array, out: jax.Array) -> jax.Array:
-        first = jnp.minimum(number * size, slots - size)
-        part, at = (
-            jax.lax.dynamic_slice_in_dim(x, first, size, axis) for x, axis in ((key, 2), (position, position.ndim - 1))
-        )
-        return jax.lax.dynamic_update_slice_in_dim(out, rotate(part, at, inv_freq), first, 2)
-
-    return jax.lax.fori_loop(0, -(-slots // size), add, jnp.zeros_like(key))
+    position = position.reshape((1,) * (3 - position.ndim) + position.shape)[..., None, None]
+    angle = position.astype(jnp.float32) * inv_freq.reshape(1, 1, 1, 1, -1)
+    halves = key.astype(jnp.float32).reshape(*key.shape[:-1], 2, -1)
+    sin = jnp.where(jnp.arange(2).reshape(1, 1, 1, 2, 1) == 0, -jnp.sin(angle), jnp.sin(angle))
+    return (halves * jnp.cos(angle) + jnp.flip(halves, -2) * sin).reshape(key.shape).astype(key.dtype)
 
 
 def _kind(scaling: Any) -> str | None:

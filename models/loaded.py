@@ -106,7 +106,7 @@ class Loaded:
 
 
 def load(
-    model: str | os.PathLike = "builtin",
+    model: str | os.PathLike[str] = "builtin",
     dtype: str | None = None,
     *,
     offline: bool = False,

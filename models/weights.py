@@ -52,6 +52,7 @@ _CHANGES_GREEDY = {
         "forced_eos_token_id", "exponential_decay_length_penalty",
     ), None),
 }  # fmt: skip
+_DRAWS = "temperature", "top_k", "top_p", "min_p"  # its settings of sampling, which hold if it states do_sample
 _LONG = 10**9  # bytes of parameters from which loading shows its progress, and saving says its size
 
 
@@ -128,7 +129,7 @@ def _maker(kind: str, config: ModelConfig, leaf: Any, sharding: Any):
 
 
 def from_pretrained(
-    directory: str | os.PathLike,
+    directory: str | os.PathLike[str],
     dtype: str | None = None,
     *,
     offline: bool = False,
@@ -183,7 +184,7 @@ def from_pretrained(
     return params, config
 
 
-def read_config(directory: str | os.PathLike, dtype: str | None = None, *, offline: bool = False) -> ModelConfig:
+def read_config(directory: str | os.PathLike[str], dtype: str | None = None, *, offline: bool = False) -> ModelConfig:
     """Read the description of a checkpoint alone; of a model with an adapter it is that of the base.
 
     Args:
@@ -196,7 +197,7 @@ def read_config(directory: str | os.PathLike, dtype: str | None = None, *, offli
 
 
 def _open(
-    directory: str | os.PathLike, dtype: str | None, offline: bool
+    directory: str | os.PathLike[str], dtype: str | None, offline: bool
 ) -> tuple[Path, gguf_files.GGUFFile | None, ModelConfig]:
     """Find a checkpoint, and read its description; the file is None for a directory in Hugging Face layout."""
     path = locate_gguf(directory, offline=offline)
@@ -208,7 +209,7 @@ def _open(
 
 
 def _load(
-    directory: str | os.PathLike, dtype: str | None, offline: bool, mesh: Mesh | None, weight_dtype: str | None
+    directory: str | os.PathLike[str], dtype: str | None, offline: bool, mesh: Mesh | None, weight_dtype: str | None
 ) -> tuple[dict[str, Any], ModelConfig]:
     """Load parameters and config without an adapter."""
     path, file, config = _open(directory, dtype, offline)
@@ -287,11 +288,13 @@ def _read_config(directory: Path, dtype: str | None) -> ModelConfig:
         named = eos_ids(stated.get("eos_token_id"))
     except ValueError as error:
         raise ValueError(f"{generation}: {error}") from error
-    if changing := [name for name, neutral in _CHANGES_GREEDY.items() if stated.get(name) not in (None, [], neutral)]:
-        settings = ", ".join(f"{name}={stated[name]!r:.40}" for name in changing)
+    left_out = [name for name, neutral in _CHANGES_GREEDY.items() if stated.get(name) not in (None, [], neutral)]
+    left_out += [name for name in _DRAWS if stated.get("do_sample") is True and stated.get(name) is not None]
+    if left_out:
+        settings = ", ".join(f"{name}={stated[name]!r:.40}" for name in left_out)
         say_once(
-            f"{generation} states {settings}, which transformers applies to greedy tokens and kvjax does not: to "
-            "compare, pass neutral values to generate there"
+            f"{generation} states {settings}, which transformers applies and kvjax does not, penalties to greedy tokens too: "
+            "pass what you want to generate as sampler=kvjax.decoding.Sampler(...)"
         )
     special = special_ids(directory)
     by_text = (special.get(special_tokens(directory).get("eos_token", "")), *end_ids(special))
@@ -300,7 +303,7 @@ def _read_config(directory: Path, dtype: str | None) -> ModelConfig:
 
 
 def save_pretrained(
-    directory: str | os.PathLike,
+    directory: str | os.PathLike[str],
     params: dict[str, Any],
     config: ModelConfig,
     dtype: str | None = None,
@@ -360,7 +363,9 @@ def save_pretrained(
             multihost_utils.sync_global_devices("save_pretrained")
 
 
-def _write(directory: str | os.PathLike, tensors: dict[str, np.ndarray], words: dict[str, bytes], hf: dict[str, Any]) -> None:
+def _write(
+    directory: str | os.PathLike[str], tensors: dict[str, np.ndarray], words: dict[str, bytes], hf: dict[str, Any]
+) -> None:
     """Write all files, or none; ``words`` are the files of the tokenizer."""
     with replaced_files(directory, (WEIGHTS, *words, _CONFIG)) as scratch:
         for name, data in words.items():

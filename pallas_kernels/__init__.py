@@ -7,11 +7,12 @@ are in a folder of that method (``choose/pariskv/collision``). An operation has 
   implementations (`dispatch.Operation`);
 * ``timed.py``: the shapes at which the operation is timed, which no kernel imports;
 * ``reference.py``: plain JAX, the implementation "xla", which runs everywhere;
-* ``pallas_triton.py``, ``jax_triton.py``, ``cudnn.py``, ``pallas_tpu.py``: implementations for a GPU or a TPU.
+* ``pallas_triton.py``, ``pallas_mosaic_gpu.py``, ``jax_triton.py``, ``cudnn.py``, ``pallas_tpu.py``: implementations for a
+  GPU or a TPU.
 
 ``from pallas_kernels import gather_attention`` finds the function in its room, and imports nothing before it is asked for.
-``_triton`` and ``_mosaic`` hold what the bodies of several kernels share, ``formats`` the layouts of data that several
-operations read.
+``_triton``, ``_mosaic_gpu`` and ``_mosaic`` (of TPUs) hold what the bodies of several kernels share, ``formats`` the
+layouts of data that several operations read.
 """
 
 import importlib

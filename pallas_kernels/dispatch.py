@@ -21,6 +21,7 @@ from pallas_kernels import operations
 from pallas_kernels.machine import (
     KERNELS_FROM,
     PALLAS,
+    PALLAS_MOSAIC_GPU,
     PALLAS_TPU,
     PALLAS_TRITON,
     Machine,
@@ -33,10 +34,21 @@ from pallas_kernels.soft_cap import get_soft_cap
 XLA = "xla"  # the name of plain JAX in every table
 
 # The module of JAX without which the implementations of a name do not run. The language of "jax_triton" is not of JAX.
-_NEEDS = {"pallas_triton": PALLAS_TRITON, "jax_triton": PALLAS, "pallas_tpu": PALLAS_TPU}
+_NEEDS = {
+    "pallas_triton": PALLAS_TRITON,
+    "jax_triton": PALLAS,
+    "pallas_mosaic_gpu": PALLAS_MOSAIC_GPU,
+    "pallas_tpu": PALLAS_TPU,
+}
 
 # The platforms of each back end, which is a file of this name in an operation's folder; `reference` runs everywhere.
-BACK_ENDS = {"pallas_triton": ("gpu",), "jax_triton": ("gpu",), "cudnn": ("gpu",), "pallas_tpu": ("tpu",)}
+BACK_ENDS = {
+    "pallas_triton": ("gpu",),
+    "jax_triton": ("gpu",),
+    "pallas_mosaic_gpu": ("gpu",),
+    "cudnn": ("gpu",),
+    "pallas_tpu": ("tpu",),
+}
 
 # A value of this kind is part of the key of every trace and program that JAX keeps.
 _DEFAULT = jax.make_user_context(None)

@@ -26,6 +26,7 @@ _LEAST_SHARED_KIB = 99  # the least of all GPUs that kernels run on
 # Modules of JAX that kernels are written with. They are experimental, and Triton's is deprecated: JAX may come without them.
 PALLAS = "jax.experimental.pallas"
 PALLAS_TRITON = "jax.experimental.pallas.triton"
+PALLAS_MOSAIC_GPU = "jax.experimental.pallas.mosaic_gpu"
 PALLAS_TPU = "jax.experimental.pallas.tpu"
 
 _LOG = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from experiments.cli import Job, option
 from experiments.records import CompileClock, Timer, write_bytes
 from experiments.tasks import encode_prompt
 from kvjax.accounting.memory import link_bandwidth, memory_needed
-from kvjax.api.text import GrowingText
+from kvjax.api.text import GrowingText, stop_strings
 from kvjax.decoding.sampling import Sampler
 
 _STREAM_BLOCK = 8  # most tokens of a piece of streamed text
@@ -40,6 +40,12 @@ class GenerateSettings(MethodSettings):
         temperature: temperature of sampling (default: no sampling, the most likely token)
         top_k: sample among this many most likely tokens
         top_p: sample among the most likely tokens that together have this probability
+        min_p: sample among the tokens with at least this share of the largest probability
+        repetition_penalty: divide the logits of tokens of the prompt and of the continuation by this number
+        frequency_penalty: subtract this number from a token's logit for each time that it was generated
+        presence_penalty: subtract this number from the logits of tokens that were generated
+        no_repeat_ngram: let no sequence of so many tokens come twice
+        stop: a string, before which the continuation ends; repeatable
         seed: seed of sampling
         logprobs: a file for the log-probabilities of the continuation's tokens: a JSON line for each token
         top_logprobs: so many of the likeliest tokens in each line of --logprobs
@@ -54,6 +60,12 @@ class GenerateSettings(MethodSettings):
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    no_repeat_ngram: int | None = None
+    stop: tuple[str, ...] = option((), repeat=True)
     seed: int = 0
     logprobs: pathlib.Path | None = option(None, metavar="OUT")
     top_logprobs: NonNegativeInt = 0
@@ -66,7 +78,13 @@ class GenerateSettings(MethodSettings):
         if self.template == "none" and (self.system is not None or self.template_variables):
             raise ValueError("--system and --template-set belong to a chat template: add --template auto")
         check_logprobs(self.logprobs, self.top_logprobs)
-        Sampler(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+        self.sampler()
+        stop_strings(self.stop, "")
+
+    def sampler(self) -> Sampler:
+        """Make the sampler of the settings with its names."""
+        names = {field.name for field in dataclasses.fields(Sampler)} & set(vars(self))
+        return Sampler(**{name: vars(self)[name] for name in names})
 
 
 def _generate(settings: GenerateSettings) -> None:
@@ -89,13 +107,16 @@ def _generate(settings: GenerateSettings) -> None:
             options = {"max_new_tokens": settings.max_new_tokens, "kv_dtype": settings.kv_dtype}
             cache = kvjax.prefill(model.params, [ids] * model.groups, config=config, method=method, **options)
             jax.block_until_ready(cache)
-        text, new, lines = GrowingText(tokenizer), 0, []
+        text, new, lines = GrowingText(tokenizer, settings.stop), 0, []
+        sampler = settings.sampler().read([ids] * model.groups)
         with Timer(clock) as writing:
-            for out in _blocks(model.params, cache, settings):
+            for out in _blocks(model.params, cache, sampler, settings):
                 piece = out.rows()[0]
                 new += len(piece)
                 lines += logprob_lines(tokenizer, out.scored_rows()[0]) if out.logprobs is not None else ()
                 _show(text.add([token for token in piece if token not in config.eos_token_ids]))
+                if text.ended:
+                    break
     _show(text.add([], last=True) + "\n")
     if settings.logprobs is not None:
         write_bytes(settings.logprobs, "".join(lines).encode())
@@ -119,7 +140,7 @@ def _encode(model: LoadedModel, prompt: str, settings: GenerateSettings) -> list
     return model.tokenizer.encode(before + prompt + after, add_special_tokens=False).ids
 
 
-def _blocks(params: Any, cache: kvjax.Cache, settings: GenerateSettings) -> Iterator[kvjax.Generation]:
+def _blocks(params: Any, cache: kvjax.Cache, sampler: Sampler, settings: GenerateSettings) -> Iterator[kvjax.Generation]:
     """Generate piece by piece; equal pieces share a compiled program, so their size divides the whole."""
     total = settings.max_new_tokens
     block = max(size for size in range(1, min(_STREAM_BLOCK, total) + 1) if total % size == 0)
@@ -127,10 +148,9 @@ def _blocks(params: Any, cache: kvjax.Cache, settings: GenerateSettings) -> Iter
     if settings.temperature is not None:
         keys = jax.random.split(jax.random.key(settings.seed), len(keys))
     for key in keys:
-        options = {"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p}
-        options |= {"logprobs": settings.logprobs is not None, "top_logprobs": settings.top_logprobs}
-        out = kvjax.generate(params, cache, max_new_tokens=block, key=key, **options)
-        cache = out.cache
+        options = {"logprobs": settings.logprobs is not None, "top_logprobs": settings.top_logprobs}
+        out = kvjax.generate(params, cache, max_new_tokens=block, sampler=sampler, key=key, **options)
+        cache, sampler = out.cache, out.sampler
         yield out
         # A full piece may end with an end-of-text token too.
         ids = out.rows()[0]

@@ -30,6 +30,7 @@ class AnswerSettings(MethodSettings):
         file: the text, UTF-8 (or UTF-16 with a byte-order mark); - reads standard input
         question: a question about the text; repeatable
         max_new_tokens: most tokens of an answer
+        stop: a string, before which an answer ends; repeatable
         logprobs: a file for the log-probabilities of the answers' tokens: a JSON line for each token
         top_logprobs: so many of the likeliest tokens in each line of --logprobs
     """
@@ -37,6 +38,7 @@ class AnswerSettings(MethodSettings):
     file: str = option(positional=True, metavar="FILE")
     question: tuple[str, ...] = option(repeat=True)
     max_new_tokens: PositiveInt = 64
+    stop: tuple[str, ...] = option((), repeat=True)
     logprobs: pathlib.Path | None = option(None, metavar="OUT")
     top_logprobs: NonNegativeInt = 0
 
@@ -56,6 +58,7 @@ def _answer(settings: AnswerSettings) -> None:
     method = settings.make(length, model.tokenizer, model.config)
     options = {"max_new_tokens": settings.max_new_tokens, "kv_dtype": settings.kv_dtype}
     options |= {"logprobs": settings.logprobs is not None, "top_logprobs": settings.top_logprobs}
+    options |= {"stop": settings.stop}
     answers = kvjax.answer(model, text, settings.question, method=method, **options)
     for answer in answers:
         print(" ".join(answer.split()))

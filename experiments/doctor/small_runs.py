@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.random import define_prng_impl
 
 from experiments.speed.kernels.cases import Case, small_cases
 from experiments.speed.kernels.compare import error, first_wrong
@@ -22,31 +21,60 @@ from pallas_kernels.dispatch import XLA, default_implementation, get_default_imp
 from pallas_kernels.machine import assume_machine
 
 # The reference is compiled without LLVM's optimisations, which is faster, and other machine code than that of the device.
+_NUMBERS = 1 << 20  # drawn of each kind
 _PLAIN = {"xla_backend_optimization_level": 0}
 
 
-def _mixed(x: jax.Array) -> jax.Array:
-    """Return a hash of each of the numbers, uint32."""
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        x = (x ^ (x >> shift)) * jnp.uint32(factor)
-    return x ^ (x >> 16)
+def first_line(problem: Exception) -> str:
+    """Return the kind of an error and the first line of its message."""
+    return f"{type(problem).__name__}: {next(iter(str(problem).strip().splitlines()), '')}"
 
 
-def _hashed(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return uint32 of a shape: a hash of each place and of ``key`` [1]."""
-    place = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
-    return _mixed(_mixed(place * jnp.uint32(0x9E3779B9) + key[0]) + key[0])
+class _Drawn:
+    """The functions of `jax.random` that draw arguments, which take the next of numbers that NumPy has drawn.
 
+    JAX's own functions would take most of the time in which the references compile. Keys mean nothing here.
+    """
 
-# JAX's own random numbers would take most of the time that the references compile.
-_HASH = define_prng_impl(
-    key_shape=(1,),
-    seed=lambda seed: _mixed(seed.astype(jnp.uint32)).reshape(1),
-    split=lambda key, shape: _hashed(key, (*shape, 1)),
-    random_bits=lambda key, width, shape: _hashed(key, shape).astype({8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[width]),
-    fold_in=lambda key, data: _mixed(key ^ _mixed(data.astype(jnp.uint32))),
-    name="hash of places",
-)
+    def __init__(self, normals: jax.Array, words: jax.Array) -> None:
+        self.normals, self.words, self.at = normals, words, 0
+
+    def _next(self, numbers: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        size = math.prod(shape)
+        first = self.at % max(len(numbers) - size, 1)
+        self.at += size
+        return numbers[first : first + size].reshape(shape) if size <= len(numbers) else jnp.resize(numbers, shape)
+
+    def key(self, seed: int) -> jax.Array:
+        return self.split(None, 1)[0]
+
+    def split(self, key: Any, count: int = 2) -> jax.Array:
+        return jnp.zeros((count,), jnp.uint32)
+
+    def normal(self, key: Any, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+        return self._next(self.normals, shape).astype(dtype)
+
+    def bits(self, key: Any, shape: tuple[int, ...], dtype: Any = jnp.uint32) -> jax.Array:
+        return self._next(self.words, shape).astype(dtype)
+
+    def randint(self, key: Any, shape: tuple[int, ...], minval: int, maxval: int, dtype: Any = jnp.int32) -> jax.Array:
+        low = (self.bits(key, shape) % jnp.uint32(maxval - minval)).astype(jnp.int32)
+        return (low + minval).astype(dtype)
+
+    def uniform(
+        self, key: Any, shape: tuple[int, ...], dtype: Any = jnp.float32, minval: float = 0, maxval: float = 1
+    ) -> Any:
+        return (self.randint(key, shape, 0, 1 << 20).astype(jnp.float32) * ((maxval - minval) / (1 << 20)) + minval).astype(
+            dtype
+        )
+
+    def rademacher(self, key: Any, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.Array:
+        return (2 * self.randint(key, shape, 0, 2) - 1).astype(dtype)
+
+    def choice(self, key: Any, a: int, shape: tuple[int, ...], replace: bool) -> jax.Array:
+        """Choose a number out of each of as many equal parts as are asked for, so that all differ."""
+        part = a // shape[0]
+        return part * jnp.arange(shape[0], dtype=jnp.int32) + self.randint(key, shape, 0, part)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +104,12 @@ def check_all(say: Callable[[str], None]) -> Iterator[Check]:
     Args:
         say: is told what is going on.
     """
-    cases, seed = small_cases(), np.zeros(1, np.uint32)
+    cases, source = small_cases(), np.random.default_rng(0)
+    numbers = source.standard_normal(_NUMBERS, np.float32), source.integers(0, 1 << 32, _NUMBERS, np.uint32)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         say("tracing the references")
         with _reference():
-            lowered = jax.jit(functools.partial(_expected, cases)).lower(seed)
+            lowered = jax.jit(functools.partial(_expected, cases)).lower(*numbers)
         reference = pool.submit(lowered.compile, compiler_options=_PLAIN)
         begun = []
         for case, given in zip(cases, lowered.out_info[0], strict=True):
@@ -89,7 +118,7 @@ def check_all(say: Callable[[str], None]) -> Iterator[Check]:
         programs = [pool.submit(_compiled, program) for _, program in begun]
         say("compiling the references")
         with _reference():
-            arguments, wanted = jax.device_get(reference.result()(seed))
+            arguments, wanted = jax.device_get(reference.result()(*numbers))
         for case, given, want, (check, _), program in zip(cases, arguments, wanted, begun, programs, strict=True):
             say(f"running {case.operation.name}")
             yield _finish(check, case, given, want, program)
@@ -106,10 +135,10 @@ def _reference() -> Iterator[None]:
         yield
 
 
-def _expected(cases: list[Case], seed: jax.Array) -> tuple[list[Any], list[Any]]:
-    """Draw the arguments of every case from uint32 [1], and compute its result."""
-    key = jax.random.wrap_key_data(seed, impl=_HASH)
-    arguments = [case.make(key) for case in cases]
+def _expected(cases: list[Case], normals: jax.Array, words: jax.Array) -> tuple[list[Any], list[Any]]:
+    """Draw the arguments of every case, and compute its result."""
+    drawn = _Drawn(normals, words)
+    arguments = [case.make(drawn) for case in cases]
     return arguments, [case.reference(*given) for case, given in zip(cases, arguments, strict=True)]
 
 
@@ -139,8 +168,7 @@ def _finish(check: Check, case: Case, given: Any, want: Any, program: concurrent
     try:
         got = jax.device_get(program.result()(*jax.device_put(given)))
     except Exception as problem:  # the other operations are still wanted
-        line = next(iter(str(problem).strip().splitlines()), "")
-        return dataclasses.replace(check, problem=f"{type(problem).__name__}: {line}", failed=True)
+        return dataclasses.replace(check, problem=first_line(problem), failed=True)
     if error(got, want) <= case.shape.timed.tolerance:
         return check
     return dataclasses.replace(check, problem=first_wrong(got, want, case.shape.timed.tolerance) or "values differ")

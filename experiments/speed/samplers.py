@@ -31,6 +31,10 @@ class Forced:
         rates = [now / before if before else 0.0 for before, now in zip([1.0, *kept], kept, strict=False)]
         return cls(rates=jnp.asarray(rates, jnp.float32), rows=rows)
 
+    def process(self, logits: Array, memory: None) -> tuple[Array, None]:
+        """Leave the logits as they are."""
+        return logits, None
+
     def draw(self, logits: Array, key: Array) -> tuple[Array, Array]:
         """Draw next tokens int32 [B] from logits float32 [B, V], which are returned, too."""
         return self.draw_each(logits, jax.vmap(jax.random.fold_in, (None, 0))(key, rows_of(len(logits))))

@@ -17,9 +17,12 @@ from jax import Array
 from kvjax import models
 from kvjax.accounting.stats import Stats
 from kvjax.api.fork import fork
-from kvjax.api.generate import check_key, extend, generate, likeliest
+from kvjax.api.generate import check_key, extend, generate, likeliest, sampler_of
 from kvjax.api.prefill import prefill
-from kvjax.api.text import ScoredToken
+from kvjax.api.text import GrowingText, ScoredToken, stop_strings
+from kvjax.cache import Cache
+from kvjax.decoding.sampling import Sampler
+from kvjax.exact.progress import keys_of_draws
 from kvjax.protocol.fields import positive_int, shown
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model
@@ -27,6 +30,7 @@ from kvjax.registry import make
 
 _PATIENCE = 5.0  # seconds without a word
 _MULTIPLE = 32  # questions are padded to a multiple of this many tokens, so that similar questions share a program
+_BLOCK = 16  # tokens between two looks for a stop string
 
 
 @runtime_checkable
@@ -65,7 +69,7 @@ class Answers(list[str]):
     """The answers of `answer`, in the order of the questions: a list of texts.
 
     Attributes:
-        tokens: the generated token ids of each answer, a closing EOS included.
+        tokens: the generated token ids of each answer, a closing EOS and at most 15 tokens behind a stop string included.
         stats: the cost of the method at the last step of each answer, with B = 1.
         scored: the same tokens with their log-probabilities (`kvjax.api.text.ScoredToken`); None unless they are asked for.
     """
@@ -125,7 +129,9 @@ def answer(
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
+    sampler: Sampler | None = None,
     key: Array | None = None,
+    stop: str | Sequence[str] = (),
     chunk_size: int = 8192,
     kv_dtype: str | None = None,
     logprobs: bool = False,
@@ -147,7 +153,9 @@ def answer(
         template: False asks without the chat template: the model continues context and question.
         system: the system message; None means the template's own.
         variables: other variables of the template, such as {"enable_thinking": False}.
-        temperature, top_k, top_p, key: as in `kvjax.generate`; the key is split among the questions.
+        temperature, top_k, top_p, sampler, key: as in `kvjax.generate`; the key is split among the questions, and penalties
+            count the tokens of context and question.
+        stop: strings, before the first of which an answer ends, as in `kvjax.stream`.
         chunk_size, kv_dtype: as in `kvjax.prefill`.
         logprobs, top_logprobs: as in `kvjax.generate`; they are in `Answers.scored`.
 
@@ -166,12 +174,14 @@ def answer(
             expected = "a text" if name == "context" else "a text, or a list of at least one text"
             raise ValueError(f"{name} must be {expected}, got {shown(context if name == 'context' else questions)}")
     max_new_tokens = positive_int("max_new_tokens", max_new_tokens)
-    check_key(key)
+    check_key(key, by_row=False)
+    drawn = sampler_of(key, sampler, temperature=temperature, top_k=top_k, top_p=top_p)
     speaker: Speaker = models.load(model) if isinstance(model, (str, os.PathLike)) else model
     if not isinstance(speaker, Speaker):
         raise ValueError(f"model must be what kvjax.models.load returns, or a name of a model, got {shown(model)}")
     config, tokenizer = speaker.config, speaker.tokenizer
     likeliest(logprobs, top_logprobs, config)
+    stops = stop_strings(stop, tokenizer)
     if isinstance(method, str):
         method = make(method, tokenizer, config.vocab_size)
     about = {"template": template, "system": system, "variables": variables}
@@ -196,26 +206,48 @@ def answer(
         )
         jax.block_until_ready(whole.logits)
     keys = [None] * len(asked) if key is None else jax.random.split(key, len(asked))
-    texts, tokens, stats, scored = [], [], [], []
-    for number, (tail, size, drawn) in enumerate(zip(tails, sizes, keys, strict=True), 1):
+    options: dict[str, Any] = {
+        "stops": stops,
+        "max_new_tokens": max_new_tokens,
+        "logprobs": logprobs,
+        "top_logprobs": top_logprobs,
+    }
+    made: list[Any] = []
+    for number, (tail, size, mine) in enumerate(zip(tails, sizes, keys, strict=True), 1):
         with progress.of(f"answers question {number} of {len(asked)} in at most {max_new_tokens:,} tokens{compiles}"):
             cache = whole if number == len(asked) else fork(whole)  # which `extend` consumes
             cache = extend(speaker.params, cache, tail[None], lengths=[size])
-            out = generate(
-                speaker.params,
-                cache,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                key=drawn,
-                logprobs=logprobs,
-                top_logprobs=top_logprobs,
-            )
-            (ids,) = out.rows()
-        scored += out.scored_rows() if logprobs else ()
-        tokens.append(ids)
-        texts.append(tokenizer.decode([token for token in ids if token not in config.eos_token_ids]))
-        stats.append(out.stats)
-        del cache, out  # before the next copy is made: memory need not hold both
+            read = drawn.read([[*head, *tail[:size]]]) if drawn.remembers else drawn
+            made.append(_answered(speaker, cache, read, mine, **options))
+            del cache  # before the next copy is made: memory need not hold both
+    texts, tokens, stats, scored = ([one[part] for one in made] for part in range(4))
     return Answers(texts, tokens, stats, scored if logprobs else None)
+
+
+def _answered(
+    speaker: Speaker,
+    cache: Cache,
+    sampler: Sampler,
+    key: Array | None,
+    *,
+    stops: Sequence[str],
+    max_new_tokens: int,
+    logprobs: bool,
+    top_logprobs: int,
+) -> tuple[str, list[int], Stats, list[ScoredToken]]:
+    """Generate an answer; with stop strings piece by piece, with the tokens of one call."""
+    ends, growing = speaker.config.eos_token_ids, GrowingText(speaker.tokenizer, stops)
+    block = min(_BLOCK, max_new_tokens) if stops else max_new_tokens
+    text, ids, scored = "", [], []
+    while True:
+        steps = min(block, max_new_tokens - len(ids))
+        options: dict[str, Any] = {"max_new_tokens": steps, "logprobs": logprobs, "top_logprobs": top_logprobs}
+        out = generate(speaker.params, cache, sampler=sampler, key=key, **options)
+        (new,) = out.rows()
+        ids += new
+        scored += out.scored_rows()[0] if logprobs else ()
+        last = len(ids) >= max_new_tokens or ids[-1] in ends
+        text += growing.add([token for token in new if token not in ends], last)
+        if last or growing.ended:
+            return text, ids, out.stats, scored
+        cache, sampler, key = out.cache, out.sampler, None if key is None else keys_of_draws(key, steps)[1]

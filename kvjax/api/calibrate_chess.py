@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax.api.generate import eos_array, sampler_of
+from kvjax.api.generate import check_key, eos_array, sampler_of
 from kvjax.api.prefill import Integers, Tokens, prefill
 from kvjax.api.shard_map import on_devices
 from kvjax.cache import Cache
@@ -59,7 +59,8 @@ def calibrate_chess(
     """
     if not 0 <= quantile <= 1:
         raise ValueError(f"quantile must lie between 0 and 1, got {quantile}")
-    sampler = sampler_of(temperature, None, None, key)
+    check_key(key, by_row=False)
+    sampler = sampler_of(key, temperature=temperature)
     cache = prefill(params, tokens, config=config, lengths=lengths, max_new_tokens=max_new_tokens)
     start = np.asarray(cache.length)
     entropy, live = _entropies(params, cache, sampler, key, eos_array(eos_token_ids, config), steps=max_new_tokens)

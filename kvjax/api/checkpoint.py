@@ -88,6 +88,7 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
                     "name": jax.tree_util.keystr(path), "shape": list(leaf.shape), "dtype": str(leaf.dtype),
                     "host": on_host(leaf), _CHECKSUM: _digest(data),
                 })  # fmt: skip
+                del data  # before the next array is read
             if failure is not None:
                 raise failure
             if folder is not None:

@@ -19,7 +19,7 @@ from jax import Array
 from kvjax.accounting.stats import Stats, with_bytes
 from kvjax.api.prefill import Integers, Tokens, pad_tokens
 from kvjax.api.programs import consuming, decode_program, extend_program, generate_program, step_program
-from kvjax.api.text import GrowingText, ScoredToken, rows_of, scored_rows, texts_of
+from kvjax.api.text import GrowingText, ScoredToken, rows_of, scored_rows, stop_strings, texts_of
 from kvjax.cache.whole_model import Cache, check_alive
 from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.checks import (
@@ -32,8 +32,9 @@ from kvjax.decoding.checks import (
     int32_rows,
     read_array,
 )
+from kvjax.decoding.history import Memory
 from kvjax.decoding.log_probs import LogProbs
-from kvjax.decoding.sampling import Sampler
+from kvjax.decoding.sampling import NUMBERS, Sampler, has_row_keys
 from kvjax.mesh.sharding import place_rows, readable
 from kvjax.protocol.describe import count_rows, describe_numbers, is_known, on_device, tracing
 from kvjax.protocol.fields import Limits, check_value, number, positive_int, shown
@@ -50,6 +51,7 @@ class Generation:
     num_tokens: Array = traced("int32 [B], generated tokens per row, a closing EOS included")
     eos_token_ids: Array = traced("int32 [E], the tokens that could end a row")
     cache: Cache = traced("for another `generate`, or for `extend` with the next turn")
+    sampler: Sampler = traced("for another `generate`: it counts the tokens of this one")
     stats: Stats = traced("cost of the method at the last step")
     logprobs: LogProbs | None = traced("log-probabilities of the tokens; None unless they are asked for", default=None)
 
@@ -68,13 +70,15 @@ class Generation:
         """
         return scored_rows(self.tokens, self.num_tokens, self.logprobs)
 
-    def texts(self, tokenizer: Any) -> list[str]:
+    def texts(self, tokenizer: Any, stop: str | Sequence[str] = ()) -> list[str]:
         """Decode each row, without padding and without EOS tokens.
 
         Args:
             tokenizer: has ``decode(ids)``, for example from ``models.load_tokenizer``.
+            stop: a text ends before the first of these strings that it has. `generate` itself knows no text and goes on;
+                `stream` and `answer` stop.
         """
-        return texts_of(tokenizer, self.rows(), self.eos_token_ids)
+        return texts_of(tokenizer, self.rows(), self.eos_token_ids, stop)
 
 
 @in_32_bits
@@ -136,6 +140,7 @@ def generate(
     temperature: float | Array | None = None,
     top_k: int | Array | None = None,
     top_p: float | Array | None = None,
+    sampler: Sampler | None = None,
     key: Array | None = None,
     limits: Integers | None = None,
     logprobs: bool = False,
@@ -147,13 +152,16 @@ def generate(
         params: model parameters.
         cache: from `prefill`, `extend` or an earlier `generate`; is consumed. ``Generation.cache`` continues exactly:
             greedily, generating 5 tokens twice equals generating 10 tokens; with a temperature each call draws with its key.
+            Penalties go on with ``Generation.sampler``.
         method: None means the method that made the cache. A method of the same structure replaces the traced
             hyper-parameters. A method of another structure is refused.
         max_new_tokens: N, the most tokens to generate.
         eos_token_ids: token ids that end a row; None means the model's ids, and ``()`` means that no row ends early.
         temperature: traced, one number for all rows; None is greedy, and so is 0, which needs no key.
         top_k, top_p: traced filters; None leaves the filter out.
-        key: PRNG key, required with a temperature above 0. A row draws by its place in the batch.
+        sampler: in place of these three, `kvjax.decoding.sampling.Sampler`: penalties, bias, min-p, a function of one's own.
+        key: PRNG key, required with a temperature above 0: a row draws by its place in the batch. Or B keys: a row draws by
+            its own one, as it would alone.
         limits: int [B], most tokens of each row, 0 to N; None means N for all rows. Limits are traced: calls with other
             limits and the same N share a compiled program.
         logprobs: whether to return log-probabilities, `Generation.logprobs`; without them nothing is computed.
@@ -164,22 +172,31 @@ def generate(
         FloatingPointError: the logits were not finite.
     """
     max_new_tokens = positive_int("max_new_tokens", max_new_tokens)
-    sampler = sampler_of(temperature, top_k, top_p, key)
+    sampler = sampler_of(key, sampler, temperature=temperature, top_k=top_k, top_p=top_p)
     check_alive(cache)
     top = likeliest(logprobs, top_logprobs, cache.model)
     eos = eos_array(eos_token_ids, cache.model)
+    shared, memory, key = _by_row(sampler, key, cache, max_new_tokens)
     most = None if limits is None else int32_rows("limits", limits, cache.batch, max_new_tokens, "max_new_tokens")
     cache = _ready(params, cache, method, max_new_tokens if most is None else most)
     in_trace = tracing() or not is_known(params, cache, sampler, key, eos, most)
     done, most = place_rows(cache.plan, as_jax(np.zeros(cache.batch, bool)), most)
-    args = params, cache, sampler, key, eos, done, most
+    args = params, cache, shared, key, eos, done, most, memory
     stop_early = (eos.size > 0 or most is not None) and not in_trace
     end, cost = consuming(generate_program, *args)(*args, steps=max_new_tokens, stop_early=stop_early, top=top)
-    ended = end.tokens, end.num_tokens, end.bad_step, end.log_probs, cost
-    tokens, count, bad, made, cost = readable(cache.plan, ended)
+    ended = end.tokens, end.num_tokens, end.bad_step, end.log_probs, end.memory, cost
+    tokens, count, bad, made, memory, cost = readable(cache.plan, ended)
     check_finite(bad)
     stats = with_bytes(cost, end.cache, params)
-    return Generation(tokens=tokens, num_tokens=count, eos_token_ids=eos, cache=end.cache, stats=stats, logprobs=made)
+    return Generation(
+        tokens=tokens,
+        num_tokens=count,
+        eos_token_ids=eos,
+        cache=end.cache,
+        sampler=sampler.after(memory),
+        stats=stats,
+        logprobs=made,
+    )
 
 
 @in_32_bits
@@ -193,8 +210,10 @@ def stream(
     temperature: float | Array | None = None,
     top_k: int | Array | None = None,
     top_p: float | Array | None = None,
+    sampler: Sampler | None = None,
     key: Array | None = None,
     tokenizer: Any = None,
+    stop: str | Sequence[str] = (),
     block: int = 4,
     logprobs: bool = False,
     top_logprobs: int = 0,
@@ -205,6 +224,8 @@ def stream(
         tokenizer: has ``decode(ids)``. With a tokenizer the entries are new pieces of text, without EOS tokens; a piece
             waits until its last character is complete, and all pieces together are `Generation.texts`.
             Without a tokenizer they are lists of new token ids.
+        stop: strings; a row ends before the first one that it has. Text that may be the beginning of one waits. The tokens of
+            the block that has its end are generated, and not shown.
         block: tokens per compiled call. A larger block is faster, a smaller block is smoother.
         logprobs: whether entries have log-probabilities. Entries are then lists of `kvjax.api.text.ScoredToken`. With a
             tokenizer they are pairs: the new piece of text, and the list of the block's tokens, EOS tokens included; the text
@@ -213,24 +234,28 @@ def stream(
     See `generate` for the other arguments. All tokens together equal the tokens of `generate`.
     """
     block, max_new_tokens = positive_int("block", block), positive_int("max_new_tokens", max_new_tokens)
-    sampler = sampler_of(temperature, top_k, top_p, key)
+    sampler = sampler_of(key, sampler, temperature=temperature, top_k=top_k, top_p=top_p)
+    stops = stop_strings(stop, tokenizer)
     check_alive(cache)
     top = likeliest(logprobs, top_logprobs, cache.model)
     eos = eos_array(eos_token_ids, cache.model)
+    shared, memory, key = _by_row(sampler, key, cache, max_new_tokens)
     cache = _ready(params, cache, method, max_new_tokens)
     if tracing() or not is_known(params, cache, sampler, key, eos):
         raise ValueError("stream yields values as they are made, got traced values: call generate inside jit and vmap")
 
-    def blocks(cache: Cache, key: Array | None) -> Iterator[list]:  # what is above runs before the first block is asked for
+    def blocks(
+        cache: Cache, key: Array | None, memory: Memory | None
+    ) -> Iterator[list]:  # what is above runs before the first block is asked for
         ends = set(jax.device_get(eos).tolist())
         (done,) = place_rows(cache.plan, as_jax(np.zeros(cache.batch, bool)))
-        texts = [GrowingText(tokenizer) for _ in range(cache.batch)]
+        texts = [GrowingText(tokenizer, stops) for _ in range(cache.batch)]
         for first in range(0, max_new_tokens, block):
             steps = min(block, max_new_tokens - first)
             end = in_32_bits(decode_program)(
-                params, cache, sampler, key, eos, done, steps=steps, stop_early=eos.size > 0, top=top
+                params, cache, shared, key, eos, done, None, memory, steps=steps, stop_early=bool(eos.size or stops), top=top
             )
-            cache, key, done = end.cache, end.key, end.done
+            cache, key, done, memory = end.cache, end.key, end.done, end.memory
             results = readable(cache.plan, (end.tokens, end.num_tokens, end.bad_step, end.log_probs, done))
             drawn, counts, bad, made, ended = jax.device_get(results)
             check_finite(bad)
@@ -244,10 +269,12 @@ def stream(
                 lasts = [last or row_ended for row_ended in ended.tolist()]
                 pieces = [text.add(row, row_last) for text, row, row_last in zip(texts, kept, lasts, strict=True)]
                 yield pieces if top is None else list(zip(pieces, scored, strict=True))
-            if last:
+            if last or all(ended | (halted := np.array([text.ended for text in texts]))):
                 return
+            if halted.any():
+                (done,) = place_rows(cache.plan, as_jax(ended | halted))
 
-    return blocks(cache, key)
+    return blocks(cache, key, memory)
 
 
 def tokens_after(params: Any, cache: Cache, tokens: Tokens, lengths: Integers | None) -> tuple[Array, Array]:
@@ -283,27 +310,54 @@ def _ready(params: Any, cache: Cache, method: Method | str | None, tokens: int |
     return cache
 
 
-def sampler_of(temperature: Any, top_k: Any, top_p: Any, key: Array | None) -> Sampler:
-    """Make the sampler of a call; refuse a temperature without a key, and a key that is none."""
-    for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
+def sampler_of(key: Array | None, sampler: Sampler | None = None, **short: Any) -> Sampler:
+    """Return the sampler of a call, or make it of its ``short`` forms; refuse a temperature without a key, and no key."""
+    if given := [name for name, value in short.items() if value is not None and sampler is not None]:
+        raise ValueError(f"sampler has a temperature and filters of its own: got sampler and {' and '.join(given)}")
+    if sampler is not None and not isinstance(sampler, Sampler):
+        raise ValueError(f"sampler must be a kvjax.decoding.sampling.Sampler, got {shown(sampler)}")
+    for name in NUMBERS:
+        value = short.get(name) if sampler is None else vars(sampler)[name]
         if read_array(value).ndim:
             raise ValueError(f"{name} must be one number for all rows, got {shown(value)}: generate the other rows apart")
-    sampler = on_device(Sampler(temperature=temperature, top_k=top_k, top_p=top_p))
-    if key is None and number(temperature) == 0:
-        return Sampler()
-    if temperature is not None and key is None:
-        raise ValueError(f"temperature={temperature} needs a PRNG key: pass key=jax.random.key(seed)")
+    sampler = Sampler(**short) if sampler is None else sampler
+    if key is None and number(sampler.temperature) == 0:
+        sampler = dataclasses.replace(sampler, temperature=None, top_k=None, top_p=None, min_p=None)
+    if sampler.temperature is not None and key is None:
+        raise ValueError(f"temperature={shown(sampler.temperature)} needs a PRNG key: pass key=jax.random.key(seed)")
     check_key(key)
-    return sampler
+    return on_device(sampler)
 
 
-def check_key(key: Any) -> None:
-    """Refuse what is neither a PRNG key nor None, with a ValueError."""
+def _by_row(sampler: Sampler, key: Array | None, cache: Cache, steps: int) -> tuple[Sampler, Memory | None, Array | None]:
+    """Part what a sampler remembers of each row from what all rows share, and place it, and a key for each row."""
+    model, tokens = cache.model, None if sampler.history is None else sampler.history.tokens
+    if isinstance(sampler.logit_bias, dict) and (
+        wrong := [token for token in sampler.logit_bias if token >= model.vocab_size]
+    ):
+        raise ValueError(f"logit_bias must have tokens below vocab_size={model.vocab_size}, got {wrong[0]}")
+    if isinstance(sampler.logit_bias, jax.Array) and sampler.logit_bias.shape != (model.vocab_size,):
+        raise ValueError(f"logit_bias must be float [{model.vocab_size}], got {shown(sampler.logit_bias)}")
+    if tokens is not None and tokens.size:
+        check_vocabulary(tokens, model)
+    shared, memory = sampler.remembered(cache.batch, steps)
+    leaves, structure = jax.tree.flatten(memory)
+    memory = jax.tree.unflatten(structure, place_rows(cache.plan, *leaves))
+    if key is not None and has_row_keys(key):
+        if len(key) != cache.batch:
+            raise ValueError(f"key must be one PRNG key, or one for each of {cache.batch} rows, got {len(key)}")
+        (key,) = place_rows(cache.plan, key)
+    return shared, memory, key
+
+
+def check_key(key: Any, by_row: bool = True) -> None:
+    """Refuse what is neither a PRNG key, nor ``by_row`` a key for each row, nor None, with a ValueError."""
     if key is None:
         return
     if isinstance(key, (jax.Array, np.ndarray)):
         typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        if key.shape == () if typed else key.dtype == np.uint32 and key.ndim == 1:  # of the old kind
+        rows = key.ndim if typed else key.ndim - 1  # of the old kind
+        if rows in ((0, 1) if by_row else (0,)) and (typed or key.dtype == np.uint32):
             return
     raise ValueError(f"key must be a PRNG key such as jax.random.key(seed), got {shown(key)}")
 
@@ -329,5 +383,5 @@ def check_finite(bad_step: Array | np.ndarray) -> None:
         row = int((bad_step >= 0).argmax())
         raise FloatingPointError(
             f"logits of row {row} are not finite at generated token {int(bad_step[row])}; check the "
-            "parameters and the dtype (expected finite float32 logits)"
+            "parameters and the dtype (expected finite float32 logits, and a sampler that leaves a token to draw)"
         )

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from kvjax.accounting.memory import check_memory
@@ -15,74 +13,17 @@ from kvjax.api.programs import prefill_once_program, prefill_program
 from kvjax.cache import Cache
 from kvjax.cache.quantised import check_kv_dtype
 from kvjax.decoding.bits import in_32_bits
-from kvjax.decoding.checks import (
-    as_jax,
-    check_arrays,
-    check_fits,
-    check_int32,
-    check_model,
-    check_sizes,
-    check_vocabulary,
-    has_no_limit,
-    int32_rows,
-    read_array,
-)
+from kvjax.decoding.checks import check_arrays, check_fits, check_model, check_sizes, check_vocabulary, has_no_limit
 from kvjax.decoding.layers import shares_prefill
+from kvjax.decoding.tokens import Integers, Tokens, pad_tokens
 from kvjax.mesh.sharding import place_rows, plan_of
 from kvjax.protocol.describe import describe, is_known, on_device, tracing
-from kvjax.protocol.fields import positive_int, shown
+from kvjax.protocol.fields import positive_int
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model
 from kvjax.registry import resolve_each
 
-Tokens = Array | np.ndarray | Sequence[Sequence[int]]
-Integers = Array | np.ndarray | Sequence[int]
 _ROOM = 256  # tokens that may follow a prompt, if nothing is said
-
-
-def pad_tokens(tokens: Tokens, lengths: Integers | None = None, multiple: int = 1) -> tuple[Array, Array]:
-    """Pad prompts on the right to one length.
-
-    Args:
-        tokens: list of token lists, or an integer array [B, T] that is padded on the right.
-        lengths: int [B], real tokens in each row of an array; None means all T.
-        multiple: the padded length is rounded up to a multiple of this.
-
-    Returns:
-        tokens int32 [B, T] and lengths int32 [B].
-    """
-    multiple = positive_int("multiple", multiple)
-    if isinstance(tokens, (np.ndarray, jax.Array)):
-        if tokens.ndim != 2 or not tokens.shape[0] or not jnp.issubdtype(tokens.dtype, jnp.integer):
-            hint = " (for one prompt: tokens[None])" if tokens.ndim == 1 else ""
-            raise ValueError(f"tokens must be integers of shape [B, T]{hint}, got {tokens.dtype} {list(tokens.shape)}")
-        rows, padded = tokens.shape
-        check_int32("token ids", tokens)
-        given = np.full(rows, padded, np.int32) if lengths is None else lengths
-        length = int32_rows("lengths", given, rows, most=padded, bound="T")
-        widths = (0, 0), (0, -padded % multiple)
-        if is_known(tokens):
-            return as_jax(np.pad(jax.device_get(tokens), widths), jnp.int32), length
-        return jnp.pad(jnp.asarray(tokens, jnp.int32), widths), length
-    if not isinstance(tokens, Sequence) or isinstance(tokens, str) or not len(tokens):
-        raise ValueError(f"tokens must be a list of token lists, one per row (for one prompt: [prompt]), got {shown(tokens)}")
-    rows = [_row(row) for row in tokens]
-    if lengths is not None:
-        raise ValueError("lengths belong to a padded array of tokens; lists carry their own length")
-    sizes = [len(row) for row in rows]
-    padded = np.zeros((len(rows), -(-max(sizes) // multiple) * multiple), np.int32)
-    for row, values in enumerate(rows):
-        padded[row, : len(values)] = values
-    return as_jax(padded), as_jax(np.asarray(sizes, np.int32))
-
-
-def _row(row: Any) -> np.ndarray:
-    """Convert one row of token ids to an integer array."""
-    array = np.asarray(read_array(row))
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(f"tokens must be a list of integers per row (for one prompt: [prompt]), got the row {shown(row)}")
-    check_int32("token ids", array)
-    return array
 
 
 def prefill(

@@ -125,6 +125,7 @@ def lower_programs(
             _integers(num_eos),
             by_row(jax.ShapeDtypeStruct((rows,), jnp.bool_)),
             count if with_limits else None,
+            None,
             steps=max_new_tokens,
             stop_early=num_eos > 0 or with_limits,
             top=None,

@@ -24,9 +24,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from kvjax.accounting.stats import Stats, step_cost
 from kvjax.cache.whole_model import Cache, repeat_rows
 from kvjax.decoding.decode import Decoded, run_decode, run_extend, run_step
+from kvjax.decoding.history import Memory
 from kvjax.decoding.layers import blank_cache, fingerprint
 from kvjax.decoding.prefill import run_prefill_each
-from kvjax.decoding.sampling import Sampler
+from kvjax.decoding.sampling import Sampler, has_row_keys
 from kvjax.decoding.shared_storage import Once
 from kvjax.exact.verify import drafts_tokens, run_verified
 from kvjax.mesh.sharding import Plan, on_each
@@ -131,18 +132,20 @@ def decode(
     eos: Array,
     done: Array,
     limits: Array | None = None,
+    memory: Memory | None = None,
     **static: Any,
 ) -> Decoded:
     """Run `run_decode` on the devices that hold the cache, with the same arguments."""
     run = functools.partial(run_decode, advance=_loop(cache), **static)
-    same = {"sampler": sampler, "key": key, "eos": eos}
-    return on_devices(run, params, cache, rows={"done": done, "limits": limits}, same=same, split=_decoded)
+    rows, same = {"done": done, "limits": limits, "memory": memory}, {"sampler": sampler, "eos": eos}
+    by_row = has_row_keys(key)
+    (rows if by_row else same)["key"] = key
 
+    def split(cache: Cache, row: Any) -> Decoded:
+        names = "tokens", "num_tokens", "done", "bad_step", "log_probs", "memory"
+        return Decoded(cache=cache, key=row if by_row else SAME, step=SAME, **{name: row for name in names})
 
-def _decoded(cache: Cache, row: Any) -> Decoded:
-    """Return how the result of `run_decode` is split, from the specs of its cache and the spec of rows."""
-    rows = {"tokens": row, "num_tokens": row, "done": row, "bad_step": row, "log_probs": row}
-    return Decoded(cache=cache, key=SAME, step=SAME, **rows)
+    return on_devices(run, params, cache, rows=rows, same=same, split=split)
 
 
 def score(params: Any, cache: Cache, tokens: Array, length: Array, done: Array, *, stop_early: bool) -> tuple[Array, Array]:

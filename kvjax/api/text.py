@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 
 from kvjax.decoding.log_probs import LogProbs
+from kvjax.protocol.fields import shown
 from kvjax.protocol.typing import not_none
 
 _REPLACED = "\ufffd"  # what bytes that are no character decode to
@@ -45,10 +46,27 @@ def scored_rows(tokens: Array, num_tokens: Array, logprobs: LogProbs | None) -> 
     return [[scored(row, place, token) for place, token in enumerate(ids)] for row, ids in enumerate(rows)]
 
 
-def texts_of(tokenizer: Any, rows: Sequence[Sequence[int]], ends: Array) -> list[str]:
-    """Decode rows of token ids, without the ids in ``ends`` int32 [E]."""
-    left_out = set(np.asarray(ends).reshape(-1).tolist())
-    return [tokenizer.decode([token for token in row if token not in left_out]) for row in rows]
+def texts_of(tokenizer: Any, rows: Sequence[Sequence[int]], ends: Array, stop: str | Sequence[str] = ()) -> list[str]:
+    """Decode rows of token ids, without the ids in ``ends`` int32 [E], up to the first string of ``stop``."""
+    left_out, stops = set(np.asarray(ends).reshape(-1).tolist()), stop_strings(stop, tokenizer)
+    texts = [tokenizer.decode([token for token in row if token not in left_out]) for row in rows]
+    return [text if (at := stop_in(text, stops)) is None else text[:at] for text in texts]
+
+
+def stop_strings(stop: str | Sequence[str], tokenizer: Any) -> tuple[str, ...]:
+    """Return the strings that end a text; refuse others, and strings without a tokenizer, with a ValueError."""
+    stops: tuple[Any, ...] = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Sequence) else (None,)
+    if not all(isinstance(one, str) and one for one in stops):
+        raise ValueError(f"stop must be a text, or a list of texts, none of them empty, got {shown(stop)}")
+    if stops and tokenizer is None:
+        raise ValueError(f"stop={shown(stop)} needs a tokenizer: stop strings are looked for in text")
+    return stops
+
+
+def stop_in(text: str, stops: Sequence[str]) -> int | None:
+    """Find where the string of ``stops`` begins that is complete first; None if there is none."""
+    found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+    return min(found)[1] if found else None
 
 
 class GrowingText:
@@ -60,10 +78,15 @@ class GrowingText:
 
     Args:
         tokenizer: has ``decode(ids)``.
+        stops: strings, before the first of which the text ends; see `stop_in`.
+
+    Attributes:
+        ended: whether one of them has come.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stops = tokenizer, stops
+        self._held, self.ended = "", False  # what may be the beginning of a stop string
         self._ids: list[int] = []
         self._shown, self._whole = "", 0  # the text so far, and the number of ids that it consists of
 
@@ -72,8 +95,20 @@ class GrowingText:
 
         Args:
             ids: the next tokens of the row.
-            last: whether the row ends with them, so that an incomplete character is not waited for.
+            last: whether the row ends with them, so that an incomplete character or stop string is not waited for.
         """
+        if self.ended:
+            return ""
+        text = self._held + self._whole_characters(ids, last)
+        if (at := stop_in(text, self._stops)) is not None:
+            self.ended = True
+            return text[:at]
+        begun = [size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])]
+        shown = len(text) - (0 if last else max(begun, default=0))
+        self._held = text[shown:]
+        return text[:shown]
+
+    def _whole_characters(self, ids: Sequence[int], last: bool) -> str:
         self._ids += ids
         end, text = len(self._ids), self._tokenizer.decode(self._ids)
         while not last and text.endswith(_REPLACED):

@@ -7,17 +7,17 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import Cache
 from kvjax.cache.offload import steps_between_syncs, sync
+from kvjax.decoding.history import Memory
 from kvjax.decoding.layers import guessing_layers, layer_methods, observe
 from kvjax.decoding.log_probs import LogProbs, Seen, log_probs
 from kvjax.decoding.passes import checked, layer_inputs
 from kvjax.decoding.recurrent import run_recurrent
-from kvjax.decoding.sampling import Sampler
+from kvjax.decoding.sampling import Sampler, split_keys
 from kvjax.protocol.method import settle_due
 from kvjax.protocol.typing import EMPTY, Model, attention_soft_cap, is_recurrent, position_option, pytree
 from pallas_kernels import axes
@@ -106,6 +106,7 @@ class Decoded:
     key: Array | None
     step: Array  # int32, steps run so far
     log_probs: LogProbs | None = None  # [B, N], of the tokens; None if nobody asked
+    memory: Memory | None = None  # what the sampler remembers; None if it does not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +132,13 @@ def all_done(now: Decoded) -> Array:
 
 
 def start_decode(
-    cache: Cache, key: Array | None, done: Array, steps: int, limits: Array | None = None, top: int | None = None
+    cache: Cache,
+    key: Array | None,
+    done: Array,
+    steps: int,
+    limits: Array | None = None,
+    top: int | None = None,
+    memory: Memory | None = None,
 ) -> Decoded:
     """Return the state before the first of ``steps`` tokens.
 
@@ -147,15 +154,26 @@ def start_decode(
         key=key,
         step=jnp.zeros((), jnp.int32),
         log_probs=None if top is None else LogProbs.empty(cache.batch, steps, top),
+        memory=memory,
     )
+
+
+def broken_rows(now: Decoded, active: Array, filtered: Array) -> Array:
+    """Mark ``active`` rows whose logits are the first that are not finite, or leave no token to draw: bool [B]."""
+    sound_so_far = active & (now.bad_step < 0)
+    broken = sound_so_far & ~jnp.isfinite(now.cache.logits).all(axis=-1)
+    if now.memory is None:
+        return broken
+    return broken | (sound_so_far & ~(jnp.max(filtered, axis=-1) > -jnp.inf))  # or one is NaN
 
 
 def decode_once(call: Call, now: Decoded) -> Decoded:
     """Draw the next token of every row that is not done, and store it. The caller syncs host memory."""
-    draw_key, key = (None, None) if now.key is None else jax.random.split(now.key)
-    active = ~now.done
+    draw_key, key = split_keys(now.key)
+    active, state = ~now.done, None
     if call.forced is None:
-        drawn, filtered = call.sampler.draw(now.cache.logits, draw_key)
+        logits, state = call.sampler.process(now.cache.logits, now.memory)
+        drawn, filtered = call.sampler.draw(logits, draw_key)
     else:
         drawn, filtered = lax.dynamic_index_in_dim(call.forced, now.step, 1, keepdims=False), now.cache.logits
     token = jnp.where(active, drawn, padding_token(now.cache.model))
@@ -163,7 +181,7 @@ def decode_once(call: Call, now: Decoded) -> Decoded:
     if noted is not None:
         seen = Seen(now.cache.logits[:, None], filtered[:, None])
         noted = noted.written(log_probs(noted, seen, token[:, None], active[:, None], call.sampler.temperature), now.step)
-    broken = active & (now.bad_step < 0) & ~jnp.isfinite(now.cache.logits).all(axis=-1)
+    broken = broken_rows(now, active, filtered)
     num_tokens = now.num_tokens + active.astype(jnp.int32)
     done = now.done | (token[:, None] == call.eos[None]).any(axis=1)
     return Decoded(
@@ -175,7 +193,13 @@ def decode_once(call: Call, now: Decoded) -> Decoded:
         key=key,
         step=now.step + 1,
         log_probs=noted,
+        memory=None if now.memory is None else now.memory.add(token, active, state),
     )
+
+
+def forgetful(end: Decoded) -> Decoded:
+    """Leave out what a loop counts for its sampler: the next one counts again, from the history."""
+    return end if end.memory is None else dataclasses.replace(end, memory=end.memory.uncounted())
 
 
 def run_decode(
@@ -186,6 +210,7 @@ def run_decode(
     eos: Array,
     done: Array,
     limits: Array | None = None,
+    memory: Memory | None = None,
     *,
     steps: int,
     stop_early: bool,
@@ -197,12 +222,14 @@ def run_decode(
 
     A token of ``eos`` int32 [E] ends its row, which then does not change. A row also ends after ``limits`` int32 [B] tokens;
     None means ``steps`` tokens for all rows. ``stop_early`` leaves the loop when all rows have ended. With ``top`` there are
-    log-probabilities (`start_decode`). Tokens that are ``forced`` int32 [B, N] are not drawn. A method that drafts tokens has
-    a loop of its own, ``advance``.
+    log-probabilities (`start_decode`). Tokens that are ``forced`` int32 [B, N] are not drawn. ``memory`` is of a sampler that
+    remembers, and has room for the tokens. A method that drafts tokens has a loop of its own, ``advance``.
     """
-    call, start = Call(params, sampler, eos, limits, forced=forced), start_decode(cache, key, done, steps, limits, top)
+    call = Call(params, sampler, eos, limits, forced=forced)
+    memory = None if memory is None else sampler.recall(memory, cache.logits.shape[1])
+    start = start_decode(cache, key, done, steps, limits, top, memory)
     if advance is not None:
-        return advance(call, start)
+        return forgetful(advance(call, start))
     once = functools.partial(decode_once, call)
 
     def before(stop: Array | int) -> Callable[[Decoded], Array]:
@@ -213,11 +240,11 @@ def run_decode(
     if every is None and forced is not None and not stop_early:  # a known number of steps has a derivative in reverse mode
         return lax.fori_loop(0, steps, lambda _, now: once(now), start)
     if every is None:
-        return lax.while_loop(before(steps), once, start)
+        return forgetful(lax.while_loop(before(steps), once, start))
 
     def block(now: Decoded) -> Decoded:
         """Run steps up to the next multiple of ``every``, and write their tokens to host memory."""
         end = lax.while_loop(before(jnp.minimum(now.step + every, steps)), once, now)
         return dataclasses.replace(end, cache=dataclasses.replace(end.cache, layers=sync(end.cache.layers, every)))
 
-    return lax.while_loop(before(steps), block, start)
+    return forgetful(lax.while_loop(before(steps), block, start))

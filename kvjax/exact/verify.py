@@ -28,10 +28,22 @@ from jax import Array, lax
 
 from kvjax.cache import Cache
 from kvjax.decoding.decode import Call, Decoded, padding_token, run_step
+from kvjax.decoding.history import Memory
 from kvjax.decoding.layers import layer_methods, observe
 from kvjax.decoding.passes import layer_inputs
 from kvjax.decoding.recurrent import run_recurrent
-from kvjax.exact.progress import active_rows, draw, ends, goes_on, keys_of_draws, largest, left_tokens, next_token, written
+from kvjax.exact.progress import (
+    active_rows,
+    agreed,
+    draw,
+    ends,
+    goes_on,
+    keys_of_draws,
+    largest,
+    left_tokens,
+    next_token,
+    written,
+)
 from kvjax.exact.verified import Verified, noted
 from kvjax.exact.verified_layer import Passes, VerifiedLayer
 from kvjax.protocol.method import LayerMethod, settle_due
@@ -88,10 +100,10 @@ def rate_of(passes: Passes, active: Array) -> Array:
 def _alone(call: Call, _: Array, now: Decoded) -> Decoded:
     """Decode one token of each row with Full, and tell the draft of it, so that a later call can draft."""
     active = active_rows(call.limits, now)
-    token, bad, seen = next_token(call.sampler, call.draws, active, now)
+    token, bad, seen, memory = next_token(call, active, now)
     cache = run_step(call.params, now.cache, token[:, None], active[:, None])
     passes = dataclasses.replace(cache.shared, passes=cache.shared.passes + active.astype(jnp.int32))
-    now = dataclasses.replace(now, cache=dataclasses.replace(cache, shared=passes), bad_step=bad)
+    now = dataclasses.replace(now, cache=dataclasses.replace(cache, shared=passes), bad_step=bad, memory=memory)
     return written(call, now, token[:, None], active, jnp.zeros_like(now.num_tokens), seen)
 
 
@@ -110,30 +122,30 @@ def _round(call: Call, now: Decoded) -> Decoded:
     """Run a round: the draft decodes tokens, Full reads them, and the tokens that it agrees with are kept."""
     limits, cache, most = call.limits, now.cache, now.cache.method.drafts
     active = active_rows(limits, now)
-    first, bad, before = next_token(call.sampler, call.draws, active, now)
+    first, bad, before, memory = next_token(call, active, now)
     # A row's drafted tokens fit its limit, so they also fit its storage.
     wanted = jnp.minimum(_depth(call, now), left_tokens(limits, now) - 1)
     wanted = jnp.where(active & ~ends(first, call.eos), wanted, 0)
     place = now.num_tokens[:, None] + jnp.arange(most + 1, dtype=jnp.int32)[None]
     with jax.named_scope("draft"):  # profiles tell the parts of a round by these names
-        tokens, cache = _drafted(call, cache, first, wanted, place)
+        tokens, cache = _drafted(call, cache, first, wanted, place, memory)
     order = jnp.arange(most + 1, dtype=jnp.int32)[None]
     with jax.named_scope("judge"):
         logits, cache, inputs = _judged(call.params, cache, tokens, active[:, None] & (order <= wanted[:, None]))
-    wished, behind = draw(call.sampler, logits[:, :-1], call.draws, place[:, 1:])
-    right = (wished == tokens[:, 1:]) & (order[:, :-1] < wanted[:, None]) & ~ends(tokens[:, :-1], call.eos)
-    accepted = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
+    accepted, behind, memory = agreed(call, logits[:, :-1], tokens, place[:, 1:], order, wanted, memory)
     broken = ~jnp.isfinite(logits).all(axis=-1) & (order < accepted[:, None])
     worse = (bad < 0) & broken.any(axis=1)
     bad = jnp.where(worse, now.num_tokens + 1 + jnp.argmax(broken, axis=1).astype(jnp.int32), bad)
     with jax.named_scope("commit"):
         cache = _committed(cache, inputs, logits, wanted, accepted, active)
     passes = noted(cache.shared, wanted, accepted, active)
-    now = dataclasses.replace(now, cache=dataclasses.replace(cache, shared=passes), bad_step=bad)
+    now = dataclasses.replace(now, cache=dataclasses.replace(cache, shared=passes), bad_step=bad, memory=memory)
     return written(call, now, tokens, active, accepted, before, behind)
 
 
-def _drafted(call: Call, cache: Cache, first: Array, wanted: Array, place: Array) -> tuple[Array, Cache]:
+def _drafted(
+    call: Call, cache: Cache, first: Array, wanted: Array, place: Array, memory: Memory | None
+) -> tuple[Array, Cache]:
     """Decode ``wanted`` int32 [B] tokens with the draft, behind the token ``first`` int32 [B] of each row.
 
     Returns:
@@ -142,17 +154,19 @@ def _drafted(call: Call, cache: Cache, first: Array, wanted: Array, place: Array
     method, most, pad = cast("Verified", cache.method), cache.method.drafts, padding_token(cache.model)
     tokens = jnp.full(place.shape, pad, jnp.int32).at[:, 0].set(first)
 
-    def step(order: Array, carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
-        tokens, view = carry
+    def step(order: Array, carry: tuple[Array, Cache, Memory | None]) -> tuple[Array, Cache, Memory | None]:
+        tokens, view, memory = carry
         fed, asked = (lax.dynamic_slice_in_dim(x, at, 1, 1) for x, at in ((tokens, order), (place, order + 1)))
         drafts = (order < wanted)[:, None]
         view = run_step(call.params, view, fed, drafts, sync_host=False)
-        guess = jnp.where(drafts, draw(call.sampler, view.logits[:, None], call.draws, asked)[0], pad)
-        return lax.dynamic_update_slice_in_dim(tokens, guess, order + 1, 1), view
+        drawn, _, state = draw(call.sampler, view.logits[:, None], call.draws, asked, memory)
+        guess = jnp.where(drafts, drawn, pad)
+        memory = None if memory is None else memory.add(guess[:, 0], drafts[:, 0], state)
+        return lax.dynamic_update_slice_in_dim(tokens, guess, order + 1, 1), view, memory
 
     # A number of steps that is known before the program runs spares the host a wait for each.
     count = most if method.worth is None else axes.most(jnp.max(wanted), axes.DATA)
-    tokens, view = lax.fori_loop(0, count, step, (tokens, method.view(cache)))
+    tokens, view, _ = lax.fori_loop(0, count, step, (tokens, method.view(cache), memory))
     methods, runs = cast("tuple[VerifiedLayer, ...]", layer_methods(method, cache.model)), method_layers(cache.model)
     layers = tuple(
         methods[layer].recover(before, after, wanted, most) if layer in runs else before

@@ -37,7 +37,7 @@ from kvjax.protocol.fields import known
 from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.protocol.slots import cost_of_all
 from kvjax.protocol.typing import pytree, static, traced
-from kvjax.rope import rotate, rotate_by_parts
+from kvjax.rope import rotate, rotate_stored
 from pallas_kernels.attend.dense_attention import dense_attention
 from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention
@@ -152,7 +152,7 @@ class SelfExtend(LayerMethod):
         query = jnp.take_along_axis(query, seeing[:, None, None, :, None], axis=3)
         place = self._far(jnp.take_along_axis(position, seeing, axis=1))
         slot = jnp.arange(key.shape[2], dtype=jnp.int32)
-        turn = rotate_by_parts if inputs.start is None else rotate
+        turn = rotate_stored if inputs.start is None else rotate
         out, lse = prefix_attention(
             rotate(query, place[:, None, None], inputs.inv_freq),
             turn(key, slot // self.group_size, inputs.inv_freq),

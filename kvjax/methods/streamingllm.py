@@ -26,7 +26,7 @@ from kvjax.cache.quantised import empty_resident
 from kvjax.protocol.method import Cost, Inputs, LayerMethod, free_slots
 from kvjax.protocol.slots import check_budget, cost_of_all
 from kvjax.protocol.typing import EMPTY, pytree, static, traced
-from kvjax.rope import rotate, rotate_by_parts
+from kvjax.rope import rotate, rotate_stored
 from kvjax.selection import top_slots
 from pallas_kernels.attend.dense_attention import dense_attention
 from pallas_kernels.attend.dense_decode import Rotation, dense_decode
@@ -100,7 +100,7 @@ class StreamingLLM(LayerMethod):
         near_query = rotate(query, (position - base)[:, None, None], inv_freq)
         key_far = rotate(cache.key[:, :, :sinks], stored[:, :, :sinks], inv_freq)
         options: dict[str, Any] = {"query_position": position, "scale": 1 / math.sqrt(query.shape[-1])}
-        value, turn = cache.value, rotate_by_parts if inputs.start is None else rotate
+        value, turn = cache.value, rotate_stored if inputs.start is None else rotate
         far = dense_attention(far_query, key_far, value[:, :, :sinks], key_position=stored[:, :, :sinks], **options)
         near = dense_attention(
             near_query,

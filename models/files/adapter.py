@@ -198,7 +198,7 @@ def stretched[Config: Architecture](config: Config, factor: float) -> Config:
 
 
 def apply_adapter[Config: Architecture](
-    params: Mapping[str, Any], config: Config, directory: str | os.PathLike
+    params: Mapping[str, Any], config: Config, directory: str | os.PathLike[str]
 ) -> tuple[dict[str, Any], Config]:
     """Apply the adapter in a directory to a model.
 
@@ -227,7 +227,7 @@ def apply_adapter[Config: Architecture](
     return merge_adapter(params, factors), stretched(config, about.stretch)
 
 
-def load_adapter(directory: str | os.PathLike) -> tuple[dict[str, Any], AdapterConfig]:
+def load_adapter(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], AdapterConfig]:
     """Load the factors (NumPy arrays in the file's dtype, from 8 bits in float32) and the description of an adapter."""
     directory = Path(directory)
     for name in (WEIGHTS, DESCRIPTION):
@@ -266,7 +266,7 @@ def _factor(opened: Any, name: str) -> np.ndarray:
     return numbers(opened, name, (slice(None),) * len(opened.get_slice(name).get_shape()))
 
 
-def save_adapter(directory: str | os.PathLike, factors: Mapping[str, Any], about: AdapterConfig) -> None:
+def save_adapter(directory: str | os.PathLike[str], factors: Mapping[str, Any], about: AdapterConfig) -> None:
     """Write an adapter: the factors in bfloat16, and their description.
 
     Both files are written to a temporary folder and moved at the end, so a failure leaves the directory unchanged.

@@ -16,7 +16,7 @@ from .named_directory import named_directory
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # "owner/name"; "./name" and "../name" are paths
 
 
-def checkpoint_directory(checkpoint: str | os.PathLike, *, offline: bool = False) -> Path:
+def checkpoint_directory(checkpoint: str | os.PathLike[str], *, offline: bool = False) -> Path:
     """Return the local directory of a checkpoint. A named model or a repository is downloaded first if it is absent.
 
     Args:
@@ -53,7 +53,7 @@ def checkpoint_directory(checkpoint: str | os.PathLike, *, offline: bool = False
     return repository_directory(text, offline=offline)
 
 
-def locate_gguf(checkpoint: str | os.PathLike, *, offline: bool = False) -> Path | None:
+def locate_gguf(checkpoint: str | os.PathLike[str], *, offline: bool = False) -> Path | None:
     """Find the GGUF file that a checkpoint is or holds; return None for a directory in Hugging Face layout.
 
     A directory with a ``config.json`` is in that layout, whatever else it holds.
@@ -74,7 +74,7 @@ def locate_gguf(checkpoint: str | os.PathLike, *, offline: bool = False) -> Path
     return files[0] if files else None
 
 
-def local_path(checkpoint: str | os.PathLike) -> Path:
+def local_path(checkpoint: str | os.PathLike[str]) -> Path:
     """Return the path that a user wrote, with the home directory for a leading ``~``."""
     text = os.fspath(checkpoint)
     if not text:

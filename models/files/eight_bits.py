@@ -44,7 +44,7 @@ def pack(tensors: Mapping[str, np.ndarray], block: int = BLOCK) -> dict[str, np.
     return packed
 
 
-def pack_file(source: str | os.PathLike, target: str | os.PathLike, block: int = BLOCK) -> None:
+def pack_file(source: str | os.PathLike[str], target: str | os.PathLike[str], block: int = BLOCK) -> None:
     """Write the tensors of a safetensors file in 8 bits; see `pack`."""
     pathlib.Path(target).write_bytes(save(pack(load_file(source), block), metadata={"format": "pt"}))
 

@@ -14,7 +14,7 @@ _SCRATCH = ".saving"  # a folder in the directory, which exists while the files 
 
 
 @contextlib.contextmanager
-def replaced_files(directory: str | os.PathLike, names: Sequence[str]) -> Iterator[Path]:
+def replaced_files(directory: str | os.PathLike[str], names: Sequence[str]) -> Iterator[Path]:
     """Yield a scratch folder for new files, which replace the old files of ``directory`` when the block ends.
 
     If the block raises, the directory stays unchanged. Where files cannot be moved, or a process is killed while it moves

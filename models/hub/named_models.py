@@ -151,7 +151,7 @@ def builtin_directory() -> Path:
     return directory
 
 
-def adapter_directory(checkpoint: str | os.PathLike) -> Path | None:
+def adapter_directory(checkpoint: str | os.PathLike[str]) -> Path | None:
     """Return the directory of the adapter that a name asks for; None for names without one and for all that is no name.
 
     Raises:

@@ -38,7 +38,7 @@ class ChatTemplate:
 
     @classmethod
     def from_directory(
-        cls, directory: str | os.PathLike, name: str = "default", *, offline: bool = False
+        cls, directory: str | os.PathLike[str], name: str = "default", *, offline: bool = False
     ) -> ChatTemplate | None:
         """Read the template of a checkpoint from the files that transformers reads.
 

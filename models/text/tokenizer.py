@@ -17,7 +17,9 @@ from ..sizes.architecture import Architecture
 _FILES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
 
 
-def load_tokenizer(directory: str | os.PathLike, config: Architecture | None = None, *, offline: bool = False) -> Tokenizer:
+def load_tokenizer(
+    directory: str | os.PathLike[str], config: Architecture | None = None, *, offline: bool = False
+) -> Tokenizer:
     """Read ``tokenizer.json``, or the tokenizer of a GGUF file.
 
     Truncation and padding are switched off even if the file asks for them, as in transformers, so that a prompt stays whole.
@@ -124,7 +126,7 @@ def opening_ids(tokenizer: Tokenizer) -> list[int]:
     return next((whole[:at] for at in starts if whole[at : at + len(plain)] == plain), [])
 
 
-def special_tokens(directory: str | os.PathLike) -> dict[str, str]:
+def special_tokens(directory: str | os.PathLike[str]) -> dict[str, str]:
     """Read the special tokens of a checkpoint by name, for example {"bos_token": "<s>", "eos_token": "</s>"}.
 
     They come from ``tokenizer_config.json`` and, for names that it lacks, from ``special_tokens_map.json``. Without these

@@ -47,10 +47,12 @@ class Drawing(Sizes):
 
     Attributes:
         keys: PRNG keys, each for one array.
+        random: the functions of `jax.random`, or others of their names.
         arrays: arguments in the order of the declaration, so far.
     """
 
     keys: Iterator[Array]
+    random: Any
     arrays: dict[str, Any]
 
 
@@ -141,14 +143,15 @@ class Shape:
         arrays = jax.eval_shape(self.draw, jax.random.key(0))
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves([arrays[name] for name in self.timed.reads]))
 
-    def draw(self, key: Array) -> dict[str, Any]:
+    def draw(self, key: Array, random: Any = jax.random) -> dict[str, Any]:
         """Draw the arrays that the operation takes, by the names of its arguments.
 
         Args:
             key: a typed PRNG key, as ``jax.random.key`` makes it.
+            random: has the functions of `jax.random` that fills call.
         """
         arrays: dict[str, Any] = {}
-        drawing = Drawing(**vars(self.sizes), keys=_keys(key), arrays=arrays)
+        drawing = Drawing(**vars(self.sizes), keys=_keys(key, random), random=random, arrays=arrays)
         for name, fill in self.timed.arrays.items():
             array = fill(drawing)
             if array is not None:
@@ -156,9 +159,9 @@ class Shape:
         return arrays
 
 
-def _keys(key: Array) -> Iterator[Array]:
+def _keys(key: Array, random: Any) -> Iterator[Array]:
     while True:
-        key, one = jax.random.split(key)
+        key, one = random.split(key)
         yield one
 
 
@@ -169,7 +172,7 @@ def few(number: int) -> int:
 
 def normal(axes: str, dtype: DTypeLike | None = None) -> Fill:
     """Standard normal values, in the dtype of vectors if no other is named."""
-    return lambda d: jax.random.normal(next(d.keys), d.along(axes), jnp.float32).astype(dtype or d.dtype)
+    return lambda d: d.random.normal(next(d.keys), d.along(axes), jnp.float32).astype(dtype or d.dtype)
 
 
 def rounded(axes: str) -> Fill:
@@ -184,7 +187,7 @@ def rounded(axes: str) -> Fill:
 
 def integers(axes: str, below: Amount, dtype: DTypeLike = jnp.int32) -> Fill:
     """Random integers from 0 to ``below`` - 1."""
-    return lambda d: jax.random.randint(next(d.keys), d.along(axes), 0, d.amount(below), jnp.int32).astype(dtype)
+    return lambda d: d.random.randint(next(d.keys), d.along(axes), 0, d.amount(below), jnp.int32).astype(dtype)
 
 
 def full(axes: str, value: Amount, dtype: DTypeLike = jnp.int32) -> Fill:
@@ -209,9 +212,9 @@ def lists(axes: str, below: Amount, first: Amount = 0) -> Fill:
         *rows, count = d.along(axes)
 
         def draw(key: Array) -> Array:
-            return jnp.sort(jax.random.choice(key, d.amount(below), (count,), replace=False))
+            return jnp.sort(d.random.choice(key, d.amount(below), (count,), replace=False))
 
-        drawn = jax.vmap(draw)(jax.random.split(next(d.keys), math.prod(rows))).reshape(*rows, count)
+        drawn = jax.vmap(draw)(d.random.split(next(d.keys), math.prod(rows))).reshape(*rows, count)
         return d.amount(first) + drawn.astype(jnp.int32)
 
     return fill
@@ -232,12 +235,12 @@ def packed(axes: str, rank: Amount) -> Fill:
 
     def fill(d: Drawing) -> tuple[Array, Array]:
         lead, r = d.along(axes), d.amount(rank)
-        odd, shift = (jax.random.randint(next(d.keys), (*lead, 1), 0, d.D, jnp.int32) for _ in range(2))
+        odd, shift = (d.random.randint(next(d.keys), (*lead, 1), 0, d.D, jnp.int32) for _ in range(2))
         channel = jnp.arange(d.D, dtype=jnp.int32).reshape((1,) * len(lead) + (d.D,))
         # Below a power of two, multiplication by an odd number is a permutation of the integers.
         kept = (channel * (2 * odd + 1) + shift) % d.D < r
         bit = jnp.left_shift(jnp.int32(1), jnp.arange(8, dtype=jnp.int32)).reshape((1,) * (len(lead) + 1) + (8,))
         bitmap = jnp.sum(jnp.where(kept.reshape(*lead, d.D // 8, 8), bit, 0), axis=-1).astype(jnp.uint8)
-        return jax.random.normal(next(d.keys), (*lead, r), jnp.float32).astype(d.dtype), words_of(bitmap)
+        return d.random.normal(next(d.keys), (*lead, r), jnp.float32).astype(d.dtype), words_of(bitmap)
 
     return fill

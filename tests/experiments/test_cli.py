@@ -313,3 +313,29 @@ def test_compile_clock_counts_nested_tracing_once():
     before = clock.seconds
     jax.block_until_ready(jax.jit(lambda x: x - 1)(x))
     assert clock.seconds == before  # closed clocks listen no more
+
+
+def test_ls_says_what_fits_a_device(capsys, tmp_path, fails):
+    """Of a size, a config.json and a checkpoint; the numbers are those of `kvjax.accounting`."""
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG.to_hf(), "torch_dtype": "bfloat16"}))
+    given = ["--fits", "6GB", "--length", "1024"]
+    for model in ("meta-llama/Llama-3.2-1B-Instruct", str(tmp_path), "builtin"):
+        assert main(["ls", "full", *given, "--model", model, "--json"]) == 0
+        (full,) = json.loads(capsys.readouterr().out)
+        assert full["longest_prompt"] is None or full["longest_prompt"] > 0
+    assert main(["ls", "full", "snapkv(budget=1/4)", *given, "--model", str(tmp_path / "config.json"), "--json"]) == 0
+    full, snapkv = json.loads(capsys.readouterr().out)
+    assert full["peak_bytes"] >= full["after_bytes"] > 2 * snapkv["after_bytes"]
+    assert snapkv["most_rows"] is None or snapkv["most_rows"] > full["most_rows"]
+    assert main(["ls", "full", "headkv", "keydiff", *given, "--model", "llama-3.2-1b"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"full +[\d,]+ +\d+ ", told) and re.search(r"keydiff +any ", told) and "headkv: HeadKV: scores" in told
+    for words, expected in (
+        (("--fits", "24"), "--fits needs --model"),
+        (("--fits", "24 cows", "--model", "qwen3-8b"), "expected bytes such as 24GB"),
+        (("--fits", "10GB", "--model", "qwen3-8b"), "15.26 GiB of weights"),
+        (("--fits", "10GB", "--model", "qwen3-8"), "did you mean 'qwen3-8b'?"),
+        (("--fits", "24GB", "--model", "qwen3-8b", "quets"), "did you mean 'quest'?"),
+        (("--length", "100"), "--length belongs to kvjax ls --fits"),
+    ):
+        assert expected in fails("ls", *words), words

@@ -61,8 +61,10 @@ def test_what_is_wrong_or_fails_is_named(few, monkeypatch, capsys):
     assert "FAILS: merge_splits (broken): RuntimeError: no such instruction\n" in told and "second line" not in told
     monkeypatch.setattr(doctor, "FAULTS", (doctor.Fault(lambda: True, "known sentence", serious=True),))
     assert main(["doctor"]) == 1 and "known fault: known sentence" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "FAULTS", (doctor.Fault(refusing_backend, "", serious=False),))
+    assert main(["doctor"]) == 1 and "FAILS: a small program of JAX: RuntimeError: no backend" in capsys.readouterr().out
     monkeypatch.setattr(jax, "local_devices", refusing_backend)
-    assert main(["doctor", "--no-run"]) == 1 and "JAX finds none: no backend" in capsys.readouterr().out
+    assert main(["doctor"]) == 1 and "JAX finds none: no backend" in capsys.readouterr().out
 
 
 def refusing_backend(*args, **kwargs):

@@ -14,6 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import kvjax
+from kvjax.decoding import Sampler
 from kvjax.methods import Full, Quest, SnapKV
 from kvjax.registry import parse_knobs, resolve
 from kvjax.testing.model import TinyModel
@@ -184,12 +185,19 @@ def arguments() -> tuple[Argument, ...]:
             "method": method, "shares": (other, (0.0,), (-1.0,), ("a",), (float("nan"),)),
         }),
     }  # fmt: skip
+    number, biases = (no_share(float("inf")),), (FRACTIONS, {-1: 1.0}, {1: "a"}, {1.5: 1.0}, np.ones(3, np.int32), [1.0])
+    table["Sampler"] = functools.partial(Sampler, temperature=1.0), {
+        "min_p": (*number, 1.5), "repetition_penalty": (*number, 0.0), "no_repeat_ngram": size, "logit_bias": biases,
+        "processor": (FRACTIONS,),
+    }  # fmt: skip
+    table["Sampler.read"] = Sampler().read, {"tokens": (OBJECTS | st.none(), 3, 1.5, True)}
     for name, function in (("generate", kvjax.generate), ("stream", lambda **x: list(kvjax.stream(**x)))):
         run = functools.partial(here.call, function, max_new_tokens=4)
         of_rows = {"limits": (no_row(_ROWS, 0, 4), *_LENGTHS)} if name == "generate" else {"block": count}
         table[name] = run, {
             "cache": caches, "params": params, "method": (some, *_METHODS, "quest", quest),
             "max_new_tokens": (no_count(most=_ROOM) | st.none(),), "eos_token_ids": (some, *_EOS), **of_rows,
+            "sampler": (some, {"temperature": 1.0}, Sampler(repetition_penalty=1.1)),
         }  # fmt: skip
         table[f"{name} at random"] = functools.partial(run, temperature=1.0, key=jax.random.key(0)), {
             "temperature": (no_share(float("inf")),), "top_k": size, "top_p": (no_share(1.0),), "key": (other,),

@@ -92,6 +92,14 @@ def test_every_rule_equals_float64(kind):
             np.testing.assert_allclose(got[row], want, rtol=0, atol=3e-6 + 6e-7 * position[row].max())
 
 
+def test_stored_keys_rotate_as_others():
+    rng = np.random.default_rng(0)
+    key, inv_freq = rng.normal(size=(2, 3, 5, 8)).astype(np.float32), np.float32([1, 0.3, 0.1, 0.01])
+    for position in (jnp.arange(5) * 700, jnp.asarray(rng.integers(-9, 9000, (2, 1, 5)))):
+        got = rope.rotate_stored(jnp.asarray(key), position, jnp.asarray(inv_freq))
+        np.testing.assert_allclose(got, rope.rotate(jnp.asarray(key), position, inv_freq), atol=1e-6)
+
+
 def test_a_short_text_is_not_stretched():
     position = np.broadcast_to(np.arange(11, 16), (ROWS, TOKENS))
     for scaling in (LONG, DYNAMIC):

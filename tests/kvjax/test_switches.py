@@ -17,6 +17,7 @@ import pytest
 
 import kvjax
 from kvjax.api.measure import measure
+from kvjax.decoding import Sampler
 from tests.harness import ALL, MOST_UNLIKE, any_example, example, read, repeated, tiny_params, whole
 from tests.kvjax.cases import base, go_on, model
 
@@ -113,6 +114,8 @@ def test_every_call_runs_where_implicit_transfers_are_disallowed():
         options = {"method": method, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "key": key, "eos_token_ids": 7}
         cache = kvjax.generate(params, cache, max_new_tokens=2, limits=[1, 2, 0], **options).cache
         repr(cache), measure(cache, params)
+        sampler = Sampler(temperature=0.5, repetition_penalty=1.1, logit_bias={1: 0.5}).read([[1], [2, 3], []])
+        options = {"sampler": sampler, "key": jax.random.split(key, 3), "eos_token_ids": 7}
         assert len(list(kvjax.stream(params, cache, max_new_tokens=2, block=1, **options))) <= 2
         kvjax.sweep(params, [[5, 6, 7]], config=model("quest"), methods=[method], max_new_tokens=2)
 

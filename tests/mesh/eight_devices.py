@@ -412,6 +412,12 @@ def check_samples():
         np.testing.assert_array_equal(there.tokens, here.tokens)
         assert_same(there.logprobs, here.logprobs)
         assert_same(kvjax.score(given, read(given, Full()), np.asarray(here.tokens)), here.logprobs.model)
+    sampler = Sampler(temperature=1.0, repetition_penalty=1.2, presence_penalty=0.5, no_repeat_ngram=2)
+    drawn = {"sampler": sampler.read([[1, 2, 1], [], [3], [4]]), "key": jax.random.split(jax.random.key(0), 4)}
+    for method in (Full(), kvjax.Verified(draft=example("h2o"), depth=3)):
+        here, there = (generated(given, method, steps=4, drawn=drawn) for given in (params(), meshes[0]))
+        np.testing.assert_array_equal(there.tokens, here.tokens)
+        assert_same(there.sampler, here.sampler)
 
 
 def check_verified():

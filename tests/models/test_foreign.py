@@ -144,7 +144,8 @@ def gemma_case():
         endless = dataclasses.replace(sampler._initialize_sampler_loop(gm.text.Greedy()), end_tokens=(-1,))
         object.__setattr__(sampler, "_initialize_sampler_loop", lambda *args: endless)
         object.__setattr__(sampler, "_tokenize_prompts", lambda *args, **kwargs: jnp.asarray(prompts))
-        state = sampler.sample(["x"] * len(prompts), max_new_tokens=new, return_state=True).state
+        object.__setattr__(sampler, "_decode_state", lambda state, **kwargs: state)
+        state = sampler.sample(["x"] * len(prompts), max_new_tokens=new)
         return np.asarray(state.predicted_tokens), state
 
     return GemmaModel(transformer, max_position_embeddings=128, dtype="float32"), params, own

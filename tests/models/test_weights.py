@@ -226,7 +226,7 @@ def test_an_end_that_only_the_tokenizer_names(saved):
     assert models.from_pretrained(directory)[1].eos_token_ids == (3, 9, 5)
 
 
-def test_settings_that_change_greedy_tokens_are_said_once(saved, caplog):
+def test_settings_that_are_not_applied_are_said_once(saved, caplog):
     directory, _, _ = saved
     stated = {"repetition_penalty": 1.1, "no_repeat_ngram_size": 0, "suppress_tokens": [4], "temperature": 0.7}
     (directory / "generation_config.json").write_text(json.dumps(stated))
@@ -234,6 +234,9 @@ def test_settings_that_change_greedy_tokens_are_said_once(saved, caplog):
         models.from_pretrained(directory)
     (record,) = caplog.records
     assert "repetition_penalty=1.1, suppress_tokens=[4]," in record.getMessage()
+    (directory / "generation_config.json").write_text(json.dumps({**stated, "do_sample": True, "top_k": None}))
+    models.from_pretrained(directory)
+    assert "suppress_tokens=[4], temperature=0.7," in caplog.records[-1].getMessage()
 
 
 def test_save_refuses_foreign_params(saved, tmp_path):

@@ -35,9 +35,9 @@ class Case:
     function: Run
     shape: Shape
 
-    def make(self, key: Array | None = None) -> tuple[Array, dict[str, Any]]:
-        """Draw the arguments: a float array that a loop may change between runs, and the rest by name."""
-        arrays = self.shape.draw(jax.random.key(0) if key is None else key)
+    def make(self, random: Any = jax.random) -> tuple[Array, dict[str, Any]]:
+        """Draw the arguments, by `jax.random`: a float array that a loop may change between runs, and the rest by name."""
+        arrays = self.shape.draw(random.key(0), random)
         chained = self.shape.timed.chained
         return (jnp.zeros((1,), jnp.float32) if chained is None else arrays.pop(chained)), arrays
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from kvjax.cache import LayerStorage
 from kvjax.methods.mosaickv.store import Store, owner
 from kvjax.methods.mosaickv.strategy import Layout, Packed, product
 from pallas_kernels.attend.mosaickv.packed_attention import packed_attention
 from pallas_kernels.formats.packed_vectors import unpack
-from pallas_kernels.numerics import join_pieces, sum_pieces
+from pallas_kernels.numerics import even_block, finite_or_zero, merge_pair
 from pallas_kernels.query.mosaickv.project_query import project_query
 from pallas_kernels.score.mosaickv.packed_score import packed_score
 from pallas_kernels.soft_cap import capped
@@ -119,37 +118,35 @@ def attend_packed(layout: Layout, store: Store, cache: LayerStorage, query: Arra
     segments = jnp.arange(store.num_segments).reshape(1, 1, 1, 1, -1, 1)
     asked = query.astype(jnp.float32) / math.sqrt(layout.dim)
     in_basis = product("bhgtd,bhned->bhgtne", asked, store.segments.basis_key)
+    slots = store.key.values.shape[2]
 
     def rows(packed: Packed, slot: Array) -> Array:
         values, bitmap = (jnp.take(x, slot, axis=2, mode="clip") for x in (packed.values, packed.bitmap))
         return unpack(values, bitmap, layout.dim).astype(jnp.float32)
 
-    def member(slot: Array) -> Array:
-        return owner(layout, store, slot[None, None])[:, :, None, None, None] == segments
-
-    def multiplied(slot: Array) -> Array:
+    def add(part: tuple[Array, Array], slot: Array) -> tuple[tuple[Array, Array], None]:
+        """Merge attention to the packed tokens in slots int32 [K] with ``part``."""
+        member = owner(layout, store, slot[None, None])[:, :, None, None, None] == segments
+        seen = jnp.take(keep, slot // layout.granule, axis=3, mode="clip")[:, :, :, None] & (slot < slots)
         logits = product("bhgtne,bhke->bhgtnk", in_basis, rows(store.key, slot))
-        return jnp.where(member(slot), logits, 0).sum(axis=4)
+        weight, lse = _weights(capped(jnp.where(member, logits, 0).sum(axis=4)), seen)
+        weight = jnp.where(member, weight[:, :, :, :, None], 0)
+        out = product("bhgtnk,bhke->bhgtne", weight, rows(store.value, slot))
+        return merge_pair(*part, product("bhgtne,bhned->bhgtd", out, store.segments.basis_value), lse), None
 
-    def summed(slot: Array, weight: Array) -> Array:
-        weight = jnp.where(member(slot), weight[:, :, :, :, None], 0)
-        return product("bhgtnk,bhke->bhgtne", weight, rows(store.value, slot))
-
-    slots = jnp.arange(store.key.values.shape[2], dtype=jnp.int32)
-    block = max(_LEAST, -(-slots.size // _PIECES))
-    logits = join_pieces(multiplied, block, slots)
     held = cache.valid[..., None]
     key, value = (jnp.where(held, x, 0).astype(jnp.float32) for x in (cache.key, cache.value))
-    logits = capped(jnp.concatenate([logits, product("bhgtd,bhsd->bhgts", asked, key)], axis=-1))
     stored, now = cache.position[:, :, None, None], position[:, None, None, :, None]
-    newer = jnp.broadcast_to((stored >= 0) & (stored <= now), (*logits.shape[:2], 1, query.shape[3], stored.shape[-1]))
-    older = jnp.repeat(keep, layout.granule, axis=3)[:, :, :, None]
-    older = jnp.broadcast_to(older, (*older.shape[:3], query.shape[3], older.shape[-1]))
-    newer = jnp.broadcast_to(newer, (*older.shape[:4], newer.shape[-1]))
-    seen = jnp.concatenate([older, newer], axis=-1)
-    weight = jax.nn.softmax(jnp.where(seen, logits, jnp.finfo(jnp.float32).min), axis=-1)
-    weight = jnp.where(seen, weight, 0)
-    packed, recent = weight[..., : older.shape[-1]], weight[..., older.shape[-1] :]
-    out = sum_pieces(summed, block, slots, packed)
-    out = product("bhgtne,bhned->bhgtd", out, store.segments.basis_value)
-    return (out + product("bhgts,bhsd->bhgtd", recent, value)).astype(query.dtype)
+    weight, lse = _weights(capped(product("bhgtd,bhsd->bhgts", asked, key)), (stored >= 0) & (stored <= now))
+    block = even_block(slots, max(_LEAST, -(-slots // _PIECES)))
+    pieces = jnp.arange(-(-slots // block) * block, dtype=jnp.int32).reshape(-1, block)
+    return lax.scan(add, (product("bhgts,bhsd->bhgtd", weight, value), lse), pieces)[0][0].astype(query.dtype)
+
+
+def _weights(logits: Array, seen: Array) -> tuple[Array, Array]:
+    """Compute a softmax over what is ``seen``: float32 [..., K], and its lse [...]; 0 and -inf where nothing is seen."""
+    logits = jnp.where(seen, logits, -jnp.inf)
+    shift = finite_or_zero(jnp.max(logits, axis=-1))
+    weight = jnp.exp(logits - shift[..., None])
+    total = jnp.sum(weight, axis=-1)
+    return weight / jnp.where(total > 0, total, 1)[..., None], shift + jnp.log(total)

@@ -27,7 +27,10 @@ _FILE_DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # as safetensors names th
 
 
 def convert(
-    gguf_path: str | os.PathLike, directory: str | os.PathLike, dtype: str = "bfloat16", progress: Progress | None = None
+    gguf_path: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    dtype: str = "bfloat16",
+    progress: Progress | None = None,
 ) -> Path:
     """Write the model of a GGUF file as a Hugging Face directory, which transformers can read too.
 

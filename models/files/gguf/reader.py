@@ -95,7 +95,7 @@ class GGUFFile:
         return np.repeat(values, math.prod(shape[:-1]) // matrices)[:, None]
 
 
-def open_file(path: str | os.PathLike) -> GGUFFile:
+def open_file(path: str | os.PathLike[str]) -> GGUFFile:
     """Open a GGUF file of version 2 or 3."""
     path = Path(path)
     if not path.is_file():

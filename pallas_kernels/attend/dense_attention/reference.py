@@ -6,12 +6,16 @@ import jax.numpy as jnp
 from pallas_kernels.attend.dense_attention.blocks import block_count, block_logits
 from pallas_kernels.numerics import bounded_loop, finite_or_zero, product_precision
 
+LEAST_BLOCK = 1024  # slots
+
 
 def dense_attention(query, key, value, *, query_position, key_position, query_first, scale, limit, block, turn=None):
     """Attend to all tokens that each query sees, one block of keys at a time, in plain JAX; ``turn`` as in `block_logits`."""
     rows, heads, group, length, dim = query.shape
     flat = query.reshape(rows, heads, group * length, dim)
     precision = product_precision(query.dtype)
+    # A small part of the keys: a block of values is copied, without those of empty slots, and a CPU's caches hold it.
+    block = min(block, max(LEAST_BLOCK, key.shape[2] // 16))
 
     def add_block(index, carry, operands):
         """Add one more block of keys to the running softmax: earlier sums are rescaled to the new maximum."""

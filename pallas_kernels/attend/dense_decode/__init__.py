@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.attend.dense_decode import jax_triton, pallas_tpu, pallas_triton, reference
+from pallas_kernels.attend.dense_decode import jax_triton, pallas_mosaic_gpu, pallas_tpu, pallas_triton, reference
 from pallas_kernels.attend.dense_decode.rotation import Rotation, rotated_keys
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.formats.quantised import Quantised, mixed_problem
@@ -61,6 +61,7 @@ DENSE_DECODE = Operation(
     "dense_decode",
     {
         "pallas_triton": Implementation(pallas_triton.dense_decode, ("gpu",), pallas_triton.check),
+        "pallas_mosaic_gpu": Implementation(pallas_mosaic_gpu.dense_decode, ("gpu",), pallas_mosaic_gpu.check),
         # For comparison. Its check is stricter than the first, so the first runs wherever this one can.
         "jax_triton": Implementation(_joined(jax_triton.dense_decode), ("gpu",), _one_query_of_one_width(jax_triton.check)),
         "pallas_tpu": Implementation(_joined(pallas_tpu.dense_decode), ("tpu",), _one_query_of_one_width(pallas_tpu.check)),
@@ -112,8 +113,9 @@ def dense_decode(
         mass: True: the result also has the attention that each slot receives, for a method that scores by it; of several
             queries from the first, because the logits of all would be more bytes than the keys. Not with ``parts``.
         implementation: "pallas_triton" takes D a power of two, E a multiple of 16, and G * T at most 64 with
-            ``query_position``. "jax_triton" is the same kernel through the package of that name, for comparison: E as D, one
-            query. "pallas_tpu" takes D as E, a multiple of 128, S of 8, one query.
+            ``query_position``. "pallas_mosaic_gpu" takes D 64, 128 or 256, E as D, 16 bits, G * T at most 64, on an H100 or
+            H200, without rotation and mass. "jax_triton" is the same kernel through the package of that name, for
+            comparison: E as D, one query. "pallas_tpu" takes D as E, a multiple of 128, S of 8, one query.
 
     Returns:
         out [B, H, G, D] in the dtype of the query, and lse float32 [B, H, G], the log of the softmax denominator; 0 and

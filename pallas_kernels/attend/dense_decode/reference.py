@@ -9,7 +9,7 @@ from pallas_kernels.numerics import even_block, finite_or_zero, product_precisio
 from pallas_kernels.soft_cap import capped
 
 BLOCK = 1 << 20  # logits, slots x queries, that are in memory at once per query head
-LEAST_BLOCK = 1024  # slots. Blocks are a small part of the cache, because a block of values is copied, without empty slots
+LEAST_BLOCK = 1024  # slots
 ROTATED_BLOCK = 1024  # most slots whose keys are rotated at once
 
 
@@ -32,8 +32,7 @@ def dense_decode(query, key, value, *, position, limit, scale, query_position=No
     """Attend with one query per head, or with queries at positions, to all tokens below a limit, in plain JAX."""
     several = query_position is not None
     slot = jnp.arange(key.shape[2], dtype=jnp.int32)
-    part = max(LEAST_BLOCK, slot.size // 16)
-    block = min(max(LEAST_BLOCK, BLOCK // query.shape[3]) if several else BLOCK, part, slot.size)
+    block = min(max(LEAST_BLOCK, BLOCK // query.shape[3]) if several else BLOCK, slot.size)
     if rotation is not None:
         block = even_block(slot.size, ROTATED_BLOCK)
     out, lse = dense_attention(

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from jax import Array
 
-from pallas_kernels.attend.gather_attention import jax_triton, pallas_tpu, pallas_triton, reference
+from pallas_kernels.attend.gather_attention import jax_triton, pallas_mosaic_gpu, pallas_tpu, pallas_triton, reference
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.formats.quantised import Quantised, vectors
 from pallas_kernels.host import Rows
@@ -14,7 +14,9 @@ from pallas_kernels.signature import declared, forward
 __all__ = ["GATHER_ATTENTION", "gather_attention", "merge_partials"]
 
 # The check of "jax_triton", which is for comparison, is stricter than the first, so the first runs wherever it can.
-GATHER_ATTENTION = Operation.of("gather_attention", pallas_triton, jax_triton, pallas_tpu, reference, logits=True)
+GATHER_ATTENTION = Operation.of(
+    "gather_attention", pallas_triton, pallas_mosaic_gpu, jax_triton, pallas_tpu, reference, logits=True
+)
 
 
 @declared(GATHER_ATTENTION)
@@ -62,9 +64,10 @@ def gather_attention(
             so are the host's rows, and their scales have all slots.
         partials: N parts of attention to other tokens, which enter the same softmax, and the logs of their denominators.
         logits: True: the result has the logits too. Only with ``page_size`` 1.
-        implementation: "pallas_triton" takes D a power of two. "jax_triton" is the same kernel through the package of that
-            name, for comparison, without bias, place, parts beside and logits. "pallas_tpu" takes lists of pages with
-            ``position``, whole tiles.
+        implementation: "pallas_triton" takes D a power of two. "pallas_mosaic_gpu" takes D 64, 128 or 256, 16 bits and G at
+            most 64, on an H100 or H200, without place, rows, logits and a bias of each query head. "jax_triton" is the same
+            kernel through the package of that name, for comparison, without bias, place, parts beside and logits.
+            "pallas_tpu" takes lists of pages with ``position``, whole tiles.
 
     Returns:
         out [B, H, G, D] in the dtype of the query, and lse float32 [B, H, G], the log of the softmax denominator; 0 and -inf

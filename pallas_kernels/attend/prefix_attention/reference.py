@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from pallas_kernels.attend.dense_attention import dense_attention
 
 
-def _block(tokens: int, slots: int) -> int:
-    """Choose the keys per step of the loop: at most two million logits per query head, and a small part of the keys."""
-    return max(256, min(max(1024, (1 << 20) // tokens), (1 << 21) // tokens, max(1024, slots // 16)))
+def _block(tokens: int) -> int:
+    """Choose the keys per step of the loop: one or two million logits per query head."""
+    return max(256, min(max(1024, (1 << 20) // tokens), (1 << 21) // tokens))
 
 
 def prefix_attention(query, key, value, *, start, length, scale):
@@ -26,6 +26,6 @@ def prefix_attention(query, key, value, *, start, length, scale):
         key_position=jnp.broadcast_to(held[:, None], (batch, heads, slots)),
         scale=scale,
         limit=jnp.max(first) + tokens,
-        block=_block(tokens, slots),
+        block=_block(tokens),
         implementation="xla",
     )

@@ -4,7 +4,6 @@ V vectors and a matrix of N rows of K numbers: 8 bits with a scale for each row,
 the G groups of a row.
 """
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats.coded_matrix import GROUP, CodedMatrix
@@ -14,10 +13,10 @@ from pallas_kernels.formats.shapes import Drawing, Timed, normal
 def matrix(d: Drawing) -> CodedMatrix:
     """Draw the codes of a matrix and their scales."""
     if d.bits == 8:
-        codes = jax.random.randint(next(d.keys), (d.N, d.K), -127, 128, jnp.int8)
+        codes = d.random.randint(next(d.keys), (d.N, d.K), -127, 128, jnp.int8)
         return CodedMatrix(codes=codes, scales=jnp.full((d.N, 1), 1e-3, jnp.float32))
-    codes = jax.random.bits(next(d.keys), (d.N, d.K // 2), jnp.uint8)
-    scales = jax.random.uniform(next(d.keys), (d.N, d.K // GROUP), jnp.float32, 0.005, 0.01).astype(jnp.float16)
+    codes = d.random.bits(next(d.keys), (d.N, d.K // 2), jnp.uint8)
+    scales = d.random.uniform(next(d.keys), (d.N, d.K // GROUP), jnp.float32, 0.005, 0.01).astype(jnp.float16)
     return CodedMatrix(codes=codes, scales=scales, minima=-8 * scales)
 
 

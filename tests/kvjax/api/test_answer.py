@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.decoding import Sampler
 from kvjax.methods import H2O, Full, PQCache, Quest, SentenceKV, SnapKV
 from kvjax.protocol.fields import at_length
 from kvjax.testing import TinyModel
@@ -80,6 +81,20 @@ def test_the_end_of_an_answer_is_not_in_its_text(speaker):
     stop = plain.tokens[0].index(plain.tokens[0][2]) + 1
     assert made.tokens[0] == plain.tokens[0][:stop]
     assert made[0] == speaker.tokenizer.decode(plain.tokens[0][: stop - 1])
+
+
+@pytest.mark.parametrize("drawn", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_answer_ends_before_a_stop_string(speaker, monkeypatch, drawn):
+    """Pieces have the tokens of one call, with a temperature and penalties that count context and question, too."""
+    sampler, key = (Sampler(temperature=1.0, repetition_penalty=1.5), jax.random.key(0)) if drawn else (None, None)
+    options = {"method": METHOD, "max_new_tokens": 8, "sampler": sampler, "key": key}
+    plain = kvjax.answer(speaker, CONTEXT, QUESTIONS[:1], **options)
+    monkeypatch.setattr(api_answer, "_BLOCK", 4)
+    same = kvjax.answer(speaker, CONTEXT, QUESTIONS[:1], stop="\0", **options)
+    assert same == plain and same.tokens == plain.tokens
+    stop = plain[0][1:3]
+    made = kvjax.answer(speaker, CONTEXT, QUESTIONS[:1], stop=stop, **options)
+    assert made[0] == plain[0].partition(stop)[0] and made.tokens[0] == plain.tokens[0][: len(made.tokens[0])]
 
 
 def test_a_call_that_takes_long_says_what_it_does(speaker, monkeypatch, capsys):

@@ -207,6 +207,25 @@ def test_stream_leaves_eos_out_of_text():
         assert "".join(piece[row] for piece in pieces) == Names().decode(shown)
 
 
+def test_a_stop_string_ends_its_row():
+    """It may begin and end within tokens; the other rows go on."""
+    free, names = free_run()[:, :-1], Names()
+    stop = f"{free[0, 3]}><{free[0, 4]}"
+    whole = [names.decode(row) for row in free.tolist()]
+    want = [text.partition(stop)[0] for text in whole]
+    options = {"max_new_tokens": N - 1, "block": 3, "eos_token_ids": [LAST], "tokenizer": names}
+    pieces = list(kvjax.stream(tiny_params(), read("full"), stop=[stop, "no"], **options))
+    assert ["".join(row) for row in zip(*pieces, strict=True)] == want != whole
+    assert len(pieces) == 3 and pieces[2][0] == ""
+    assert len(list(kvjax.stream(tiny_params(), read("full"), stop=">", **options))) == 1, "all rows have ended"
+    assert run(limits=N - 1).texts(names, stop=stop) == want
+    for bad in ("", 3, ["a", ""], None):
+        with pytest.raises(ValueError, match="stop"):
+            kvjax.stream(tiny_params(), None, stop=bad, tokenizer=names)
+    with pytest.raises(ValueError, match="tokenizer"):
+        kvjax.stream(tiny_params(), None, stop="a")
+
+
 # ---- turns, forks, single steps -----------------------------------------------------------------------------------
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from kvjax.api.text import GrowingText
+import numpy as np
+
+from kvjax.api.text import GrowingText, stop_in
 from tests.fuzz.tokenizers import fallback
 
 
-def grown(tokenizer, ids, block):
-    text = GrowingText(tokenizer)
+def grown(tokenizer, ids, block, stops=()):
+    text = GrowingText(tokenizer, stops)
     return [text.add(ids[at : at + block], at + block >= len(ids)) for at in range(0, max(len(ids), 1), block)]
 
 
@@ -20,3 +22,23 @@ def test_a_row_that_ends_within_a_character_keeps_what_was_shown():
     bad = [byte, *tokenizer.encode("a你").ids[1:]]  # a first byte without its second
     assert "".join(grown(tokenizer, bad, 1)) == "\ufffda你"
     assert "".join(grown(tokenizer, [*tokenizer.encode("你").ids, byte, letter], 1)) == "你\ufffda"
+
+
+class Letters:
+    def decode(self, ids):
+        return "".join("abc"[token] for token in ids)
+
+
+def test_a_text_ends_before_a_stop_string_whatever_its_pieces_are():
+    rng, cut = np.random.default_rng(0), 0
+    for _ in range(300):
+        ids = rng.integers(0, 3, rng.integers(0, 12)).tolist()
+        stops = [Letters().decode(rng.integers(0, 3, size)) for size in rng.integers(1, 5, rng.integers(1, 4))]
+        whole = Letters().decode(ids)
+        ends = [end for end in range(len(whole) + 1) if whole[:end].endswith(tuple(stops))]
+        if ends:
+            longest = max(len(stop) for stop in stops if whole[: ends[0]].endswith(stop))
+            whole, cut = whole[: ends[0] - longest], cut + 1
+        for block in (1, 2, 5):
+            assert "".join(grown(Letters(), ids, block, stops)) == whole
+    assert 50 < cut < 250 and stop_in("abc", ["d"]) is None

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats.shapes import CONTEXT, Sizes, Timed, few, full, normal
@@ -20,7 +19,7 @@ TIMED = Timed(
     arrays={
         "key": normal("B H S D"),
         "valid": full("B H S", True, bool),
-        "signs": lambda d: jax.random.rademacher(next(d.keys), (d.D,), jnp.float32),
+        "signs": lambda d: d.random.rademacher(next(d.keys), (d.D,), jnp.float32),
     },
     options=lambda n: {"scale": n.scale},
     reads=("key",),

@@ -1,0 +1,198 @@
+"""`dense_decode` and `gather_attention` through Mosaic GPU: lowered here, and on a Hopper GPU against float64 NumPy.
+
+Pallas does not interpret `plgpu.inline_mgpu`, so without such a GPU no number is computed.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from pallas_kernels import dispatch
+from pallas_kernels._mosaic_gpu.decode import ROOM, default_programs
+from pallas_kernels.attend.dense_decode import dense_decode
+from pallas_kernels.attend.dense_decode import pallas_mosaic_gpu as dense_kernel
+from pallas_kernels.attend.gather_attention import gather_attention
+from pallas_kernels.attend.gather_attention import pallas_mosaic_gpu as gather_kernel
+from pallas_kernels.machine import PALLAS_TRITON, assume_machine, current_machine
+from pallas_kernels.numerics import merge_partials
+from tests.pallas_kernels.attend import test_dense_decode as dense
+from tests.pallas_kernels.attend import test_dense_decode_queries as queries
+from tests.pallas_kernels.attend import test_gather_attention as gather
+from tests.pallas_kernels.cases import SCALE, close, compiled, joined, one_by_one, softmax_attention
+from tests.pallas_kernels.operations import choose
+
+NAME = "pallas_mosaic_gpu"
+ON_HOPPER = pytest.mark.skipif(current_machine().capability != (9, 0), reason="needs a GPU of compute capability 9.0")
+DENSE = functools.partial(dense_decode, scale=SCALE, implementation=NAME)
+GATHER = functools.partial(gather_attention, scale=SCALE, implementation=NAME)
+H100 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", None, "cuda"))
+
+
+def lowered(run, *args, **kwargs):
+    with jax.sharding.use_abstract_mesh(H100), assume_machine("gpu", (9, 0)):
+        text = jax.jit(run).trace(*args, **kwargs).lower(lowering_platforms=("cuda",)).as_text()
+    return text.count("custom_call @mosaic_gpu")
+
+
+def test_all_arguments_lower_for_an_h100():
+    """One kernel each, and none for the merge; a long list has a second one, which joins clusters."""
+    shape, one = jax.ShapeDtypeStruct, (1, 8, 1 << 17)
+    stored = [shape((*lead, 128), "bfloat16") for lead in ((1, 8, 4), one, one)]
+    assert lowered(DENSE, *stored, position=shape(one, "int32"), limit=shape((1,), "int32")) == 2
+    stored, rest, _ = queries.cache(1, 3, 5, 64, 75, "bfloat16")
+    gap = jnp.zeros((2, 2, 2), jnp.int32)
+    beside = stored[0], jnp.zeros(stored[0].shape[:4], jnp.float32)
+    assert lowered(functools.partial(DENSE, parts=True), *stored, **rest, gap=gap, partials=beside) == 1
+    *args, bias = gather.lists(1, 3, 128, dtype="bfloat16")
+    beside = jnp.zeros((2, 2, 4, 3, 128), jnp.float32), jnp.zeros((2, 2, 4, 3), jnp.float32)
+    run = jax.vmap(functools.partial(GATHER, bias=bias, partials=beside), (None, None, None, 0, None))
+    assert lowered(run, *args[:3], args[3][None], args[4]) == 1
+
+
+def test_programs_of_all_lists_run_at_once():
+    shares = {(8, 32): (8, 1), (8, 2048): (2, 8), (64, 512): (2, 1), (128, 32): (1, 1), (2000, 9): (1, 1), (1, 1): (1, 1)}
+    for (lists, blocks), expected in shares.items():
+        assert default_programs(lists, blocks) == expected
+    for lists in range(1, 140):
+        splits, clusters = default_programs(lists, 500)
+        assert lists * clusters <= max(ROOM[splits - 1], lists) and splits * clusters * lists > 66
+
+
+def test_it_runs_where_pallas_has_no_triton_and_says_where_it_cannot(monkeypatch):
+    monkeypatch.setattr(dispatch, "why_missing", lambda module: "gone" if module == PALLAS_TRITON else None)
+    wide, listed = {"D": 128, "S": 64}, {"D": 128, "S": 64, "K": 8}
+    with assume_machine("gpu", (9, 0)):
+        assert choose("dense_decode", **wide) == choose("gather_attention", **listed) == NAME
+        for name, sizes, words in (
+            ("dense_decode", wide | {"dtype": "float32"}, "dtypes"),
+            ("dense_decode", wide | {"kind": "int8"}, "codes"),
+            ("dense_decode", wide | {"D": 80}, "head_dim 64, 128 or 256"),
+            ("dense_decode", wide | {"G": 13, "T": 5}, "at most 64"),
+            ("dense_decode", wide | {"mass": True}, "mass"),
+            ("gather_attention", listed | {"rotate": True}, "place"),
+            ("gather_attention", listed | {"K": 0}, "empty list"),
+        ):
+            with pytest.raises(NotImplementedError, match=words):
+                choose(name, implementation=NAME, **sizes)
+    with assume_machine("gpu", (8, 0)), pytest.raises(NotImplementedError, match="compute capability"):
+        choose("dense_decode", implementation=NAME, **wide)
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("programs", [None, (1, 1), (2, 3), (3, 1), (8, 2)])
+@pytest.mark.parametrize(
+    ("group", "dim", "slots", "dtype"),
+    [(3, 64, 75, "bfloat16"), (4, 128, 3000, "bfloat16"), (8, 256, 600, "float16"), (64, 128, 1, "bfloat16")],
+)
+def test_dense_decode_equals_float64(group, dim, slots, dtype, programs):
+    """Hidden slots are NaN, and so is memory that an earlier array left; of one row all slots are hidden."""
+    arrays, rest, seen = dense.cache(slots, group, dim, slots, dtype)
+    jnp.full((1 << 24,), jnp.nan).delete()
+    got = compiled(dense_kernel.dense_decode, scale=SCALE, programs=programs)(*arrays, **rest)
+    assert got[0].dtype == dtype
+    close(got, softmax_attention(*arrays, seen[:, :, None])[:2], "bfloat16")
+    assert not np.any(got[0][1]) and np.all(got[1][1] == -np.inf)
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("slots", [75, 2000])
+def test_a_gap_and_what_is_beside(slots):
+    """Where nothing is beside, its output is NaN; slots of the gap hold no token."""
+    (query, key, value), rest, seen = queries.cache(4, 3, 5, 128, slots, "bfloat16")
+    gap, slot = np.asarray([[[16, 64], [5, 75]], [[0, 0], [slots // 4, slots // 2]]], np.int32), np.arange(slots)
+    empty = (slot >= gap[..., :1]) & (slot < gap[..., 1:])
+    rest["position"], seen = jnp.where(empty, -1, rest["position"]), seen & ~empty[:, :, None, None]
+    rng = np.random.default_rng(1)
+    out, lse = rng.normal(size=query.shape).astype(np.float32), rng.normal(size=query.shape[:4]) * 3
+    lse[0, 0, 1:], lse[1, :, :, :2] = -np.inf, -np.inf
+    out[lse == -np.inf] = np.nan
+    beside = jnp.asarray(out, "bfloat16"), jnp.asarray(lse, jnp.float32)
+    want = joined(beside, *queries.oracle(query, key, value, seen))
+    for parts in (False, True):
+        got = compiled(DENSE, parts=parts)(query, key, value, **rest, gap=jnp.asarray(gap), partials=beside)
+        got = merge_partials(*(jnp.moveaxis(x, 2, 0) for x in got)) if parts else got
+        close(got, want, "bfloat16")
+
+
+@ON_HOPPER
+@pytest.mark.parametrize(
+    ("group", "length", "dim", "slots"), [(3, 5, 64, 75), (4, 6, 128, 3000), (8, 8, 128, 33), (1, 1, 128, 65)]
+)
+def test_several_queries_equal_float64(group, length, dim, slots):
+    arrays, rest, seen = queries.cache(slots + 1, group, length, dim, slots, "bfloat16")
+    close(compiled(DENSE)(*arrays, **rest), queries.oracle(*arrays, seen), "bfloat16")
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("programs", [None, (1, 1), (5, 3), (8, 1)])
+@pytest.mark.parametrize(
+    ("group", "dim", "listed", "biased"), [(3, 64, 37, True), (4, 128, 700, False), (8, 128, 64, True), (5, 256, 5, False)]
+)
+def test_lists_equal_float64(group, dim, listed, biased, programs):
+    """One list is empty, what is not listed is NaN, and masked slots are anything."""
+    *args, bias = gather.lists(group, group, dim, listed, "bfloat16", slots=max(96, listed))
+    want = gather.gather_oracle(*args, bias if biased else None)[:2]
+    args[3] = jnp.where(args[4], args[3], 2**31 - 1)
+    run = compiled(gather_kernel.gather_attention, scale=SCALE, programs=programs)
+    got = run(*args, bias=bias if biased else None)
+    close(got, want, "bfloat16")
+    assert not np.any(got[0][0, 1]) and np.all(got[1][0, 1] == -np.inf)
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("positioned", [True, False])
+@pytest.mark.parametrize(("page", "shared"), [(8, False), (16, True), (10, False), (1, True)])
+def test_pages_equal_float64(page, shared, positioned):
+    args, position, seen = gather.pages(page, page, shared, dim=128)
+    args[:3] = (x.astype("bfloat16") for x in args[:3])
+    if not positioned:  # then all slots of a page hold tokens
+        args[1:3] = (jnp.nan_to_num(x) for x in args[1:3])
+        seen = np.zeros_like(seen)
+        for r, h in np.ndindex(seen.shape[:2]):
+            for p, used in zip(args[3][r, h % args[3].shape[1]], args[4][r, h % args[3].shape[1]]):
+                seen[r, h, p * page : (p + 1) * page] |= bool(used)
+    got = compiled(GATHER, page_size=page)(*args, position=position if positioned else None)
+    close(got, softmax_attention(*args[:3], seen[:, :, None])[:2], "bfloat16")
+
+
+@ON_HOPPER
+def test_parts_beside_a_list():
+    query, key, value, slots, mask, _ = gather.lists(3, dim=128, dtype="bfloat16")
+    whole = gather.gather_oracle(query, key, value, slots, mask)[:2]
+    out, lse = gather.gather_oracle(query, key, value, slots[..., 20:], mask[..., 20:])[:2]
+    out = jnp.asarray(np.stack([out, np.full_like(out, np.nan)], axis=2), jnp.float32)
+    lse = jnp.asarray(np.stack([lse, np.full_like(lse, -np.inf)], axis=2), jnp.float32)
+    close(compiled(GATHER)(query, key, value, slots[..., :20], mask[..., :20], partials=(out, lse)), whole, "bfloat16")
+
+
+@ON_HOPPER
+def test_queries_limits_and_lists_are_mapped():
+    (query, key, value), rest, _ = dense.cache(9, 4, 128, 500, "bfloat16")
+    limits = [rest["limit"], rest["limit"] // 3, rest["limit"] * 0 + 499]
+    one_by_one(
+        lambda q, end: DENSE(q, key, value, position=rest["position"], limit=end),
+        *((query * (i + 1), x) for i, x in enumerate(limits)),
+    )
+    *args, _ = gather.lists(2, 4, 128, 64, "bfloat16")
+    one_by_one(
+        lambda slots, mask: GATHER(*args[:3], slots, mask), *((args[3], jnp.roll(args[4], i, -1) & args[4]) for i in range(3))
+    )
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("page", [1, 3])
+def test_lists_whose_first_or_last_blocks_are_masked(page):
+    query, key, value, *_ = gather.lists(8, dim=128, slots=1500, dtype="bfloat16")
+    key, value = (jnp.nan_to_num(x) for x in (key, value))
+    items, rng = 1000 // page, np.random.default_rng(8)
+    chosen = np.stack([np.argsort(rng.random(1500 // page))[:items] for _ in range(4)]).reshape(2, 2, items).astype(np.int32)
+    slots, number = (chosen[..., None] * page + np.arange(page)).reshape(2, 2, -1), np.arange(items)
+    run = compiled(GATHER, page_size=page)
+    for mask in (number < 0, number < 17, number == items - 1, number > items // 2, (number > 70) & (number < 200)):
+        mask = np.broadcast_to(mask, chosen.shape)
+        want = gather.gather_oracle(query, key, value, slots, np.repeat(mask, page, axis=2))[:2]
+        close(run(query, key, value, jnp.asarray(chosen), jnp.asarray(mask)), want, "bfloat16")
