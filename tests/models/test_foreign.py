@@ -113,6 +113,8 @@ def test_nnx_refuses_what_it_cannot_run():
     model, params = NNXModel.of(module, **sizes)
     with pytest.raises(ValueError, match="max_position_embeddings"):  # renumbered positions are not the model's own
         decoded(model, params, STREAM, new=40)
+    with pytest.raises(ValueError, match=r"max_new_tokens$"):  # no other method has more positions
+        decoded(model, params, "full", new=40)
 
 
 @functools.cache
@@ -153,6 +155,14 @@ def test_gemma():
     tokens = own(PROMPTS, NEW)[0][:, :NEW]
     check_tokens(model, params, tokens)
     check_more(model, params, tokens)
+
+
+def test_the_gemma_of_the_page_is_described():
+    gm = package("gemma.gm", "pip install gemma==4.0.1")
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "other_models.md").read_text(encoding="utf-8")
+    (made,) = re.findall(r"^transformer = ([^#\n]+)", text, re.MULTILINE)
+    model = GemmaModel(eval(made, {"gm": gm}))
+    assert len(model.windows) == model.num_layers == model.config.num_layers and {*model.windows} == {512, None}
 
 
 def test_gemma_goes_on_where_its_sampler_stops():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -288,30 +287,6 @@ def test_a_step_asks_once_whether_rows_are_due():
         assert "cond" not in names
         loops.append(names.count("while"))
     assert loops[1] == loops[0] + 1
-
-
-@pytest.mark.thorough
-def test_only_an_eviction_copies_the_cache():
-    """A step in which no row is due copies what it copies under the eviction alone."""
-    tiny = TinyModel(num_layers=1)
-    params, cell = jax.eval_shape(tiny.random_params), (jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool))
-    given = jax.ShapeDtypeStruct((1, 64), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-
-    def copies(method):
-        read = functools.partial(run_prefill, method=method, model=tiny, max_new_tokens=31, chunk_size=64)
-        cache = jax.eval_shape(read, params, *given)
-        store = stored(cache.layers[0]).key.shape
-        step = jax.jit(lambda params, cache: run_step(params, cache, *cell), donate_argnums=1)
-        of_layer = re.compile(rf"= f32\[{','.join(map(str, store))}\]\S* copy\(")
-        counted, inside = {True: 0, False: 0}, False
-        for line in step.lower(params, cache).compile().as_text().splitlines():
-            inside = inside if line.startswith(" ") else not line.startswith("ENTRY")
-            counted[inside] += bool(of_layer.search(line))
-        return counted[False], counted[True]
-
-    evict = SnapKV(budget=16, obs_window=4)
-    once, again = copies(evict), copies(Periodic(evict=evict, interval=16))
-    assert again[0] == once[0] > 0 and again[1] > once[1]
 
 
 # ---- what wraps what ----------------------------------------------------------------------------------------------
