@@ -117,11 +117,6 @@ def test_nnx_refuses_what_it_cannot_run():
         decoded(model, params, "full", new=40)
 
 
-def louder(params, factor):
-    """Random parameters under which tokens differ from each other."""
-    return jax.tree.map(lambda x: x * factor if x.ndim > 1 else x, params)
-
-
 @functools.cache
 def gemma_case():
     """A small Gemma with windows and caps, its parameters, and `own(prompts, new, length)`: its sampler's tokens, state."""
@@ -135,7 +130,9 @@ def gemma_case():
         global_scale_factor=8.0,
     )  # fmt: skip
     transformer = gm.testing.DummyGemma(config=config, dtype=jnp.float32)
-    params = louder(transformer.init(jax.random.key(0), jnp.zeros((5,), jnp.int32))["params"], 30.0)
+    drawn = transformer.init(jax.random.key(2), jnp.zeros((5,), jnp.int32))["params"]
+    louder = jax.tree.map(lambda x: x * 30 if x.ndim > 1 else x, drawn)  # or each token would be the one before
+    params = {**louder, "embedder": drawn["embedder"]}
 
     def own(prompts, new, length=64):
         """Without end tokens, which random weights would draw."""
