@@ -96,10 +96,20 @@ def list_fits(
         except ValueError as error:
             refused.append({"method": name, "refused": str(error)})
     _say("")
+    if not rows:
+        raise ValueError("; ".join(f"{row['method']}: {row['refused']}" for row in refused))
     if as_json:
         return json.dumps([*rows, *refused], indent=1)
     told = [f"{row['method']}: {row['refused']}" for row in refused]
     about = _legend(model, config, have, weights, length, tokens)
+    over = length + tokens - config.max_position_embeddings
+    if over > 0:
+        but = ", ".join(row["method"] for row in rows if row["renumbers"])
+        about.insert(
+            2,
+            f"{length:,} tokens and {tokens} are {over:,} beyond these positions, and prefill refuses them until the config "
+            f"has YaRN{f', but under {but}' * bool(but)}.",
+        )
     return "\n".join([*_lines(rows, length), *told, "", *(textwrap.fill(line, 120) for line in about)])
 
 
@@ -112,10 +122,12 @@ def _say(text: str) -> None:
 def _row(name: str, config: ModelConfig, have: int, length: int, given: dict[str, Any]) -> dict[str, Any]:
     method = make(name)
     needed = memory_needed(method, config, batch=1, prompt_slots=length, **given)
+    longest = longest_prompt(method, config, batch=1, device_bytes=have, step=_STEP, **given)
+    rows = most_rows(method, config, prompt_slots=length, device_bytes=have, **given)
     return {
         "method": name,
-        "longest_prompt": longest_prompt(method, config, batch=1, device_bytes=have, step=_STEP, **given),
-        "most_rows": most_rows(method, config, prompt_slots=length, device_bytes=have, **given),
+        "longest_prompt": longest if longest is None or rows == 0 else max(longest, length),  # to a step below
+        "most_rows": rows,
         "peak_bytes": needed.device + needed.staged,
         "after_bytes": needed.after,
         "renumbers": method.extrapolates,

@@ -181,6 +181,7 @@ def _sentence(message: str, flags: Sequence[str]) -> str:
     message = re.sub(r'^Parser key "(\w+)":', lambda key: f"{key[1].replace('_', '-')}:", " ".join(message.split()))
     message = re.sub(r"Does not validate .*Subtypes: \[(.*)\] Errors: .*Given value:", r"Expected \1, got", message)
     message = re.sub(r"<class '([\w.]+)'>", lambda kind: kind[1].rpartition(".")[2].replace("NoneType", "none"), message)
+    message = message.replace("Expected PositiveInt, none", "expected a whole number of at least 1")
     message = re.sub(r"Not of type PositiveInt: (.*)", r"expected a whole number of at least 1 (\1)", message)
     message = message.replace("Expected a ", "expected ").replace(". Got value:", ", got")
     unknown = re.search(r"unrecognized arguments: (\S+)", message)

@@ -34,6 +34,7 @@ from experiments.tasks import GROUPS
 Row = Mapping[str, Any]
 _BEST = 8  # baselines in the figure of the main table
 _READINGS = ("centred=", "hierarchy=", "prefilter=", "kernel=", "chunk=")  # knobs of other readings of a paper
+_FOLLOWING = ("capacity", "source")  # no knobs of a sweep: one follows the budget, one names the version of a class
 _FULL = {"color": REFERENCE, "linestyle": "--", "linewidth": 1}
 # The quantity of a row against which `curves` draws scores, what it is, and what the frontier says.
 _QUANTITIES = {
@@ -149,7 +150,7 @@ def _swept(rows: Sequence[Row]) -> list[tuple[list[Row], dict[str, list[Any]]]]:
         values: dict[str, set] = {}
         for row in mine:
             for knob, value in (row.get("knobs") or {}).items():
-                if knob != "capacity" and isinstance(value, (int, float, str)):  # a capacity follows the budget
+                if knob not in _FOLLOWING and isinstance(value, (int, float, str)):
                     values.setdefault(knob, set()).add(value)
         varied = {
             knob: sorted(x, key=lambda value: (isinstance(value, str), value)) for knob, x in values.items() if len(x) > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.accounting.memory import Needed, free_bytes, memory_needed
 from kvjax.accounting.phases import gib
+from kvjax.protocol.fields import number, shown
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model
 from kvjax.registry import classes, resolve
@@ -26,7 +28,7 @@ def largest_budget(
     batch: int,
     prompt_slots: int,
     max_new_tokens: int,
-    device_bytes: int | None = None,
+    device_bytes: float | None = None,
     spare: int = SPARE,
     **sizes: Any,
 ) -> int:
@@ -73,8 +75,9 @@ def largest_budget(
     found = _most(lambda tokens: _bytes(needed(tokens)) + spare, have, least, most)
     if found is None:
         raise MemoryError(
-            f"not even the smallest budget of {name} fits, {least} tokens: it needs {needed(least)}, and {gib(spare)} for "
-            f"activations, got {gib(have)} of device memory; shorten the prompt, take fewer rows, or kv_dtype='int8'"
+            f"not even the smallest budget of {name} fits, {least} tokens: got {gib(have)} of device memory, of which "
+            f"{gib(spare)} are for activations, and it needs {needed(least)}; shorten the prompt, take fewer rows, or "
+            "kv_dtype='int8'"
         )
     return found
 
@@ -85,7 +88,7 @@ def longest_prompt(
     *,
     batch: int,
     max_new_tokens: int,
-    device_bytes: int | None = None,
+    device_bytes: float | None = None,
     spare: int = SPARE,
     step: int = 1,
     **sizes: Any,
@@ -124,7 +127,7 @@ def most_rows(
     *,
     prompt_slots: int,
     max_new_tokens: int,
-    device_bytes: int | None = None,
+    device_bytes: float | None = None,
     spare: int = SPARE,
     **sizes: Any,
 ) -> int | None:
@@ -211,12 +214,15 @@ def _bytes(needed: Needed) -> int:
     return needed.device + needed.staged + needed.weights
 
 
-def _have(who: str, device_bytes: int | None, mesh: Mesh | AbstractMesh | None) -> int:
+def _have(who: str, device_bytes: float | None, mesh: Mesh | AbstractMesh | None) -> int:
     if device_bytes is None:
         device_bytes = free_bytes(mesh)
     if device_bytes is None:
         raise ValueError(f"{who}: this device does not say how much memory is free: pass device_bytes")
-    return device_bytes
+    size = number(device_bytes)
+    if type(size) not in (int, float) or not math.isfinite(size):
+        raise ValueError(f"device_bytes must be a number of bytes such as 24e9, got {shown(device_bytes)}")
+    return int(size)
 
 
 def _unbounded(found: int | None, most: int) -> int | None:

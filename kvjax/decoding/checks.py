@@ -59,10 +59,11 @@ def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method)
         raise ValueError(f"every prompt needs at least 1 token, got none in row {row}")
     needed = longest + max_new_tokens
     if needed > model.max_position_embeddings and not has_no_limit(method, model):
+        more = f", add YaRN to the model's config, or use a method that re-numbers positions ({', '.join(extrapolating())})"
         raise ValueError(
             f"prompt of {longest} + max_new_tokens={max_new_tokens} = {needed} tokens exceeds the model's "
-            f"max_position_embeddings={model.max_position_embeddings}; shorten it, take a smaller max_new_tokens, add YaRN "
-            f"to the model's config, or use a method that re-numbers positions ({', '.join(extrapolating())})"
+            f"max_position_embeddings={model.max_position_embeddings}; shorten it, or take a smaller "
+            f"max_new_tokens{'' if takes_position(model) else more}"
         )
     again, most = method.reread_tokens(longest), model.max_position_embeddings
     if again and longest + again > most and not has_no_limit(method, model):

@@ -335,7 +335,8 @@ def _expected(value: Any, kinds: tuple[Any, ...], limits: Limits) -> str:
     if limits.choices:
         words.append(f"one of {', '.join(map(repr, limits.choices))}")
     elif int in kinds or float in kinds:
-        words.append(noun + limits.words())
+        shares = ", or a share between 0 and 1" * (limits.within is not None and type(number(value)) is float)
+        words.append(noun + limits.words() + (shares if int in kinds else ""))
     elif str in kinds:
         words.append("a text")
     return " or ".join(words + ["None"] * (type(None) in kinds))

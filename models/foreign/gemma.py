@@ -21,7 +21,7 @@ from ..sizes.rope_scaling import LinearScaling
 
 @dataclasses.dataclass(frozen=True)
 class GemmaModel:
-    """A `kvjax.protocol.typing.Model` around a text model of ``gemma.gm.nn``, such as ``gm.nn.Gemma3_1B(text_only=True)``.
+    """A `kvjax.protocol.typing.Model` around a text model of ``gemma.gm.nn``, such as ``gm.nn.Gemma3_1B()``.
 
     Its parameters are the package's, as ``gm.ckpts.load_params`` or ``transformer.init(...)["params"]`` returns them.
 

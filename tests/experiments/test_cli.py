@@ -330,12 +330,20 @@ def test_ls_says_what_fits_a_device(capsys, tmp_path, fails):
     assert main(["ls", "full", "headkv", "keydiff", *given, "--model", "llama-3.2-1b"]) == 0
     told = capsys.readouterr().out
     assert re.search(r"full +[\d,]+ +\d+ ", told) and re.search(r"keydiff +any ", told) and "headkv: HeadKV: scores" in told
+    assert main(["ls", "quest", "--fits", "24GB", "--model", "qwen3-8b", "--json"]) == 0
+    (quest,) = json.loads(capsys.readouterr().out)
+    assert quest["most_rows"] == 1 and quest["longest_prompt"] == 32768  # one fits, whatever the step of the search
+    assert main(["ls", "full", "streamingllm", "--fits", "30GB", "--model", "qwen3-8b", "--length", "41000"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "41,000 tokens and 256 are 296 beyond these positions" in told and "YaRN, but under streamingllm." in told
     for words, expected in (
         (("--fits", "24"), "--fits needs --model"),
         (("--fits", "24 cows", "--model", "qwen3-8b"), "expected bytes such as 24GB"),
         (("--fits", "10GB", "--model", "qwen3-8b"), "15.26 GiB of weights"),
         (("--fits", "10GB", "--model", "qwen3-8"), "did you mean 'qwen3-8b'?"),
         (("--fits", "24GB", "--model", "qwen3-8b", "quets"), "did you mean 'quest'?"),
+        (("--fits", "24GB", "--model", "qwen3-8b", "quest(budget=1.0)"), "or a share between 0 and 1, got 1.0"),
+        (("--fits", "24GB", "--model", "qwen3-8b", "--length", "0"), "expected a whole number of at least 1, got 0"),
         (("--length", "100"), "--length belongs to kvjax ls --fits"),
     ):
         assert expected in fails("ls", *words), words

@@ -113,11 +113,8 @@ def test_nnx_refuses_what_it_cannot_run():
     model, params = NNXModel.of(module, **sizes)
     with pytest.raises(ValueError, match="max_position_embeddings"):  # renumbered positions are not the model's own
         decoded(model, params, STREAM, new=40)
-
-
-def louder(params, factor):
-    """Random parameters under which tokens differ from each other."""
-    return jax.tree.map(lambda x: x * factor if x.ndim > 1 else x, params)
+    with pytest.raises(ValueError, match=r"max_new_tokens$"):  # no other method has more positions
+        decoded(model, params, "full", new=40)
 
 
 @functools.cache
@@ -133,7 +130,9 @@ def gemma_case():
         global_scale_factor=8.0,
     )  # fmt: skip
     transformer = gm.testing.DummyGemma(config=config, dtype=jnp.float32)
-    params = louder(transformer.init(jax.random.key(0), jnp.zeros((5,), jnp.int32))["params"], 30.0)
+    drawn = transformer.init(jax.random.key(2), jnp.zeros((5,), jnp.int32))["params"]
+    louder = jax.tree.map(lambda x: x * 30 if x.ndim > 1 else x, drawn)  # or each token would be the one before
+    params = {**louder, "embedder": drawn["embedder"]}
 
     def own(prompts, new, length=64):
         """Without end tokens, which random weights would draw."""
@@ -156,6 +155,14 @@ def test_gemma():
     tokens = own(PROMPTS, NEW)[0][:, :NEW]
     check_tokens(model, params, tokens)
     check_more(model, params, tokens)
+
+
+def test_the_gemma_of_the_page_is_described():
+    gm = package("gemma.gm", "pip install gemma==4.0.1")
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "other_models.md").read_text(encoding="utf-8")
+    (made,) = re.findall(r"^transformer = ([^#\n]+)", text, re.MULTILINE)
+    model = GemmaModel(eval(made, {"gm": gm}))
+    assert len(model.windows) == model.num_layers == model.config.num_layers and {*model.windows} == {512, None}
 
 
 def test_gemma_goes_on_where_its_sampler_stops():

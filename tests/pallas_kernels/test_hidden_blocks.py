@@ -8,7 +8,7 @@ from pallas_kernels.choose.pariskv.rerank import Regions
 from pallas_kernels.formats.quantised import quantise
 from pallas_kernels.formats.shapes import full, normal
 from pallas_kernels.host import Rows
-from tests.pallas_kernels.cases import NEEDS_GPU, ON_GPU, alike, thorough
+from tests.pallas_kernels.cases import NEEDS_GPU, ON_GPU, alike
 from tests.pallas_kernels.operations import named, sized
 from tests.pallas_kernels.test_bodies import operation
 
@@ -87,7 +87,11 @@ CASES = [
     ("page_score", {"N": N}, {"low": ANY, "high": ANY}),
     ("partial_score", {"S": LONG, "C": 4}, {"position": hide(-1), "key": hide(None, 3)}),
     ("partial_select", {"S": LONG, "C": 4, "K": 16}, {"position": hide(-1), "key": hide(None, 3)}),
-    ("rerank", {"S": N, "dtype": "bfloat16", "regions": Regions(sinks=16, best=8, tail=8, size=32)}, {"position": hide(-1)}),
+    (
+        "rerank",
+        {"S": N, "dtype": "bfloat16", "regions": Regions(sinks=16, best=8, tail=8, size=32)},
+        {"position": hide(-1), "slots": lambda slots: N // 2 + slots // 2},  # candidates hold a token
+    ),
     ("sampled_bias", {"S": N, "K": N // 2}, {"own": hide(False, 3)}),
     ("sentence_cut", {"S": N}, {"sentence": hide(-1), "position": hide(-1)}),
     ("sentence_cut", {"S": N}, {"score": ANY}),
@@ -95,12 +99,15 @@ CASES = [
     ("vector_score", {"S": N}, {"position": hide(-1), "vector": ANY}),
     ("window_score", {"S": N, "W": 8}, SEEN),
 ]
-QUICK = 3  # of the cases above, interpreted by default
+QUICK = 1  # of the cases above, interpreted by default; the others by CI
 
 
 def bodies():
     for index, (name, sizes, hidden) in enumerate(CASES):
-        for body, marks in (("interpreted", thorough if index >= QUICK else ()), ("pallas_triton", NEEDS_GPU)):
+        for body, marks in (
+            ("interpreted", pytest.mark.slow if index >= QUICK and not ON_GPU else ()),
+            ("pallas_triton", NEEDS_GPU),
+        ):
             yield pytest.param(name, body, sizes, hidden, marks=marks, id=f"{name} {named(sizes)}"[:60] + f" {body}")
 
 

@@ -127,13 +127,15 @@ def large(name, sizes):
             return jnp.all(one == other)
         return jnp.all(jnp.isclose(*(x.astype(jnp.float32) for x in (one, other)), tolerance, tolerance, equal_nan=True))
 
+    def widened(x):
+        if x.ndim == 1:  # a row's cursor and lengths: with a cursor of zero kernels store before slot 0
+            return jnp.repeat(x, count, axis=0)
+        return jnp.zeros((count * len(x), *x.shape[1:]), x.dtype).at[-row:].set(x)
+
     def tried(key):
         arrays = one.draw(key)
         flat, structure = jax.tree.flatten(arrays)
-        wide = [
-            jnp.zeros((count * len(x), *x.shape[1:]), x.dtype).at[-row:].set(x) if y else x
-            for x, y in zip(flat, own, strict=True)
-        ]
+        wide = [widened(x) if y else x for x, y in zip(flat, own, strict=True)]
         wide = jax.tree.unflatten(structure, wide)
         return jax.tree.leaves(jax.tree.map(equal, part(run(**many.options | wide)), part(run(**one.options | arrays))))
 

@@ -8,6 +8,7 @@ from pallas_kernels.choose.pqcache.code_select import code_bits
 from pallas_kernels.choose.sentencekv.sentence_cut import CLOSES
 from pallas_kernels.formats import bit_codes
 from pallas_kernels.formats.shapes import Timed, counted, frequencies, full, integers, lists, normal, orthogonal, packed
+from pallas_kernels.numerics import merge_partials
 
 # N: parts; P: pages, blocks or vectors; K: entries of a list; M: parts of the channels; C: centroids of a part, or channels.
 SIZES = {"H": 2, "S": 16, "D": 32, "T": 3, "N": 33, "P": 4, "K": 5, "M": 2, "C": 4, "R": 8, "E": lambda n: n.D // n.M}
@@ -54,9 +55,12 @@ SHAPES = {
     "chunk_query": declared(
         {"query": normal("B H G T D"), "real": full("B", 2), "first": full("B", 5), "inv_freq": frequencies}, num_local=8
     ),
-    "cluster_estimate": declared(
-        {"logits": normal("B H G S", jnp.float32), "chosen": full("B H S", True, bool)}
-        | {"left_out": lambda d: counted("B H S")(d) < 3, "size": full("B H S", 3), "value_sum": normal("B H S D")}
+    "cluster_estimate": dataclasses.replace(
+        declared(
+            {"logits": normal("B H G S", jnp.float32), "chosen": full("B H S", True, bool)}
+            | {"left_out": lambda d: counted("B H S")(d) < 3, "size": full("B H S", 3), "value_sum": normal("B H S D")}
+        ),
+        defined=lambda result, n: merge_partials(*(jnp.moveaxis(x, 2, 0) for x in result)),  # in any number of parts
     ),
     "cluster_rank": declared(
         {"query": HEADS, "centroid": normal("B H S D"), "size": full("B H S", 2), "used": full("B", "S")}

@@ -25,7 +25,9 @@ def needs(method, mesh=None, **sizes):
     return needed.device + needed.staged + needed.weights
 
 
-@pytest.mark.parametrize("method", [SnapKV(), PyramidKV(), Periodic(evict=AdaKV(), interval=16)], ids=str)
+@pytest.mark.parametrize(
+    "method", [SnapKV(), pytest.param(PyramidKV(), marks=pytest.mark.slow), Periodic(evict=AdaKV(), interval=16)], ids=str
+)
 def test_the_largest_budget_fits_and_one_more_does_not(method):
     sizes = {"batch": 8, "prompt_slots": 1000}
     given = {"spare": 5000, "params": param_shapes(CONFIG), **NEW, **sizes}
@@ -49,12 +51,23 @@ def test_a_budget_is_found_where_one_is():
             largest_budget(method, CONFIG, **sizes)
     with pytest.raises(ValueError, match="device_bytes"):  # a CPU reports no memory
         largest_budget("quest", CONFIG, **{**sizes, "device_bytes": None})
+    for wrong in ("24GB", float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="device_bytes"):
+            largest_budget("quest", CONFIG, **{**sizes, "device_bytes": wrong})
+    assert largest_budget("quest", CONFIG, **{**sizes, "device_bytes": 2.0**30}) == largest_budget("quest", CONFIG, **sizes)
     with pytest.raises(ValueError, match="num_slots|prompt_slots"):
         largest_budget("quest", CONFIG, **{**sizes, "prompt_slots": 0})
 
 
-@pytest.mark.parametrize("method", [Full(), SnapKV(budget=share(1 / 4))], ids=str)
-@pytest.mark.parametrize("mesh", [None, AbstractMesh((2, 2), ("data", "model"))], ids=["one", "mesh"])
+@pytest.mark.parametrize(
+    "method, mesh",
+    [
+        (SnapKV(budget=share(1 / 4)), None),
+        (Full(), AbstractMesh((2, 2), ("data", "model"))),
+        pytest.param(SnapKV(budget=share(1 / 4)), AbstractMesh((2, 2), ("data", "model")), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_the_longest_prompt_and_the_most_rows_fit(method, mesh):
     have = needs(method, mesh, batch=6, prompt_slots=700)
     given = {"device_bytes": have, "spare": 0, "mesh": mesh, "params": param_shapes(CONFIG), **NEW}

@@ -279,6 +279,7 @@ def test_forks_and_streams_go_on_alike_from_host_memory(name):
     assert [sum((piece[row] for piece in pieces), []) for row in range(3)] == want.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("quest")
 def test_two_caches_decoded_in_turn():
     """More steps than one sync writes, a token of each in turn; each gets the tokens that it gets alone."""

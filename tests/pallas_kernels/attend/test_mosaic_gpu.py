@@ -39,7 +39,10 @@ def lowered(run, *args, **kwargs):
 
 
 def test_all_arguments_lower_for_an_h100():
-    """One kernel each, and none for the merge."""
+    """One kernel each, and none for the merge; a long list has a second one, which joins clusters."""
+    shape, one = jax.ShapeDtypeStruct, (1, 8, 1 << 17)
+    stored = [shape((*lead, 128), "bfloat16") for lead in ((1, 8, 4), one, one)]
+    assert lowered(DENSE, *stored, position=shape(one, "int32"), limit=shape((1,), "int32")) == 2
     stored, rest, _ = queries.cache(1, 3, 5, 64, 75, "bfloat16")
     gap = jnp.zeros((2, 2, 2), jnp.int32)
     beside = stored[0], jnp.zeros(stored[0].shape[:4], jnp.float32)
