@@ -127,7 +127,8 @@ def attend_packed(layout: Layout, store: Store, cache: LayerStorage, query: Arra
     def add(part: tuple[Array, Array], slot: Array) -> tuple[tuple[Array, Array], None]:
         """Merge attention to the packed tokens in slots int32 [K] with ``part``."""
         member = owner(layout, store, slot[None, None])[:, :, None, None, None] == segments
-        seen = jnp.take(keep, slot // layout.granule, axis=3, mode="clip")[:, :, :, None] & (slot < slots)
+        real = (slot < slots).reshape(1, 1, 1, 1, -1)
+        seen = jnp.take(keep, slot // layout.granule, axis=3, mode="clip")[:, :, :, None] & real
         logits = product("bhgtne,bhke->bhgtnk", in_basis, rows(store.key, slot))
         weight, lse = _weights(capped(jnp.where(member, logits, 0).sum(axis=4)), seen)
         weight = jnp.where(member, weight[:, :, :, :, None], 0)
