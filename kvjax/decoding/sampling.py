@@ -69,7 +69,7 @@ class Sampler:
         filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
         if self.temperature is None and (given := {name: value for name, value in filters.items() if value is not None}):
             names = " and ".join(f"{name}={shown(value)}" for name, value in given.items())
-            raise ValueError(f"{names} need a temperature; without one decoding is greedy")
+            raise ValueError(f"{names}: got no temperature, expected one; without it decoding is greedy")
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
         if self.processor is not None and not callable(self.processor):

@@ -133,6 +133,8 @@ class GemmaModel:
             q, k = module._query_norm(q), module._key_norm(k)
         scale = module.query_pre_attn_scalar * math.sqrt(self.head_dim)  # attention divides by sqrt(D), under every method
         q = q * jnp.asarray(scale, q.dtype)
+        if k.dtype != self.dtype:
+            raise ValueError(f"dtype: got {self.dtype!r}, expected {str(k.dtype)!r}, that of the keys of these parameters")
         rows, count, heads, dim = q.shape
         grouped = q.reshape(rows, count, self.num_kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
         out, state = attend(grouped, k.swapaxes(1, 2), v.swapaxes(1, 2))

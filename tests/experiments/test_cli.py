@@ -216,7 +216,7 @@ ASKED = "generate --model {directory} --prompt a"
         (f"{GENERATE} --method snapvk --set budget=64", "unknown method 'snapvk' (did you mean 'snapkv'?)"),
         (f"{GENERATE} --method json:loads", "'json:loads' names no method: a method must be a subclass"),
         (f"{GENERATE} --max-new-tokens 0", "max-new-tokens"),
-        (f"{GENERATE} --top-k 3", "need a temperature"),
+        (f"{GENERATE} --top-k 3", "got no temperature"),
         ("generate --model {directory}", "by --prompt TEXT or --prompt-file FILE, got neither"),
         (f"{ASKED} --prompt-file -", "got both"),
         (f"{ASKED} --system b", "add --template auto"),

@@ -155,6 +155,8 @@ def test_gemma():
     tokens = own(PROMPTS, NEW)[0][:, :NEW]
     check_tokens(model, params, tokens)
     check_more(model, params, tokens)
+    with pytest.raises(ValueError, match="dtype"):
+        decoded(dataclasses.replace(model, dtype="bfloat16"), params, "full")
 
 
 def test_the_gemma_of_the_page_is_described():
