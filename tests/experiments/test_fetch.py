@@ -32,9 +32,12 @@ LOADING = {  # a command line of every job that loads a model, without the model
     "experiments.heads.patterns": [],
     "experiments.lab.insight.__main__": ["--length", "256"],
     "experiments.lab.fidelity.__main__": [],
+    "experiments.lab.rollouts": [],
     "experiments.lab.training.adapter": [],
 }
-WITHOUT_OUT = {"experiments.answering.__main__", "experiments.answering.answer", "experiments.heads.layers"}
+WITHOUT_OUT = {
+    "experiments.answering.__main__", "experiments.answering.answer", "experiments.heads.layers", "experiments.lab.rollouts",
+}  # fmt: skip
 
 
 @pytest.fixture
