@@ -7,6 +7,7 @@ from pallas_kernels.attend.dense_attention.blocks import block_count, block_logi
 from pallas_kernels.numerics import bounded_loop, finite_or_zero, product_precision
 
 LEAST_BLOCK = 1024  # slots
+FEW_BYTES = 1 << 23  # of keys that a decode step reads in one piece
 
 
 def dense_attention(query, key, value, *, query_position, key_position, query_first, scale, limit, block, turn=None):
@@ -15,7 +16,9 @@ def dense_attention(query, key, value, *, query_position, key_position, query_fi
     flat = query.reshape(rows, heads, group * length, dim)
     precision = product_precision(query.dtype)
     # A small part of the keys: a block of values is copied, without those of empty slots, and a CPU's caches hold it.
-    block = min(block, max(LEAST_BLOCK, key.shape[2] // 16))
+    # One query copies little, and the loop itself takes longer than a small cache.
+    whole = length == 1 and key.size * key.dtype.itemsize <= FEW_BYTES
+    block = min(block, key.shape[2] if whole else max(LEAST_BLOCK, key.shape[2] // 16))
 
     def add_block(index, carry, operands):
         """Add one more block of keys to the running softmax: earlier sums are rescaled to the new maximum."""
