@@ -168,11 +168,7 @@ def answer(
 
     Example: ``kvjax.answer("builtin", text, ["Who?", "When?"], method=SnapKV(budget=kvjax.share(1/8)))``
     """
-    asked = [questions] if isinstance(questions, str) else list(questions)
-    for name, texts in (("context", [context]), ("questions", asked)):
-        if not texts or not all(isinstance(text, str) and text for text in texts):
-            expected = "a text" if name == "context" else "a text, or a list of at least one text"
-            raise ValueError(f"{name} must be {expected}, got {shown(context if name == 'context' else questions)}")
+    asked = _asked(context, questions)
     max_new_tokens = positive_int("max_new_tokens", max_new_tokens)
     check_key(key, by_row=False)
     drawn = sampler_of(key, sampler, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -185,43 +181,48 @@ def answer(
     if isinstance(method, str):
         method = make(method, tokenizer, config.vocab_size)
     about = {"template": template, "system": system, "variables": variables}
-    apart = "" if context[-1].isspace() else "\n\n"
-    pairs = [speaker.encode(context, apart * (not question[0].isspace()) + question, **about) for question in asked]
-    sizes = [len(tail) for _, tail in pairs]
-    head = pairs[0][0]
-    room = config.max_position_embeddings - len(head) - max_new_tokens  # padding must not be what does not fit
-    tails = np.zeros((len(pairs), max(*sizes, 1, min(-(-max(*sizes, 1) // _MULTIPLE) * _MULTIPLE, room))), np.int32)
-    for row, (_, tail) in zip(tails, pairs, strict=True):
-        row[: len(tail)] = tail
+    head, tails, sizes = _encoded(speaker, context, asked, max_new_tokens, about)
     progress, compiles = _Progress(), "; the first call of its size compiles"
     with progress.of(f"reads {len(head):,} tokens under {type(method).__name__}{compiles}"):
-        whole = prefill(
-            speaker.params,
-            [head],
-            config=config,
-            method=method,
-            max_new_tokens=tails.shape[1] + max_new_tokens,
-            chunk_size=chunk_size,
-            kv_dtype=kv_dtype,
-        )
+        room, given = tails.shape[1] + max_new_tokens, {"chunk_size": chunk_size, "kv_dtype": kv_dtype}
+        whole = prefill(speaker.params, [head], config=config, method=method, max_new_tokens=room, **given)
         jax.block_until_ready(whole.logits)
     keys = [None] * len(asked) if key is None else jax.random.split(key, len(asked))
-    options: dict[str, Any] = {
-        "stops": stops,
-        "max_new_tokens": max_new_tokens,
-        "logprobs": logprobs,
-        "top_logprobs": top_logprobs,
-    }
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "logprobs": logprobs, "top_logprobs": top_logprobs}
     made: list[Any] = []
     for number, (tail, size, mine) in enumerate(zip(tails, sizes, keys, strict=True), 1):
         with progress.of(f"answers question {number} of {len(asked)} in at most {max_new_tokens:,} tokens{compiles}"):
             cache = whole if number == len(asked) else fork(whole)  # which `extend` consumes
             cache = extend(speaker.params, cache, tail[None], lengths=[size])
             read = drawn.read([[*head, *tail[:size]]]) if drawn.remembers else drawn
-            made.append(_answered(speaker, cache, read, mine, **options))
+            made.append(_answered(speaker, cache, read, mine, stops=stops, **options))
             del cache  # before the next copy is made: memory need not hold both
     texts, tokens, stats, scored = ([one[part] for one in made] for part in range(4))
     return Answers(texts, tokens, stats, scored if logprobs else None)
+
+
+def _asked(context: str, questions: str | Sequence[str]) -> list[str]:
+    """List the questions; refuse a context or questions that are no texts, with a ValueError."""
+    asked = [questions] if isinstance(questions, str) else list(questions)
+    for name, texts in (("context", [context]), ("questions", asked)):
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            expected = "a text" if name == "context" else "a text, or a list of at least one text"
+            raise ValueError(f"{name} must be {expected}, got {shown(context if name == 'context' else questions)}")
+    return asked
+
+
+def _encoded(
+    speaker: Speaker, context: str, asked: Sequence[str], max_new_tokens: int, about: Mapping[str, Any]
+) -> tuple[list[int], np.ndarray, list[int]]:
+    """Encode the context, and the questions padded to one length: token ids, int32 [Q, T], and the questions' lengths."""
+    apart = "" if context[-1].isspace() else "\n\n"
+    pairs = [speaker.encode(context, apart * (not question[0].isspace()) + question, **about) for question in asked]
+    head, sizes = pairs[0][0], [len(tail) for _, tail in pairs]
+    room = speaker.config.max_position_embeddings - len(head) - max_new_tokens  # padding must not be what does not fit
+    tails = np.zeros((len(pairs), max(*sizes, 1, min(-(-max(*sizes, 1) // _MULTIPLE) * _MULTIPLE, room))), np.int32)
+    for row, (_, tail) in zip(tails, pairs, strict=True):
+        row[: len(tail)] = tail
+    return head, tails, sizes
 
 
 def _answered(

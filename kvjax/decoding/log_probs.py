@@ -75,8 +75,7 @@ def log_probs(like: LogProbs, seen: Seen, tokens: Array, active: Array, temperat
     new = LogProbs(model=model, sampled=sampled)
     if like.top is None:
         return new
-    rows = logits.reshape(-1, logits.shape[-1])  # XLA's kernel for a GPU takes two axes; else it sorts the vocabulary
-    top, top_tokens = (x.reshape(*tokens.shape, -1) for x in lax.top_k(rows, like.top.shape[-1]))
+    top, top_tokens = lax.top_k(logits, like.top.shape[-1])
     real = active[..., None]
     return dataclasses.replace(
         new, top=jnp.where(real, top - total[..., None], 0.0), top_tokens=jnp.where(real, top_tokens.astype(jnp.int32), EMPTY)

@@ -92,6 +92,7 @@ class Sizes:
 
 
 def tiled():
+    """Return the transforms of memory that `wgmma` reads: tiles of 8 rows and 64 numbers, swizzled by 128 bytes."""
     return plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
 
 
