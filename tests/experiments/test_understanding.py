@@ -17,7 +17,7 @@ from tests.experiments.test_tasks import coarse, documents
 GROUP = tasks.GROUPS["understanding"]
 TWINS = [name for name in GROUP if f"{name}_literal" in GROUP]
 LOGS = [name for name in GROUP if name.startswith("log")]
-FUNCTION_WORDS = set("a an the of in at is which who person question answer with name alone beside every".split())
+FUNCTION_WORDS = set("a an the of in at to is which who one person question answer with name alone beside".split())
 NAME = "|".join(PEOPLE)
 
 
@@ -31,7 +31,11 @@ def words(text: str) -> set[str]:
 
 def pattern(form: str) -> re.Pattern[str]:
     """A form of a fact, whose places are groups."""
-    return re.compile(re.escape(form).replace(r"\{name\}", f"({NAME})").replace(r"\{it\}", "([^.]+?)"))
+    return re.compile(re.escape(form).replace(r"\{name\}", f"(?P<name>{NAME})").replace(r"\{it\}", "(?P<it>[^.]+?)"))
+
+
+def read_facts(form: re.Pattern[str], one: tasks.Example) -> dict[str, str]:
+    return {found["name"]: found["it"] for found in form.finditer(one.context)}
 
 
 def pairs(name: str) -> dict[str, list[str]]:
@@ -61,7 +65,7 @@ def test_twins_differ_in_the_facts_and_a_reader_with_the_table_finds_the_person(
         assert (one.question, one.answer_prefix, one.answers) == (twin.question, twin.answer_prefix, twin.answers)
         forms = [pattern(prompt.forms[form]) for form in ("fact", "literal")]
         assert forms[0].sub("", one.context) == forms[1].sub("", twin.context)
-        told, literally = dict(forms[0].findall(one.context)), dict(forms[1].findall(twin.context))
+        told, literally = read_facts(forms[0], one), read_facts(forms[1], twin)
         assert len(told) == PEOPLE_TOLD and {person: key_of[thing] for person, thing in told.items()} == literally
         (person,) = (person for person, key in literally.items() if f" {key}? " in one.question)
         assert one.answers == (person,)
@@ -165,10 +169,7 @@ def offered(name: str, one: tasks.Example) -> list[str]:
     """What an answer may be guessed from."""
     said = DESCRIPTIONS[name]
     if said["kind"] == "association":
-        return [
-            person
-            for person, _ in pattern(PROMPTS[name].forms["literal" if "literal" in said else "fact"]).findall(one.context)
-        ]
+        return sorted(read_facts(pattern(PROMPTS[name].forms["literal" if "literal" in said else "fact"]), one))
     if said["kind"] == "corrections":
         thing = re.search(r"user's (\w+)", one.question).group(1)
         return re.findall(rf"code of my {thing} .*?(\d+)\.", one.context)
