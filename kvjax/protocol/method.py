@@ -83,10 +83,19 @@ class Reading:
 
     tokens: Array  # int32 [B, S], token ids, padded on the right
     length: Array  # int32 [B], tokens of each row
-    # ``run(states, tokens, count, attend) -> states``: the model runs on ``tokens`` int32 [B, T] at the positions after the
-    # prompt; the first ``count`` int32 [B] tokens are real. A layer calls ``attend(state, inputs) -> (out, state)`` with its
-    # entry of ``states``, whatever it is. Nothing is stored but what ``attend`` returns.
-    run: Callable[[tuple[Any, ...], Array, Array, Callable[[Any, Inputs], tuple[Array, Any]]], tuple[Any, ...]]
+    logits: Array  # float32 [B, V], of the token after the prompt
+    eos_token_ids: tuple[int, ...]  # of the model
+    # ``apply(states, tokens, count, attend) -> (states, logits)``: the model runs on ``tokens`` int32 [B, T] at the positions
+    # after the prompt; the first ``count`` int32 [B] tokens are real. A layer calls ``attend(state, inputs) -> (out, state)``
+    # with its entry of ``states``, whatever it is. Nothing is stored but what ``attend`` returns. The logits float32 [B, V]
+    # are of the token after the last real one.
+    apply: Callable[
+        [tuple[Any, ...], Array, Array, Callable[[Any, Inputs], tuple[Array, Any]]], tuple[tuple[Any, ...], Array]
+    ]
+
+    def run(self, states: tuple[Any, ...], tokens: Array, count: Array, attend: Callable[[Any, Inputs], Any]) -> Any:
+        """Return the states of `apply` alone."""
+        return self.apply(states, tokens, count, attend)[0]
 
 
 @pytree
