@@ -266,7 +266,7 @@ class LayerMethod(Method):
     def due(self, state: Any) -> Array | None:
         """Mark the rows that `settle` must change before their next token, bool [B]; None, the default, if it never does.
 
-        It is for work that a method does in few steps, and is called after all layers have attended; see `kvjax.decoding.settle`.
+        It is for work that a method does in few steps, and is called after all layers have attended: `kvjax.decoding.settle`.
         """
         return None
 
