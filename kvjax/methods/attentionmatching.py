@@ -1,12 +1,12 @@
-"""Attention Matching: few slots with biases and new values, which answer the queries of a second reading as all tokens did.
+"""AttentionMatching: few slots with biases and new values, which answer the queries of a second reading as all tokens did.
 
 Stored after the prompt: ``budget`` slots per KV head, as the mean over all heads of all layers, and every later token. A slot
 of the prompt has the key of a token, a bias, and a value of its own; the bias is two more channels of the key, in rows of a
 multiple of 16 numbers. No question is known, so one cache serves all later questions. A head keeps at most
 ``floor(head_factor * budget)`` slots, which are allocated for each head.
 
-The prompt is read again in chunks, as in `KVzip`. Query t of the second reading, of query head g, attends to the tokens of the
-prompt with weights p, which sum to 1 over the prompt. Score of token i for KV head h::
+The prompt is read again in chunks, as in `KVzip`. Query t of the second reading, of query head g, attends to the prompt's
+tokens with weights p, which sum to 1 over the prompt. Score of token i for KV head h::
 
     s[h, i] = max over t, g of p_t,g[i]
 

@@ -1,4 +1,4 @@
-"""Attention Matching: the tokens of the most attention in a second reading stay, with biases and values fitted to its queries."""
+"""Attention Matching: tokens of the most attention in a second reading, with biases and values fitted to its queries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ridge_towards(columns, target, start, penalty):
 
 
 def fit(queries, keys, values, kept, ridge):
-    """The biases [K] and values [K, D] of the ``kept`` positions, from queries [N, D], keys and values of the whole prompt."""
+    """The biases [K] and values [K, D] of the ``kept`` positions, from queries [N, D] and the whole prompt [S, D]."""
     logits = queries @ keys.T / np.sqrt(keys.shape[1])
     mass = np.exp(logits - logits.max(axis=1, keepdims=True))
     whole, columns = mass.sum(axis=1), mass[:, kept]

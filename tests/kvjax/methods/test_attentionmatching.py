@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.packed_keys import biased
 from kvjax.attention.over_cache import attend_all, attend_held
+from kvjax.cache.packed_keys import biased
 from kvjax.methods import AttentionMatching
 from kvjax.testing.layer import random_tokens
 from tests import tape
