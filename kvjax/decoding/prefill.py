@@ -184,7 +184,7 @@ class _Run:
     def whole(self, tokens: Array, length: Array, sized: _Sized) -> tuple[tuple, Array]:
         """Prefill rows together; return their finished states and their logits float32 [B, V]."""
         states, logits = self.read(tokens, length, self.begun(sized), sized)
-        return self.finished(tokens, length, states, sized), logits
+        return self.finished(tokens, length, states, sized, logits), logits
 
     def in_groups(self, tokens: Array, length: Array, every: _Sized) -> tuple[tuple, Array]:
         """Prefill all rows group by group, rows of similar length in one group; return finished states and logits."""
@@ -210,7 +210,7 @@ class _Run:
             return states, put_rows(logits, new, rows)
 
         states, logits = lax.fori_loop(0, order.groups, body, (states, logits))
-        return kept.restore(states) if order.apart else self.finished(tokens, length, states, every), logits
+        return kept.restore(states) if order.apart else self.finished(tokens, length, states, every, logits), logits
 
     def _blank(self, sized: _Sized) -> tuple[tuple, Common]:
         """Return the shapes of finished states, and the storage that they have in common."""
@@ -290,14 +290,14 @@ class _Run:
         # Devices that have other rows run the same number of passes.
         return bounded_loop(body, most, -(-axes.most(jnp.max(length), axes.DATA) // chunk), (states, logits), operands)
 
-    def finished(self, tokens: Array, length: Array, states: tuple, sized: _Sized) -> tuple:
+    def finished(self, tokens: Array, length: Array, states: tuple, sized: _Sized, logits: Array) -> tuple:
         """Complete the states after the last token: reread the prompt where a method does, then finish unfinished states."""
         if self.order.chunks > 1:
             states = sized.common.restore(states)
         every = list(zip(*states, strict=True))  # every[method][layer]
         for at, method in enumerate(self.methods):
             if method.reread_tokens(self.padded):
-                given = method, self.each[at], every[at], sized.shared[at], self.model
+                given = method, self.each[at], every[at], sized.shared[at], self.model, logits
                 every[at] = reread(self.params, tokens, length, *given)
         states = tuple(zip(*every, strict=True))
         return states if all(self.within) else self._compressed(states, sized, self.within)
