@@ -10,7 +10,9 @@ ours. The text has a fact about each of several people, so that a model cannot a
 * ``assoc_country``: a landmark and its country, which takes two steps.
 
 A fact names the person last, so that what a model writes stands behind what it looks for. The harder forms, ``..._first``,
-name the person first. Each task has a twin, ``..._literal``, of the same seed: the same people at the same places of the same text, whose facts use
+name the person first.
+
+Each task has a twin, ``..._literal``, of the same seed: the same people at the same places of the same text, whose facts use
 the question's words. So the difference of the two scores is what the paraphrase costs.
 """
 
