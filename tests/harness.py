@@ -98,7 +98,7 @@ ONCE = kinds(lambda cls: issubclass(cls, AppendOnly) and cls.evicts and cls is n
 ANGLES = kinds(lambda cls: issubclass(cls, Stretched))
 # Retrieval by scans, guesses and pages with rules of their own, and keys of fewer numbers: they are slow tests.
 SLOWLY = (
-    "freekv", "infinigen", "magicpig", "pqcache", "retrievalattention", "retroinfer", "shadowkv", "socket", "think",
+    "freekv", "infinigen", "magicpig", "oracle", "pqcache", "retrievalattention", "retroinfer", "shadowkv", "socket", "think",
 )  # fmt: skip
 ELSEWHERE = (*ONCE, *ANGLES, *SLOWLY, *TWICE)
 # A choice for speed. Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.

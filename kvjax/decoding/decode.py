@@ -18,7 +18,7 @@ from kvjax.decoding.log_probs import LogProbs, Seen, log_probs
 from kvjax.decoding.passes import checked, layer_inputs
 from kvjax.decoding.recurrent import run_recurrent
 from kvjax.decoding.sampling import Sampler, split_keys
-from kvjax.protocol.method import settle_due
+from kvjax.decoding.settle import settle_due
 from kvjax.protocol.typing import EMPTY, Model, attention_soft_cap, is_recurrent, position_option, pytree
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared

@@ -80,6 +80,7 @@ def reread(
     states: tuple[Any, ...],
     shared: Any,
     model: Model,
+    logits: Array,
 ) -> tuple[Any, ...]:
     """Run `Method.reread` on the states of the layers that run the method, if there are any; return the states of all layers.
 
@@ -87,10 +88,11 @@ def reread(
         tokens: int32 [B, S], the prompt, padded on the right.
         length: int32 [B], tokens of the prompt in each row.
         states: the states of all layers, which have the whole prompt and are not finished.
+        logits: float32 [B, V], of the token after the prompt.
     """
     seen = method_layers(model)
 
-    def run(given: tuple[Any, ...], piece: Array, count: Array, attend: Callable) -> tuple[Any, ...]:
+    def apply(given: tuple[Any, ...], piece: Array, count: Array, attend: Callable) -> tuple[tuple[Any, ...], Array]:
         piece = jnp.pad(piece, ((0, 0), (0, max(2 - piece.shape[1], 0))))  # a single token would be a decode step
         at = jnp.arange(piece.shape[1], dtype=jnp.int32)[None]
         position = jnp.where(at < count[:, None], length[:, None] + at, EMPTY)
@@ -107,15 +109,19 @@ def reread(
 
         states = _put(given)
         options = position_option(model, position)
-        made = model.apply(params, piece, one, states, last=jnp.zeros_like(length), **options)
-        return _among(seen, checked(model, len(piece), len(states), made)[1])
+        made = model.apply(params, piece, one, states, last=jnp.maximum(count - 1, 0), **options)
+        after, new = checked(model, len(piece), len(states), made)
+        return _among(seen, new), after
 
     def _put(given: tuple[Any, ...]) -> tuple[Any, ...]:
         """Put the states ``given`` by the method into the states of all layers."""
         every = dict(enumerate(states)) | dict(zip(seen, given, strict=True))
         return tuple(every[layer] for layer in range(len(states)))
 
-    return _put(method.reread(_among(seen, states), Reading(tokens=tokens, length=length, run=run))) if seen else states
+    if not seen:
+        return states
+    reading = Reading(tokens=tokens, length=length, logits=logits, eos_token_ids=tuple(model.eos_token_ids), apply=apply)
+    return _put(method.reread(_among(seen, states), reading))
 
 
 def _among(seen: Sequence[int], states: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -184,7 +184,7 @@ class _Run:
         if self.order.by == "layers":
             return self.in_layers(tokens, length, sized, lambda layer, made: made)
         states, logits = self.read(tokens, length, self.begun(sized), sized)
-        return self.finished(tokens, length, states, sized), logits
+        return self.finished(tokens, length, states, sized, logits), logits
 
     def in_groups(self, tokens: Array, length: Array, every: _Sized) -> tuple[tuple, Array]:
         """Prefill all rows group by group, rows of similar length in one group; return finished states and logits."""
@@ -214,7 +214,7 @@ class _Run:
             return states, put_rows(logits, new, rows)
 
         states, logits = lax.fori_loop(0, order.groups, body, (states, logits))
-        return kept.restore(states) if order.apart else self.finished(tokens, length, states, every), logits
+        return kept.restore(states) if order.apart else self.finished(tokens, length, states, every, logits), logits
 
     def in_layers(
         self, tokens: Array, length: Array, sized: _Sized, put: Callable[[int, tuple], tuple]
@@ -360,14 +360,14 @@ class _Run:
             made.append(state)
         return outs[0], common.restore_layer(layer, tuple(made))
 
-    def finished(self, tokens: Array, length: Array, states: tuple, sized: _Sized) -> tuple:
+    def finished(self, tokens: Array, length: Array, states: tuple, sized: _Sized, logits: Array) -> tuple:
         """Complete the states after the last token: reread the prompt where a method does, then finish unfinished states."""
         if self.order.chunks > 1:
             states = sized.common.restore(states)
         every = list(zip(*states, strict=True))  # every[method][layer]
         for at, method in enumerate(self.methods):
             if method.reread_tokens(self.padded):
-                given = method, self.each[at], every[at], sized.shared[at], self.model
+                given = method, self.each[at], every[at], sized.shared[at], self.model, logits
                 every[at] = reread(self.params, tokens, length, *given)
         states = tuple(zip(*every, strict=True))
         return states if all(self.within) else self._compressed(states, sized, self.within)

@@ -17,6 +17,8 @@ from kvjax.methods.magicpig import MagicPIG as MagicPIG
 from kvjax.methods.mosaickv.method import MosaicKV as MosaicKV
 from kvjax.methods.ntk import NTK as NTK
 from kvjax.methods.observedattention import ObservedAttention as ObservedAttention
+from kvjax.methods.oracle import Oracle as Oracle
+from kvjax.methods.oracleeviction import OracleEviction as OracleEviction
 from kvjax.methods.pariskv.method import ParisKV as ParisKV
 from kvjax.methods.pi import PI as PI
 from kvjax.methods.pqcache.method import PQCache as PQCache

@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self, final
 
 import jax
-import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from kvjax.attention.moments import Moments
 from kvjax.cache import Cache, LayerStorage
@@ -30,8 +28,6 @@ from kvjax.cache import LayerSpec as LayerSpec
 from kvjax.protocol.fields import check_fields, check_names, has_shares, shown
 from kvjax.protocol.typing import Model, pytree, traced
 from kvjax.rope import rotate
-from pallas_kernels.dispatch import run_shared
-from pallas_kernels.numerics import run_if
 
 
 @pytree
@@ -83,10 +79,19 @@ class Reading:
 
     tokens: Array  # int32 [B, S], token ids, padded on the right
     length: Array  # int32 [B], tokens of each row
-    # ``run(states, tokens, count, attend) -> states``: the model runs on ``tokens`` int32 [B, T] at the positions after the
-    # prompt; the first ``count`` int32 [B] tokens are real. A layer calls ``attend(state, inputs) -> (out, state)`` with its
-    # entry of ``states``, whatever it is. Nothing is stored but what ``attend`` returns.
-    run: Callable[[tuple[Any, ...], Array, Array, Callable[[Any, Inputs], tuple[Array, Any]]], tuple[Any, ...]]
+    logits: Array  # float32 [B, V], of the token after the prompt
+    eos_token_ids: tuple[int, ...]  # of the model
+    # ``apply(states, tokens, count, attend) -> (states, logits)``: the model runs on ``tokens`` int32 [B, T] at the positions
+    # after the prompt; the first ``count`` int32 [B] tokens are real. A layer calls ``attend(state, inputs) -> (out, state)``
+    # with its entry of ``states``, whatever it is. Nothing is stored but what ``attend`` returns. The logits float32 [B, V]
+    # are of the token after the last real one.
+    apply: Callable[
+        [tuple[Any, ...], Array, Array, Callable[[Any, Inputs], tuple[Array, Any]]], tuple[tuple[Any, ...], Array]
+    ]
+
+    def run(self, states: tuple[Any, ...], tokens: Array, count: Array, attend: Callable[[Any, Inputs], Any]) -> Any:
+        """Return the states of `apply` alone."""
+        return self.apply(states, tokens, count, attend)[0]
 
 
 @pytree
@@ -261,7 +266,7 @@ class LayerMethod(Method):
     def due(self, state: Any) -> Array | None:
         """Mark the rows that `settle` must change before their next token, bool [B]; None, the default, if it never does.
 
-        It is for work that a method does in few steps, and is called after all layers have attended; see `settle_due`.
+        It is for work that a method does in few steps, and is called after all layers have attended: `kvjax.decoding.settle`.
         """
         return None
 
@@ -283,68 +288,6 @@ class LayerMethod(Method):
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         """Return the method itself. A method whose layers differ returns other methods for some layers."""
         return self
-
-
-def settle_due(methods: Sequence[LayerMethod], states: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Settle the states of all layers after a step (`LayerMethod.settle`), if any row of any layer is `LayerMethod.due`.
-
-    All layers share one loop, which runs once or not at all. A condition in each layer would cost more: the branch that does
-    nothing copies the layer's cache, and work that one CUDA graph cannot hold waits for the host in every layer.
-    """
-    chosen = [at for at, (method, state) in enumerate(zip(methods, states, strict=True)) if method.due(state) is not None]
-    if not chosen:
-        return states
-
-    def any_due(some: tuple[Any, ...]) -> Array:
-        layers = zip(chosen, some, strict=True)
-        rows = [run_shared(type(methods[at]).due, methods[at], state) for at, state in layers]
-        return functools.reduce(jnp.logical_or, [each.any() for each in rows])
-
-    def change(states: tuple[Any, ...], methods: Sequence[LayerMethod]) -> tuple[Any, ...]:
-        some: list[Any] = []
-        for method, state, take in zip(methods, states, _reworked(methods, states), strict=True):
-            if some:  # one layer after the other, so that only one layer's temporaries exist at a time
-                state, some[-1] = lax.optimization_barrier((state, some[-1]))
-            some.append(run_shared(type(method).settle, method, state, take()))
-        return tuple(some)
-
-    some = tuple(states[at] for at in chosen)
-    some = run_if(change, any_due(some), some, tuple(methods[at] for at in chosen))
-    new = list(states)
-    for at, state in zip(chosen, some, strict=True):
-        new[at] = state
-    return tuple(new)
-
-
-def _reworked(methods: Sequence[LayerMethod], states: Sequence[Any]) -> list[Callable[[], Any]]:
-    """Run `LayerMethod.rework` for each layer; the results are functions to be called in the order of the layers.
-
-    Layers of equal structure go through one loop, and each round of the loop reads another layer. Their results are read at
-    an index that XLA does not know: otherwise it would compile kernels for each layer.
-    """
-    alike: dict[Any, list[int]] = {}
-    for at, (method, state) in enumerate(zip(methods, states, strict=True)):
-        shapes = jax.eval_shape(method.excerpt, state)
-        kinds = tuple((x.shape, x.dtype) for x in jax.tree.leaves(shapes))
-        if kinds:
-            alike.setdefault((jax.tree.structure((method, shapes)), kinds), []).append(at)
-    made: list[Callable[[], Any]] = [lambda: None] * len(methods)
-    for layers in alike.values():
-        excerpts = [functools.partial(run_shared, type(methods[at]).excerpt, methods[at], states[at]) for at in layers]
-        results = _in_turn(methods[layers[0]].rework, excerpts)
-        for at in layers:
-            made[at] = functools.partial(next, results)
-    return made
-
-
-def _in_turn(rework: Callable[[Any], Any], excerpts: Sequence[Callable[[], Any]]) -> Iterator[Any]:
-    """Yield ``rework`` of each of the ``excerpts``."""
-    results = lax.map(lambda number: rework(lax.switch(number, excerpts)), jnp.arange(len(excerpts), dtype=jnp.int32))
-    number = jnp.int32(0)
-    for _ in excerpts:
-        number = lax.optimization_barrier(number)
-        yield jax.tree.map(lambda x, number=number: lax.dynamic_index_in_dim(x, number, keepdims=False), results)
-        number = number + 1
 
 
 def check_method(role: str, value: Any) -> Method:

@@ -26,7 +26,7 @@ _WIDEST = 48  # the most KV heads times head_dim of `random_model`
 _WRAPPERS = ("stages", "perlayer", "densebelow", "periodic", "twilight", "layerbudgets", "prefill")
 # Values of static fields by name. Fields that are not here take their choices, True or False, or keep their default.
 _SIZES: dict[str, tuple[Any, ...]] = {
-    "anchor_pages": (None, 1, 3),
+    "ahead": (1, 3), "anchor_pages": (None, 1, 3),
     "answer": ((), (7,)), "ask": ((), (5, 9, 5)), "ask_later": ((), (8, 1)),
     "block": (1, 3, 4, 16), "block_size": (4, 8), "buffer": (4, 8, 16), "capacity": (5, 8, 12, 24, EVERYTHING),
     "channels": (0.125, 0.25, 0.5), "chunk": (1, 4, 5, 8), "chunk_size": (1, 2, 4), "chunks_per_grid": (1, 2, 3),
@@ -106,7 +106,7 @@ def covering(method: Method) -> Method | None:
     if approximate or "budget" not in fields or vars(method)["capacity"] != EVERYTHING:
         return None
     try:
-        return dataclasses.replace(method, budget=EVERYTHING)
+        return dataclasses.replace(method, budget=EVERYTHING, **({"mass": 1.0} if "mass" in fields else {}))
     except ValueError:  # the drawn factor of SentenceKV wants more room with this budget
         return None
 
