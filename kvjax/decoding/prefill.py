@@ -22,7 +22,7 @@ A method's own block is never split, even if it has more than ``chunk_size`` tok
 A pass may also have one layer alone. A prompt of several chunks is read **layer by layer** where that takes less memory: the
 first layer reads all chunks, and its hidden states, ``S * E`` values of each row, stay on the device; then the layer is
 finished, its storage is free, and the next layer reads the hidden states and writes its own in their place. So the keys and
-values of a whole prompt exist for one layer of one group only, and a layer that keeps its prompt is no reason to take rows out
+values of a whole prompt exist for one layer of one group only, and where a layer keeps its prompt, rows need not be taken out
 of the storage of all. The model has to run one layer alone (`kvjax.protocol.typing.LayeredModel`). A method that reads the
 prompt twice (`Method.reread`) needs all layers at the prompt's end; nothing else in a prefill looks across layers. Results
 are equal up to rounding: the last update of a layer is added to the hidden states before the next layer begins.
