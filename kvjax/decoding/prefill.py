@@ -41,14 +41,12 @@ from jax import Array, lax
 
 from kvjax.cache import Cache, LayerSpec
 from kvjax.decoding.layers import fingerprint, init_shared, layer_methods, layer_specs, observe
-from kvjax.decoding.passes import checked, layer_inputs, reread
+from kvjax.decoding.passes import Pass, checked, reread
 from kvjax.decoding.reading_order import By, Order, RowBytes, reading_order, why_chunks
-from kvjax.decoding.recurrent import run_recurrent
-from kvjax.decoding.shared_storage import Common, barrier, common_storage, finish, made_after, stores_only
+from kvjax.decoding.shared_storage import Common, barrier, common_storage, finish, made_after
 from kvjax.protocol.method import LayerMethod, Method, num_bytes
-from kvjax.protocol.typing import EMPTY, Model, attention_soft_cap, is_recurrent, layered, not_none, position_option
+from kvjax.protocol.typing import Model, attention_soft_cap, is_recurrent, layered, not_none, position_option
 from pallas_kernels import axes
-from pallas_kernels.dispatch import run_shared
 from pallas_kernels.numerics import bounded_loop
 from pallas_kernels.soft_cap import soft_cap
 
@@ -114,24 +112,6 @@ class _Sized:
     specs: tuple[tuple[LayerSpec, ...], ...]  # [method][layer]
     shared: tuple  # the state that all layers share, of each method
     common: Common  # the storage that methods have in common, until they are finished
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pass:
-    """Some tokens of some rows, which a layer or all layers run on."""
-
-    each: tuple[tuple[LayerMethod, ...], ...]  # [method][layer]
-    shared: tuple  # the state that all layers share, of each method
-    length: Array  # int32 [R], tokens of each row
-    tokens: Array  # int32 [R, T]
-    start: Array | int  # position of the first
-    position: Array  # int32 [R, T], EMPTY for padding
-
-    @classmethod
-    def at(cls, start: Array | int, tokens: Array, length: Array, each: tuple, shared: tuple) -> _Pass:
-        """Make the pass over tokens int32 [R, T] from position ``start`` on."""
-        at = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        return cls(each, shared, length, tokens, start, jnp.where(at < length[:, None], at, EMPTY))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,7 +236,7 @@ class _Run:
         def body(index: Array | int, carry: tuple, operands: tuple) -> tuple:
             (hidden, states), (params, each, shared, length, tokens) = carry, operands
             piece, part = (lax.dynamic_slice_in_dim(x, index * chunk, chunk, 1) for x in (tokens, hidden))
-            now = _Pass.at(index * chunk, piece, length, each, shared)
+            now = Pass.at(index * chunk, piece, length, each, shared)
             if layer == 0:
                 part = model.embed(params, piece, **position_option(model, now.position))
             else:  # what is written must not be computed from what it takes the place of
@@ -264,7 +244,7 @@ class _Run:
 
             def attend(layer: int, states: tuple, *given: Any, sinks: Array | None = None) -> tuple[Array, tuple]:
                 whole = sized.common.restore_layer(layer, states)
-                out, whole = self._attend(now, layer, whole, given, sinks, sized.common)
+                out, whole = now.attend(self.model, layer, whole, given, sinks, sized.common)
                 return out, sized.common.strip_layer(layer, whole)
 
             part, states = model.run_layer(params, layer, part, attend, states)
@@ -306,12 +286,12 @@ class _Run:
 
         def read(start: Array | int, carry: tuple, operands: tuple) -> tuple[tuple, Array]:
             (states, logits), (params, each, all_shared, length, rows, piece) = carry, operands
-            now = _Pass.at(start, piece, length, each, all_shared)
+            now = Pass.at(start, piece, length, each, all_shared)
             last = length - 1 - start
 
             def attend(layer: int, states: tuple, *given: Any, sinks: Array | None = None) -> tuple[Array, tuple]:
                 mine = sized.common.restore_layer(layer, states if rows is None else row_of(states, rows[0]))
-                out, new = self._attend(now, layer, mine, given, sinks, sized.common)
+                out, new = now.attend(self.model, layer, mine, given, sinks, sized.common)
                 if self.order.chunks > 1:
                     new = sized.common.strip_layer(layer, new)
                     return out, new if rows is None else put_rows(states, new, rows)
@@ -341,24 +321,6 @@ class _Run:
             return read(index * chunk, carry, (*others, piece))
 
         return self._each_chunk(body, (states, logits), operands, length)
-
-    def _attend(
-        self, now: _Pass, layer: int, states: tuple, given: tuple, sinks: Array | None, common: Common
-    ) -> tuple[Array, tuple]:
-        """Run a layer's attention under every method, with what the model gave; return an output, and the states [method]."""
-        if is_recurrent(self.model, layer):  # the same under every method
-            out, state = run_recurrent(states[0], given, now.position)
-            return out, (state,) * len(states)
-        (q, k, v), holders, model, position = given, common.holders[layer], self.model, now.position
-        outs, made = [], []
-        for at, (layers, state, own) in enumerate(zip(now.each, states, now.shared, strict=True)):
-            if holders[at] == at or not stores_only(state):
-                place = position, now.tokens, own, now.start, now.length
-                inputs = layer_inputs(model, layer, layers[layer], q, k, v, *place, None, sinks)
-                out, state = run_shared(type(layers[layer]).attend, layers[layer], state, inputs)
-                outs.append(out)
-            made.append(state)
-        return outs[0], common.restore_layer(layer, tuple(made))
 
     def finished(self, tokens: Array, length: Array, states: tuple, sized: _Sized, logits: Array) -> tuple:
         """Complete the states after the last token: reread the prompt where a method does, then finish unfinished states."""
