@@ -49,7 +49,7 @@ REFUSED = {
     "reuse(prefill(quest))": "Prefill, which must be the outer wrapper",
     "reuse(reuse(quest))": "method must .*Reuse",
     "twilight(reuse(quest))": "method must .*Reuse",
-    "perlayer(reuse(quest))": "PerLayer: Reuse chooses for all layers",
+    "perlayer(reuse(quest), 0=full)": "PerLayer: Reuse chooses for all layers",
     "prefill(prefill(quest))": "Prefill, which must be the outer wrapper",
     "prefill(h2o)": "H2O needs the attention of the whole prompt",
     "prefill(keydiff)": "method must .*SlotMethod.*KeyDiff",
