@@ -1,6 +1,7 @@
 """The methods. A new method needs its own file, an oracle in ``tests/oracles``, and one import line here."""
 
 from kvjax.methods.adakv import AdaKV as AdaKV
+from kvjax.methods.attentionmatching import AttentionMatching as AttentionMatching
 from kvjax.methods.chess.method import Chess as Chess
 from kvjax.methods.duoattention import DuoAttention as DuoAttention
 from kvjax.methods.expectedattention import ExpectedAttention as ExpectedAttention

@@ -71,6 +71,7 @@ class Prompt:
     tokens: Array = traced("int32 [B, S], token id of each slot")
     moments: Moments | None = traced("of the queries before RoPE; None unless the method `reads` them", default=None)
     kept: Array | None = traced("bool [B, H, S], slots that `Method.reread` keeps; None if there was no reread", default=None)
+    asked: Any = traced("what `Method.reread` leaves for `compress` besides; None if nothing", default=None)
     length: Array | None = traced("int32 [B], tokens of each row; None before the prompt's end", default=None)
 
 

@@ -69,7 +69,7 @@ class SlotAttention(LayerMethod):
     reads = Reads()  # what `compress` gets of the prompt besides
     observes = 0  # `update` gets the attention mass of its tokens if there are at least so many; 0: never
     moves_slots = False  # True: `update` moves slots, so no index of another method may point to them
-    packs = False  # True: `compress` returns a `kvjax.cache.packed_keys.ThinCache`, which stores only some channels of keys
+    packs = False  # True: `compress` returns a `kvjax.cache.packed_keys.ThinCache`, whose keys have other channels
     sparse_prompt: SparsePrompt | None = None  # sparse attention over the prompt; None means dense attention
 
     @property
