@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, cast
 
 import jax
@@ -44,6 +44,11 @@ class ModelConfig(Architecture):
 
     can_guess: ClassVar[bool] = True  # `apply` takes ``guess``
 
+    @property
+    def can_probe(self) -> bool:
+        """Whether `apply` takes ``nudges``: not in layers without keys, or with latent keys."""
+        return self.latent is None and self.linear is None
+
     def __post_init__(self):
         super().__post_init__()
         hf_config.check_family(self.family)
@@ -57,6 +62,7 @@ class ModelConfig(Architecture):
         *,
         last: jax.Array | None = None,
         guess: Collection[int] = (),
+        nudges: Sequence[jax.Array] | None = None,
     ) -> tuple[jax.Array, tuple]:
         """Run the decoder; see `models.layers.transformer.Transformer` for shapes and errors.
 
@@ -69,7 +75,7 @@ class ModelConfig(Architecture):
         if kinds:
             raise ValueError(f"params must be floating-point numbers, got {', '.join(sorted(kinds))}")
         try:
-            out = Transformer(self).apply({"params": params}, tokens, attend, tuple(states), last, guess)
+            out = Transformer(self).apply({"params": params}, tokens, attend, tuple(states), last, guess, nudges)
             return cast(tuple[jax.Array, tuple], out)  # Flax may return changed variables too; here it does not
         except _WRONG_PARAMS as error:
             reason = str(error).partition(" (http")[0]  # Flax adds the address of its manual

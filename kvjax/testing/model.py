@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -32,6 +32,7 @@ class TinyModel:
     eos_token_ids: tuple[int, ...] = (60,)
     dtype: str = "float32"
     can_guess: ClassVar[bool] = True
+    can_probe: ClassVar[bool] = True
     # The shape of the tokens of every trace; models that differ in this list alone are equal.
     traces: list[tuple[int, ...]] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
@@ -57,6 +58,7 @@ class TinyModel:
         *,
         last: jax.Array | None = None,
         guess: Collection[int] = (),
+        nudges: Sequence[jax.Array] | None = None,
     ) -> tuple[jax.Array, tuple]:
         """Run all layers on ``tokens`` int32 [B, T]; see `kvjax.protocol.typing.Model.apply`."""
         self.traces.append(tokens.shape)
@@ -72,10 +74,14 @@ class TinyModel:
         for layer, (weights, state) in enumerate(zip(params["layers"], states, strict=True)):
             before, given = given, _normed(x)
             guessed = project(before, weights)[:1] if before is not None and layer in guess else []
-            out, state = attend(layer, state, *project(given, weights), *guessed)
+            written = {} if nudges is None else {"written": (given, weights["out"].reshape(heads, group, dim, -1))}
+            out, state = attend(layer, state, *project(given, weights), *guessed, **written)
             out = out.reshape(batch, heads * group, length, dim).swapaxes(1, 2).reshape(batch, length, -1)
             x = x + out.astype(x.dtype) @ weights["out"]
+            x = x if nudges is None else x + nudges[layer]
             new.append(state)
+        if nudges is not None:
+            return x, tuple(new)
         if last is not None:
             x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
         return (_normed(x) @ params["head"]).astype(jnp.float32), tuple(new)
