@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -69,14 +69,29 @@ class ModelConfig(Architecture):
         Raises:
             ValueError: ``params`` belong to another model, or have a dtype that is not floating-point.
         """
+        return self._run(params, tokens, attend, tuple(states), last, guess, nudges)
+
+    def embed(self, params: Any, tokens: jax.Array) -> jax.Array:
+        """Embed ``tokens`` int32 [B, T]: the hidden states [B, T, d] before the first layer. Errors are those of `apply`."""
+        return self._run(params, tokens, method="begin")
+
+    def run_layer(self, params: Any, layer: int, hidden: jax.Array, attend: Any, state: Any) -> tuple[jax.Array, Any]:
+        """Run one layer on hidden states [B, T, d]; return those behind the layer, and the layer's new state."""
+        return self._run(params, layer, hidden, attend, state, method="run_layer")
+
+    def head(self, params: Any, hidden: jax.Array) -> jax.Array:
+        """Compute the logits float32 [B, V] of hidden states [B, d] behind the last layer."""
+        return self._run(params, hidden, method="end")
+
+    def _run(self, params: Any, *args: Any, method: str | None = None) -> Any:
+        """Run a method of the decoder; without a name all of it."""
         plain = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, CodedMatrix))
         plain = [leaf for leaf in plain if not isinstance(leaf, CodedMatrix)]
         kinds = {str(leaf.dtype) for leaf in plain if not jnp.issubdtype(leaf.dtype, jnp.floating)}
         if kinds:
             raise ValueError(f"params must be floating-point numbers, got {', '.join(sorted(kinds))}")
         try:
-            out = Transformer(self).apply({"params": params}, tokens, attend, tuple(states), last, guess, nudges)
-            return cast(tuple[jax.Array, tuple], out)  # Flax may return changed variables too; here it does not
+            return Transformer(self).apply({"params": params}, *args, method=method)
         except _WRONG_PARAMS as error:
             reason = str(error).partition(" (http")[0]  # Flax adds the address of its manual
             raise ValueError(

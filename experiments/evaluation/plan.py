@@ -21,7 +21,7 @@ from experiments.tasks import get_task
 from kvjax.accounting.memory import free_bytes, needed_each
 from kvjax.accounting.phases import Phases, add_parts
 from kvjax.decoding.layers import layer_methods, shares_prefill
-from kvjax.decoding.prefill import reading_order
+from kvjax.decoding.reading_order import reading_order
 from kvjax.protocol.method import LayerMethod, Method
 
 _UNKNOWN = 4 << 30  # bytes for the caches of a group where the device does not report its memory

@@ -20,7 +20,7 @@ from kvjax.cache.quantised import check_kv_dtype, row_bytes
 from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.checks import check_model, check_sizes, has_no_limit
 from kvjax.decoding.layers import layer_methods, layer_specs
-from kvjax.decoding.prefill import reading_order
+from kvjax.decoding.reading_order import reading_order
 from kvjax.decoding.shared_storage import keeps_storage, storage_key
 from kvjax.mesh.processes import least
 from kvjax.mesh.sharding import Plan, bytes_on_device, check_axes, on_each

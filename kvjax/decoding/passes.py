@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.decoding.recurrent import run_recurrent
+from kvjax.decoding.shared_storage import Common, stores_only
 from kvjax.protocol.method import Inputs, LayerMethod, Method, Reading
 from kvjax.protocol.typing import EMPTY, Model, is_recurrent, layer_ropes, method_layers, position_option
 from kvjax.rope import frequencies, prepare
@@ -54,6 +55,42 @@ def layer_inputs(
         query=q, key=k, value=v, position=position, tokens=tokens, inv_freq=inv_freq, shared=shared, start=start,
         guess=guess, sinks=sinks,
     )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """Some tokens of the prompts of some rows, which the model runs on, or one layer of it."""
+
+    each: tuple[tuple[LayerMethod, ...], ...]  # [method][layer]
+    shared: tuple  # the state that all layers share, of each method
+    length: Array  # int32 [R], tokens of each row
+    tokens: Array  # int32 [R, T]
+    start: Array | int  # position of the first
+    position: Array  # int32 [R, T], EMPTY for padding
+
+    @classmethod
+    def at(cls, start: Array | int, tokens: Array, length: Array, each: tuple, shared: tuple) -> Pass:
+        """Make the pass over tokens int32 [R, T] from position ``start`` on."""
+        at = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        return cls(each, shared, length, tokens, start, jnp.where(at < length[:, None], at, EMPTY))
+
+    def attend(
+        self, model: Model, layer: int, states: tuple, given: tuple, sinks: Array | None, common: Common
+    ) -> tuple[Array, tuple]:
+        """Run a layer's attention under every method, with what the model gave; return an output, and the states [method]."""
+        if is_recurrent(model, layer):  # the same under every method
+            out, state = run_recurrent(states[0], given, self.position)
+            return out, (state,) * len(states)
+        (q, k, v), holders = given, common.holders[layer]
+        outs, made = [], []
+        for at, (layers, state, own) in enumerate(zip(self.each, states, self.shared, strict=True)):
+            if holders[at] == at or not stores_only(state):
+                method, place = layers[layer], (self.position, self.tokens, own, self.start, self.length)
+                inputs = layer_inputs(model, layer, method, q, k, v, *place, None, sinks)
+                out, state = run_shared(type(method).attend, method, state, inputs)
+                outs.append(out)
+            made.append(state)
+        return outs[0], common.restore_layer(layer, tuple(made))
 
 
 def checked(model: Model, rows: int, layers: int, made: tuple[Array, tuple[Any, ...]]) -> tuple[Array, tuple[Any, ...]]:

@@ -122,6 +122,8 @@ class Model(Protocol):
     A model that can be probed has a member ``can_probe`` that is True, and its `apply` takes another argument, ``nudges``,
     which methods pass to `kvjax.protocol.method.Reading`.
 
+    A model that can run one layer at a time has the members of `LayeredModel`; long prompts may then be read layer by layer.
+
     A model that can run over several devices has a method ``local(devices)``, which returns the description of one device's
     part, with its share of the heads; see ``docs/many_devices.md``.
     """
@@ -181,6 +183,31 @@ class Model(Protocol):
     def weight_bytes(self, params: Any, rows: int) -> int:
         """Count the bytes of ``params`` that a decode step of ``rows`` rows reads."""
         ...
+
+
+class LayeredModel(Model, Protocol):
+    """A model that can also run one layer on hidden states [B, T, E]; they are in ``dtype``, all updates added."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    def embed(self, params: Any, tokens: jax.Array) -> jax.Array:
+        """Return the hidden states [B, T, E] before the first layer; it takes ``position`` too where `apply` does."""
+        ...
+
+    def run_layer(self, params: Any, layer: int, hidden: jax.Array, attend: Callable, state: Any) -> tuple[jax.Array, Any]:
+        """Return the hidden states behind ``layer``, and its new state; ``attend`` is called as in `apply`."""
+        ...
+
+    def head(self, params: Any, hidden: jax.Array) -> jax.Array:
+        """Return the logits float32 [B, V] of hidden states [B, E] behind the last layer."""
+        ...
+
+
+def layered(model: Model) -> LayeredModel | None:
+    """Return the model if it can run one layer at a time, which it need not; else None."""
+    names = "hidden_size", "embed", "run_layer", "head"
+    return cast("LayeredModel", model) if all(hasattr(model, name) for name in names) else None
 
 
 def layer_windows(model: Model) -> tuple[int | None, ...]:

@@ -310,7 +310,15 @@ class Transformer(nn.Module):
 
     config: Architecture
 
-    @nn.compact
+    def setup(self):
+        """Create the modules."""
+        config = self.config
+        self.embed = Table(config)
+        self.layers = [Block(config, layer) for layer in range(config.num_layers)]
+        self.final_norm = Norm(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = Table(config)
+
     def __call__(
         self,
         tokens: jax.Array,
@@ -344,26 +352,40 @@ class Transformer(nn.Module):
             ValueError: ``tokens``, ``last`` or ``states`` do not have these shapes.
         """
         config = self.config
-        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise ValueError(f"tokens must be integers of shape [B, T], got {tokens.dtype} {tokens.shape}")
         if len(states) != config.num_layers:
             raise ValueError(f"expected one state for each of {config.num_layers} layers, got {len(states)}")
         if last is not None and last.shape != tokens.shape[:1]:
             raise ValueError(f"last must have shape {tokens.shape[:1]}, one index per row, got {last.shape}")
-        table = Table(config, name="embed")
-        x = table.embed(tokens)
+        x = self.begin(tokens)
         update, inputs, new_states = None, None, []
         for layer, state in enumerate(states):
             before = inputs if layer in guess else None
             nudge = None if nudges is None else nudges[layer]
-            x, update, state, inputs = Block(config, layer, name=f"layers_{layer}")(x, update, attend, state, before, nudge)
+            x, update, state, inputs = self.layers[layer](x, update, attend, state, before, nudge)
             new_states.append(state)
         if nudges is not None:
             return x if update is None else x + update, tuple(new_states)
         if last is not None:
             at = last[:, None, None]
             x, update = jax.tree.map(lambda y: jnp.take_along_axis(y, at, axis=1)[:, 0], (x, update))
-        norm = Norm(config, name="final_norm")
-        x = norm(x) if update is None else norm(x, update)[1]
-        head = table if config.tie_word_embeddings else Table(config, name="lm_head")
-        return head.logits(x), tuple(new_states)
+        return self.end(x, update), tuple(new_states)
+
+    def begin(self, tokens: jax.Array) -> jax.Array:
+        """Embed ``tokens`` int32 [B, T]: the stream [B, T, d] before the first layer.
+
+        Raises:
+            ValueError: ``tokens`` are no integers of this shape.
+        """
+        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(f"tokens must be integers of shape [B, T], got {tokens.dtype} {tokens.shape}")
+        return self.embed.embed(tokens)
+
+    def run_layer(self, layer: int, x: jax.Array, attend: Attend, state: Any) -> tuple[jax.Array, Any]:
+        """Run one layer on the stream [B, T, d]; return the stream with all of the layer's updates, and the new state."""
+        x, update, state, _ = self.layers[layer](x, None, attend, state)
+        return x if update is None else x + update, state
+
+    def end(self, x: jax.Array, update: jax.Array | None = None) -> jax.Array:
+        """Compute the logits float32 [..., V] of the stream [..., d] behind the last layer, and its last update if any."""
+        x = self.final_norm(x) if update is None else self.final_norm(x, update)[1]
+        return (self.embed if self.config.tie_word_embeddings else self.lm_head).logits(x)

@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax.decoding.layers import layer_methods
-from kvjax.decoding.prefill import Order, reading_order
+from kvjax.decoding.reading_order import Order, reading_order
 from kvjax.testing.model import TinyModel
 from kvjax.wrappers import Pattern, PerLayer, Prefill
 from tests.harness import NAMES, SMALL_PATTERNS, WRAPPERS, example
