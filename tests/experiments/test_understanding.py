@@ -9,6 +9,8 @@ import re
 import pytest
 
 from experiments import tasks
+from experiments.evaluation.plots import default_kinds
+from experiments.evaluation.understanding import by_kind, paraphrase
 from experiments.tasks import dialogues, entries, happenings
 from experiments.tasks.associations import PEOPLE, PEOPLE_TOLD
 from experiments.tasks.base import DESCRIPTIONS, PROMPTS
@@ -197,3 +199,26 @@ def test_a_guess_scores_the_chance_that_the_task_names(name):
     # A wrong text may begin with a right word, and few facts name fewer places than there are.
     more = {"near_duplicates": 0.1, "happenings": 0.3}.get(DESCRIPTIONS[name]["kind"], 0.0)
     assert chance - 0.09 < sum(scores) / len(scores) < chance + more + 0.09
+
+
+def scored(method: str, **values: float) -> list[dict]:
+    return [
+        {"unit": "percent", "method": method, "question": "prefill", "length": 4096, "name": name, "value": value}
+        for name, value in values.items()
+    ]
+
+
+def test_a_kind_is_a_mean_over_the_tasks_that_full_solves_and_twins_count_together(tmp_path):
+    pytest.importorskip("matplotlib")
+    full = scored(
+        "full", assoc_kind=80, assoc_kind_literal=40, assoc_dish=20, assoc_dish_literal=90, log_most=70, log_first=60
+    )
+    rows = [*full, *scored("quest", assoc_kind=50, assoc_kind_literal=60, log_most=10)]
+    means = by_kind(rows)
+    assert means["full", "prefill", 4096] == {"literal": 40, "paraphrased": 80, "logs": 65}
+    assert means["quest", "prefill", 4096] == {"literal": 60, "paraphrased": 50}  # it lacks a log that Full solves
+    assert "paraphrase" in default_kinds(rows) and "paraphrase" not in default_kinds(scored("full", vt=90))
+    (points,) = (panel.lines for panel in paraphrase(rows).axes)
+    assert {(*line.get_xdata(), *line.get_ydata()) for line in points if len(line.get_xdata()) == 1} == {(40, 80), (60, 50)}
+    with pytest.raises(ValueError, match="needs tasks of the group paraphrased"):
+        paraphrase(scored("full", vt=90))
