@@ -33,7 +33,7 @@ def words(text: str) -> set[str]:
 
 def pattern(form: str) -> re.Pattern[str]:
     """A form of a fact, whose places are groups."""
-    return re.compile(re.escape(form).replace(r"\{name\}", f"(?P<name>{NAME})").replace(r"\{it\}", "(?P<it>[^.]+?)"))
+    return re.compile(re.escape(form).replace(r"\{name\}", rf"(?P<name>{NAME}|\d{{7}})").replace(r"\{it\}", "(?P<it>[^.]+?)"))
 
 
 def read_facts(form: re.Pattern[str], one: tasks.Example) -> dict[str, str]:
@@ -50,6 +50,9 @@ def pairs(name: str) -> dict[str, list[str]]:
 def test_question_and_fact_share_no_word_and_the_twin_shares_them_all(name):
     prompt, beyond = PROMPTS[name], DESCRIPTIONS[name].get("beyond", {})
     for key, things in pairs(name).items():
+        if name == "assoc_number":  # in RULER's frame, which question and fact share
+            assert not any(words(key) & words(thing) for thing in things)
+            continue
         asked = words((prompt.question + prompt.prefix).format(it=beyond.get(key, key)))
         for thing in things:
             told = words(prompt.forms["fact"].format(name="", it=thing))
@@ -69,7 +72,7 @@ def test_twins_differ_in_the_facts_and_a_reader_with_the_table_finds_the_person(
         assert forms[0].sub("", one.context) == forms[1].sub("", twin.context)
         told, literally = read_facts(forms[0], one), read_facts(forms[1], twin)
         assert len(told) == PEOPLE_TOLD and {person: key_of[thing] for person, thing in told.items()} == literally
-        (person,) = (person for person, key in literally.items() if f" {key}? " in one.question)
+        (person,) = (person for person, key in literally.items() if one.question == prompt.question.format(it=key))
         assert one.answers == (person,)
 
 
