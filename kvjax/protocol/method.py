@@ -45,6 +45,10 @@ class Inputs:
     # [B, H, G, T, D], before RoPE: the guessed query, which is this layer's query projection applied to the previous layer's
     # attention input. Given in decode steps of a method with `LayerMethod.needs_guess`, in layers above 0; else None.
     guess: Array | None = None
+    # With nudges (`Reading.apply`), else None: the layer's attention input [B, T, d], and the projection of attention's
+    # output to the residual stream, [H, G, D, d].
+    written: tuple[Array, Array] | None = None
+    signal: Any = None  # `LayerMethod.signal` of the layer that `Method.source` names, in this decode step
     sinks: Array | None = None  # float32 [H, G], the layer's sink logits (`kvjax.attention.sinks`); None for a model without
 
     def rotated(self) -> tuple[Array, Array]:
@@ -85,10 +89,10 @@ class Reading:
     # ``apply(states, tokens, count, attend) -> (states, logits)``: the model runs on ``tokens`` int32 [B, T] at the positions
     # after the prompt; the first ``count`` int32 [B] tokens are real. A layer calls ``attend(state, inputs) -> (out, state)``
     # with its entry of ``states``, whatever it is. Nothing is stored but what ``attend`` returns. The logits float32 [B, V]
-    # are of the token after the last real one.
-    apply: Callable[
-        [tuple[Any, ...], Array, Array, Callable[[Any, Inputs], tuple[Array, Any]]], tuple[tuple[Any, ...], Array]
-    ]
+    # are of the token after the last real one. A fifth argument ``nudges``, [B, T, d] of each of these layers, is added to
+    # what attention adds to the residual stream. Then `Inputs` have ``written``, and in place of the logits comes the stream
+    # [B, T, d] before the last norm. Only a model with ``can_probe`` takes nudges.
+    apply: Callable[..., tuple[tuple[Any, ...], Array]]
 
     def run(self, states: tuple[Any, ...], tokens: Array, count: Array, attend: Callable[[Any, Inputs], Any]) -> Any:
         """Return the states of `apply` alone."""
@@ -104,6 +108,7 @@ class Step:
     tokens: Array = traced("int32 [B, T], token ids")
     shared: Any = traced("the method's shared state")
     guess: Array | None = traced("[B, H, G, T, D], rotated; None where `Inputs.guess` is None", default=None)
+    signal: Any = traced("as `Inputs.signal`", default=None)
     select_aux: Any = traced("in `update` of one token: what `select` put into `Selection.select_aux`", default=None)
 
 
@@ -183,6 +188,10 @@ class Method(abc.ABC):
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         """Return the method that runs in ``layer``."""
 
+    def source(self, layer: int, num_layers: int) -> int | None:
+        """Return the earlier layer whose `LayerMethod.signal` ``layer`` gets in a decode step; None, the default: of none."""
+        return None
+
     def reread_tokens(self, length: int) -> int:
         """Return the most tokens that `reread` runs at once after a prompt of ``length`` tokens; 0, the default: none."""
         return 0
@@ -252,6 +261,14 @@ class LayerMethod(Method):
     @abc.abstractmethod
     def cost(self, state: Any, shared: Any) -> Cost:
         """Compute the cost of the next decode step."""
+
+    def signal(self, state: Any) -> Any:
+        """Return what later layers of a decode step get of this layer's state after it; None, the default, for nothing."""
+        return None
+
+    def with_signal(self, state: Any, signal: Any) -> Any:
+        """Return the state of which `cost` is asked, given the ``signal`` of the layer's source; by default ``state``."""
+        return state
 
     def room(self, state: Any) -> Array | None:
         """Return the number of tokens that still fit, int32 [B]; None if storage is bounded and never fills.

@@ -357,7 +357,9 @@ def _step(query: Array, inputs: Inputs) -> Step:
     guess = inputs.guess
     if guess is not None:
         guess = rotate(guess, inputs.position[:, None, None], inputs.inv_freq)
-    return Step(query=query, position=inputs.position, tokens=inputs.tokens, shared=inputs.shared, guess=guess)
+    return Step(
+        query=query, position=inputs.position, tokens=inputs.tokens, shared=inputs.shared, guess=guess, signal=inputs.signal
+    )
 
 
 def _observe(prompt: Prompt, query: Array, inputs: Inputs, start: Array | int, mass: Array | None) -> Prompt:

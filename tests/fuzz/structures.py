@@ -15,7 +15,7 @@ from kvjax.attention.patterns import KINDS
 from kvjax.protocol.fields import Limits
 from kvjax.protocol.method import Method
 from kvjax.testing.model import TinyModel
-from kvjax.wrappers import DenseBelow, LayerBudgets, Pattern, Periodic, PerLayer, Prefill, Stages, Twilight
+from kvjax.wrappers import DenseBelow, LayerBudgets, Pattern, Periodic, PerLayer, Prefill, Reuse, Stages, Twilight
 from models import ModelConfig, RopeScaling
 from tests.tiny_models import vivid_params
 
@@ -23,7 +23,7 @@ VOCABULARY = 61
 EVERYTHING = 96  # tokens; more than any run here has
 _TRIES = 500
 _WIDEST = 48  # the most KV heads times head_dim of `random_model`
-_WRAPPERS = ("stages", "perlayer", "densebelow", "periodic", "twilight", "layerbudgets", "prefill")
+_WRAPPERS = ("stages", "perlayer", "densebelow", "periodic", "twilight", "reuse", "layerbudgets", "prefill")
 # Values of static fields by name. Fields that are not here take their choices, True or False, or keep their default.
 _SIZES: dict[str, tuple[Any, ...]] = {
     "ahead": (1, 3), "anchor_pages": (None, 1, 3),
@@ -243,6 +243,8 @@ def _wrapper(name: str, rng: np.random.Generator) -> Method:
         return LayerBudgets(method=inner(), shares=tuple(rng.uniform(0.5, 1.5, 2).tolist()))
     if name == "twilight":
         return Twilight(method=inner(), mass=float(rng.uniform(0.05, 1)))
+    if name == "reuse":
+        return Reuse(method=inner(), every=int(rng.integers(1, 4)), steps=int(rng.integers(1, 5)))
     if name == "prefill":
         return _prefill(inner(), rng)
     return PerLayer(layers={0: inner(), -1: inner()}, default=inner())
