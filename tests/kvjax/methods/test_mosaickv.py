@@ -65,17 +65,17 @@ def test_uncompressed_cache_is_gone_after_the_prompt(prompt):
 
 @pytest.mark.parametrize("strategy", ["static", pytest.param("dynamic", marks=pytest.mark.slow)])
 def test_a_prompt_may_be_sorted_in_pieces(strategy, monkeypatch):
-    layout = small(MosaicKV, **{**mosaickv.KNOBS, "strategy": strategy})._layout(16)
+    layout = small(MosaicKV, **{**mosaickv.KNOBS, "strategy": strategy, "buffer": 16, "segment": 32})._layout(16)
     _, key, value = random_tokens(7, 2, 2, 2, 48, 16)
 
     def packed():
         run = functools.partial(store._pack_prompt, layout, max_new_tokens=8, max_loss=0.1, max_variance=0.5)
-        return jax.jit(run)(jnp.asarray(key), jnp.asarray(value), jnp.array([40, 48]))
+        return jax.jit(run)(jnp.asarray(key), jnp.asarray(value), jnp.array([32, 48]))
 
     whole = packed()
     monkeypatch.setattr(store, "_SORTED", 1)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), packed(), whole)
-    assert (whole.key.values[:, :, :40] != 0).any(axis=-1).all()
+    assert (whole.key.values[:, :, :32] != 0).any(axis=-1).all()
 
 
 @pytest.mark.thorough
