@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.cli import read_record
-from experiments.evaluation import against, averages, beside_reference, load, report
+from experiments.evaluation import against, averages, beside_reference, by_kind, load, report
 from experiments.evaluation.reachable import percent
 from experiments.lab.fidelity import fidelity_tables
 from experiments.lab.insight.report import table as insight_table
 from experiments.lab.peers.report import peer_tables
 from experiments.lab.rollouts import rollout_table
+from experiments.lab.site import scores
 from experiments.lab.tpu_bytes import tpu_bytes_table
 from experiments.records import device_kinds, markdown_rows, method_title, short_commit
 from experiments.speed import kernel_table, offload_tables, speed_tables
@@ -60,9 +61,11 @@ def rows(path: pathlib.Path, beside: Sequence[pathlib.Path] = ()) -> list[dict[s
     entries = [entry for entry in load([path, *beside]) if entry.row["unit"] == "percent"]
     full = {(x.row["name"], x.row["length"]) for x in entries if x.row["method"] == "full" and x.row["value"] >= COUNTED}
     counted = [x for x in entries if (x.row["name"], x.row["length"]) in full and x.row["name"] not in GROUPS["code"]]
+    kinds = by_kind([entry.row for entry in counted])
     return [
         {
             **mean,
+            **{kind: f"{score:.1f}" for kind, score in kinds[mean["method"], mean["question"], mean["length"]].items()},
             "setting": mean["method"],
             "method": method_title(mean["method"]),
             "score": f"{mean['score']:.1f}",
@@ -103,7 +106,7 @@ def pages(docs: pathlib.Path) -> dict[str, str]:
     Args:
         docs: folder of the documentation, with the folder ``records`` in it.
     """
-    folder, listed, written = docs / "records", [], {}
+    folder, listed, written = docs / "records", [], {"scores.md": scores.page(docs)}
     for file in (file for pattern in _PATTERNS for file in sorted(folder.glob(pattern))):
         record = json.loads(file.read_text(encoding="utf-8"))
         if "commit" not in record:
@@ -121,7 +124,7 @@ def pages(docs: pathlib.Path) -> dict[str, str]:
     toctree = "\n".join(["```{toctree}", ":hidden:", "", *(name.removesuffix(".md") for name in written), "```"])
     intro = (
         "Every measured number of these pages comes from one of these files, which hold settings, versions, devices, commits "
-        "and dates; [how to repeat them](../reproduce.md)."
+        "and dates; [how to repeat them](../reproduce.md). [Every score](scores.md) is in one table."
     )
     return {**written, "index.md": "\n".join(["# Records", "", intro, "", *markdown_rows([head, *listed]), "", toctree, ""])}
 
