@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerCache, LayerStorage
-from kvjax.protocol.method import LayerMethod, Prompt, Step
+from kvjax.protocol.method import LayerMethod, Method, Prompt, Step
 from kvjax.protocol.slots import Reads, SlotMethod, SlotState, count_all
 from kvjax.protocol.typing import Model, method_layers, pytree, static
 from kvjax.wrappers.compose import Around, answers, inner_of_layer, passes, slot_method
@@ -34,10 +34,11 @@ class Reuse(Around):
 
     Example: ``Reuse(method=Quest(budget=2048), every=4)``.
 
-    The layers in which ``method`` selects are counted from the first: number 0, ``every``, 2 * ``every`` and so on are
-    *anchors*, or the layers that ``anchors`` lists. In a decode step an anchor selects as ``method`` does. The layers behind
-    it, up to the next anchor, attend to the same slots, each with its own keys, values and queries; they keep no metadata. KV
-    head h takes the list of the anchor's KV head h, or of ``heads[layer][h]``. What ``method`` leaves dense stays dense.
+    The layers in which ``method`` selects are counted from the first, without layers that have a window or no attention:
+    number 0, ``every``, 2 * ``every`` and so on are *anchors*, or the layers that ``anchors`` lists. In a decode step an
+    anchor selects as ``method`` does. The layers behind it, up to the next anchor, attend to the same slots, each with its
+    own keys, values and queries; they keep no metadata. KV head h takes the list of the anchor's KV head h, or of
+    ``heads[layer][h]``. What ``method`` leaves dense stays dense.
 
     With ``steps`` above 1 an anchor selects in its first step and in every ``steps``-th step after it, and attends in between
     to its last list and to all tokens that came since. A row that gets several tokens at once (`kvjax.extend`) selects anew.
@@ -91,17 +92,10 @@ class Reuse(Around):
             )
 
     def check_sizes(self, model: Model) -> None:
-        self.method.check_sizes(model)
         runs, count = method_layers(model), model.num_layers
-        for layer in runs:
-            source = self.source(layer, count)
-            if source is not None and source not in runs:
-                raise ValueError(
-                    f"Reuse: layer {source} of this model does not attend to the whole context, so it cannot select for "
-                    f"layer {layer}; give anchors among {list(runs)}"
-                )
-        if self.anchors is not None and not set(self.anchors) <= set(range(count)):
-            raise ValueError(f"Reuse: anchors must be layers below {count}, got {list(self.anchors)}")
+        if self.anchors is not None and not set(self.anchors) <= set(runs):
+            which = f"below {count}" if len(runs) == count else f"that attend to the whole context, {list(runs)}"
+            raise ValueError(f"Reuse: anchors must be layers {which}, got {list(self.anchors)}")
         if self.heads is not None:
             sizes, most = [len(row) for row in self.heads], max(max(row, default=0) for row in self.heads)
             if sizes != [model.num_kv_heads] * count or most >= model.num_kv_heads:
@@ -117,6 +111,12 @@ class Reuse(Around):
     @property
     def slot_block(self) -> int | None:
         return self.method.slot_block if self.steps == 1 else None  # tokens since a selection may lie on another device
+
+    def on_layers(self, layers: tuple[int, ...], num_layers: int) -> Method:
+        if self.every == 1 or self.anchors is not None:
+            return self
+        selecting = [at for at in layers if inner_of_layer(self.method, at, num_layers).selects]
+        return dataclasses.replace(self, anchors=tuple(selecting[:: self.every]))
 
     def source(self, layer: int, num_layers: int) -> int | None:
         if not self._across:
