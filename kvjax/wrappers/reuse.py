@@ -23,8 +23,13 @@ class Choice:
     """The state that `Reuse` keeps in addition to the cache."""
 
     inner: Any  # the metadata of the inner method
-    chosen: Selection | None  # what the inner method selected last; None if it attends to all slots at this size
+    chosen: Selection  # what the inner method selected last; without entries if it attends to all slots at this size
     at: Array  # int32 [B], slots in use when it did; 0 if the next step must select
+
+    @property
+    def dense(self) -> bool:
+        """Whether the inner method attends to all slots at this size."""
+        return self.chosen.slots.shape[2] == 0
 
 
 @answers("method")
@@ -135,7 +140,7 @@ class Reuse(Around):
         return Follower(method=inner, heads=None if self.heads is None else self.heads[layer])
 
     def signal(self, state: SlotState) -> Selection | None:
-        return None if state.aux.chosen is None else self._extended(state.cache, state.aux)
+        return None if state.aux.dense else self._extended(state.cache, state.aux)
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerStorage, Choice]:
         cache, inner = self.method.compress(cache, prompt, room)
@@ -144,13 +149,15 @@ class Reuse(Around):
         at = jnp.zeros((batch, 1), jnp.int32)
         step = Step(query=query, position=at, tokens=at, shared=None, guess=query)
         shapes = jax.eval_shape(self.method.select, cache, inner, step)
+        if shapes is None:  # a tree as at other sizes, or a saved cache could not be loaded
+            shapes = Selection(slots=jnp.zeros((batch, 1, 0), jnp.int32), mask=jnp.zeros((batch, 1, 0), bool))
         chosen = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return cache, Choice(inner=inner, chosen=chosen, at=jnp.zeros((batch,), jnp.int32))
 
     def select(self, cache: LayerStorage, aux: Choice, step: Step) -> Selection | None:
-        active = step.position[:, 0] >= 0
-        if aux.chosen is None:
+        if aux.dense:
             return None
+        active = step.position[:, 0] >= 0
         if self.steps == 1:
             due, fresh = active, self.method.select(cache, aux.inner, step)
         else:
@@ -165,7 +172,7 @@ class Reuse(Around):
         listed = step.select_aux
         if listed is None:  # several tokens, or tokens that another method has read: the list does not know of them
             listed = dataclasses.replace(aux, at=jnp.where((step.position >= 0).any(axis=1), 0, aux.at))
-        inner = None if aux.chosen is None or step.select_aux is None else listed.chosen.select_aux
+        inner = None if step.select_aux is None else listed.chosen.select_aux
         cache, inner = self.method.update(cache, aux.inner, dataclasses.replace(step, select_aux=inner), mass)
         return cache, dataclasses.replace(listed, inner=inner)
 
@@ -174,7 +181,7 @@ class Reuse(Around):
 
     def count(self, cache: LayerStorage, aux: Choice, shared: Any) -> tuple[Array, Array]:
         slots, metadata = self.method.count(cache, aux.inner, shared)
-        if aux.chosen is not None:
+        if not aux.dense:
             _, mask = self._extended(cache, aux).tokens(cache)
             last = jnp.sum(mask, axis=2, dtype=jnp.int32)
             slots = jnp.where((aux.at > 0)[:, None], last, slots)
