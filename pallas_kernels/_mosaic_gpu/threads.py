@@ -1,14 +1,18 @@
-"""What single threads do inside `plgpu.inline_mgpu`: their numbers, memory access in PTX, barriers of a cluster.
+"""What single threads do inside `plgpu.inline_mgpu`: their numbers, memory access in PTX, products of a warp, barriers.
 
-A warpgroup has 128 threads. A number of a thread is a Mosaic array without axes, which has Python's operators. Arrays of
-shape [128 * N] in the layout of `own` give each thread N numbers; kernels carry them from step to step in registers.
+A warpgroup has 128 threads, which are 4 warps of 32 lanes. A number of a thread is a Mosaic array without axes, which has
+Python's operators. Arrays of shape [128 * N] in the layout of `own` give each thread N numbers; kernels carry them from step
+to step in registers.
 """
+
+import math
 
 import numpy as np
 
 from pallas_kernels._mosaic_gpu.pallas import arith, builtin, gpu, ir, llvm, mgpu, plgpu, vector
 
-THREADS = 128
+THREADS, LANES = 128, 32  # of a warpgroup and of a warp
+INFINITY = math.inf
 
 
 def own(count):
@@ -21,11 +25,18 @@ def i32():
     return ir.IntegerType.get_signless(32)
 
 
+def f32():
+    """Return the type of float32."""
+    return ir.F32Type.get()
+
+
 def number(value, signed=True):
-    """Make a number of a value, or of a constant int32."""
+    """Make a number of a value, or of a constant int32 or float32."""
     if isinstance(value, int):
         value = mgpu.utils.c(value, i32())
-    return mgpu.FragmentedArray.splat(value, (), is_signed=signed)
+    elif isinstance(value, float):
+        value = arith.constant(f32(), value)
+    return mgpu.FragmentedArray.splat(value, (), is_signed=signed if isinstance(value.type, ir.IntegerType) else None)
 
 
 def value(x):
@@ -33,13 +44,19 @@ def value(x):
     return x.registers.item()
 
 
-def thread(last=1):
-    """Return the index of this thread in its warpgroup, or in the ``last`` of 1 + ``last`` warpgroups.
+def thread():
+    """Return the index of this thread in its block; it has no sign: its quotients are shifts."""
+    return number(arith.index_castui(i32(), gpu.thread_id(gpu.Dimension.x)), signed=False)
 
-    It has no sign: its quotients are shifts.
-    """
-    x = number(arith.index_castui(i32(), gpu.thread_id(gpu.Dimension.x)), signed=False)
-    return x % THREADS if last == 1 else x - THREADS
+
+def lane():
+    """Return the index of this thread in its warp, without a sign."""
+    return thread() % LANES
+
+
+def warp():
+    """Return the index of this thread's warp in its block."""
+    return signed(thread() // LANES)
 
 
 def signed(x):
@@ -53,6 +70,11 @@ def least(x, y):
     return (x < y).select(x, y)
 
 
+def most(x, y):
+    """Return the larger one of two numbers."""
+    return x.max(y)
+
+
 def numbers_of(array):
     """List the numbers that an array in the layout of `own` gives this thread."""
     at = ir.DenseI64ArrayAttr.get([0])
@@ -60,12 +82,12 @@ def numbers_of(array):
 
 
 def made_of(numbers):
-    """Make the array in the layout of `own` that has these int32 numbers for this thread."""
+    """Make the array in the layout of `own` that has these int32 or float32 numbers for this thread."""
     registers = np.empty((len(numbers),), dtype=object)
-    for at, x in enumerate(numbers):
-        registers[at] = vector.broadcast(ir.VectorType.get((1,), i32()), value(x))
-    layout = mgpu.WGStridedFragLayout((THREADS * len(numbers),), 1)
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+    for at, x in enumerate(map(value, numbers)):
+        registers[at] = vector.broadcast(ir.VectorType.get((1,), x.type), x)
+    layout, whole = mgpu.WGStridedFragLayout((THREADS * len(numbers),), 1), isinstance(x.type, ir.IntegerType)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True if whole else None)
 
 
 def address(ref):
@@ -96,10 +118,15 @@ def element(row, width, column):
 
 
 def ptx(text, *operands, result=None, where=None):
-    """Run one PTX instruction on numbers or values; ``where``: a truth value, without which nothing is done."""
+    """Run one PTX instruction on numbers or values; ``where``: a truth value, without which nothing is done.
+
+    With ``result``, a type, or several in a tuple, return numbers.
+    """
     operands = [x if isinstance(x, ir.Value) else value(x) for x in operands]
-    options = {"has_side_effects": True} if result else {"predicate": None if where is None else value(where)}
-    return mgpu.utils.inline_ptx(text, *operands, result_types=result, **options)
+    if result is None:
+        return mgpu.utils.inline_ptx(text, *operands, predicate=None if where is None else value(where), convergent=True)
+    found = mgpu.utils.inline_ptx(text, *operands, result_types=result, has_side_effects=True, convergent=True)
+    return [number(x) for x in found] if isinstance(found, tuple) else number(found)
 
 
 def load_int(address, kind="b32"):
@@ -112,15 +139,53 @@ def load_float(address, dtype):
     """Load a bfloat16, a float16 or a float32 from global memory, as a float32 number."""
     f32, name = ir.F32Type.get(), np.dtype(dtype).name
     if name == "float32":
-        return number(mgpu.utils.inline_ptx("ld.global.nc.f32 $0, [$1];", address, result_types=f32), None)
+        return number(mgpu.utils.inline_ptx("ld.global.nc.f32 $0, [$1];", address, result_types=f32))
     bits = mgpu.utils.inline_ptx("ld.global.nc.u16 $0, [$1];", address, result_types=ir.IntegerType.get_signless(16))
     kind = {"bfloat16": ir.BF16Type, "float16": ir.F16Type}[name].get()
-    return number(arith.extf(f32, arith.bitcast(kind, bits)), None)
+    return number(arith.extf(f32, arith.bitcast(kind, bits)))
 
 
-def float_number(x):
-    """Make a float32 number of a Python number."""
-    return number(arith.constant(ir.F32Type.get(), float(x)), None)
+def lane_value(x, lane):
+    """Return the number ``x`` of another lane of the warp."""
+    return ptx("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", x, lane, result=i32())
+
+
+def over_quad(x, combine):
+    """Combine a float32 number with those of the three other lanes that share a row of a product."""
+    for distance in (1, 2):
+        x = combine(x, ptx(f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;", x, result=f32()))
+    return x
+
+
+def load_matrices(address, offset, transposed=False):
+    """Load four matrices of 8 x 8 numbers of 16 bits from shared memory; each lane has the address of one row of one."""
+    kind = ".trans" if transposed else ""
+    text = f"ldmatrix.sync.aligned.m8n8.x4{kind}.shared.b16 {{$0, $1, $2, $3}}, [$4 + {offset}];"
+    return ptx(text, address, result=(i32(),) * 4)
+
+
+def multiply(sums, left, right, dtype):
+    """Add the product of 16 x 16 and 16 x 8 numbers to 16 x 8 float32 numbers, four of each lane."""
+    kind = {"bfloat16": "bf16", "float16": "f16"}[np.dtype(dtype).name]
+    text = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+    text += " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    return ptx(text, *left, *right, *sums, result=(f32(),) * 4)
+
+
+def pair(low, high, dtype):
+    """Round two float32 numbers to 16 bits each, in one int32 number."""
+    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[np.dtype(dtype).name]
+    return ptx(f"cvt.rn.{kind}.f32 $0, $1, $2;", high, low, result=i32())
+
+
+def meet_warp():
+    """Wait for all lanes of the warp, and see what they wrote."""
+    ptx("bar.warp.sync -1;")
+
+
+def meet_block():
+    """Wait for all threads of the block."""
+    ptx("barrier.sync 0;")
 
 
 def meet_cluster():

@@ -7,7 +7,7 @@ from jax import lax
 
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.decode import attend, check_machine
-from pallas_kernels._mosaic_gpu.steps import Lists
+from pallas_kernels._mosaic_gpu.sizes import Lists
 
 
 def dense_decode(

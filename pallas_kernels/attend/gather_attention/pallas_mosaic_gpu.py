@@ -2,7 +2,7 @@
 
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.decode import attend, check_machine
-from pallas_kernels._mosaic_gpu.steps import Lists
+from pallas_kernels._mosaic_gpu.sizes import Lists
 
 
 def gather_attention(
