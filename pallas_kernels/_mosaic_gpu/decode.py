@@ -8,7 +8,6 @@ global memory, but for lists so long that several clusters share one.
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from typing import Any
@@ -18,16 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import threads as t
-from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
+from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.sizes import ROWS, Lists, Sizes
 from pallas_kernels._mosaic_gpu.steps import copier, merger, multiplier
 from pallas_kernels._triton.quantised import refuse_codes
 from pallas_kernels.machine import current_machine
-from pallas_kernels.numerics import LOG2_E
 
 # How many clusters of 1, 2, ... 8 programs an H200 runs at once (cudaOccupancyMaxActiveClusters). A cluster lies within a
 # part of the GPU that has 18 multiprocessors or fewer, so 16 clusters of 8 would be two rounds.
 ROOM = (132, 66, 39, 30, 22, 17, 15, 15)
+ALONE = (108,)  # multiprocessors of an A100, which has no clusters
 MOST_CLUSTERS = 16  # of a list
 MOST_ROWS = 64  # of a query
 JOIN = 2  # blocks that a program reads in the time of the launch that joins clusters
@@ -35,15 +34,18 @@ JOIN = 2  # blocks that a program reads in the time of the launch that joins clu
 
 def check_machine(query: Any, key: Any, value: Any) -> None:
     """Raise ``NotImplementedError`` for machines, dtypes and shapes that `attend` does not take."""
-    if (capability := current_machine().capability) != (9, 0):
-        raise NotImplementedError(f"got compute capability {capability}, expected (9, 0), which has wgmma")
+    if not (machine := current_machine()).has_kernels:
+        raise NotImplementedError(f"got {machine}, expected an NVIDIA GPU of compute capability 8.0 or above")
     refuse_codes(key, value)
     dtypes = {str(x.dtype) for x in (query, key, value)}
     if dtypes not in ({"bfloat16"}, {"float16"}):
         raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected bfloat16 or float16 for all")
     if key.shape != value.shape or key.shape[3] not in (64, 128, 256):
         raise NotImplementedError(f"got keys {key.shape} and values {value.shape}, expected head_dim 64, 128 or 256 of both")
-    if math.prod(query.shape[2:-1]) > MOST_ROWS or not key.shape[2]:
+    _, heads, slots, dim = key.shape
+    if Sizes(heads=heads, group=1, dim=dim, slots=slots, dtype=key.dtype, shared=machine.shared_memory).stages < 2:
+        raise NotImplementedError(f"got head_dim {dim} on {machine}, expected less, for its shared memory")
+    if math.prod(query.shape[2:-1]) > MOST_ROWS or not slots:
         raise NotImplementedError(
             f"got {query.shape[2:-1]} query heads or queries, expected at most {MOST_ROWS} in all, and slots"
         )
@@ -56,7 +58,8 @@ def default_programs(lists: int, blocks: int) -> tuple[int, int]:
         splits, clusters = work
         return -(-blocks // (splits * clusters)) + (JOIN if clusters > 1 else 0), clusters
 
-    sizes = [(i + 1, n) for i, most in enumerate(ROOM) for n in range(1, MOST_CLUSTERS + 1) if lists * n <= most]
+    room = ROOM if current_machine().capability >= (9, 0) else ALONE
+    sizes = [(i + 1, n) for i, most in enumerate(room) for n in range(1, MOST_CLUSTERS + 1) if lists * n <= most]
     return min([(1, 1), *sizes], key=rounds)
 
 
@@ -67,7 +70,8 @@ def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtyp
         *refs, out_ref, lse_ref, ring = refs
         ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         position, asked_ref, beside, listed = (tuple(refs[i:j]) for i, j in itertools.pairwise(ends))
-        base, cluster, split = (lax.axis_index(name) for name in ("list", "cluster", "split"))
+        base, cluster = lax.axis_index("list"), lax.axis_index("cluster")
+        split = lax.axis_index("split") if n.splits > 1 else 0 * base  # older cards have no clusters
         programs, program = n.clusters * n.splits, cluster * n.splits + split
         b, h = lax.div(base, n.heads), lax.rem(base, n.heads)
         entries, scalars = lists.entries(listed, b, h)
@@ -141,9 +145,12 @@ def attend(
             some = beside and (beside[0][..., i : i + most, :], beside[1][..., i : i + most])
             options = {"position": position, "query_position": query_position, "beside": some, "parts": parts}
             part = query[:, :, i : i + most]
-            done.append(attend(part, key, value, lists, entries=entries, scale=scale, **options, programs=programs, first=first + i))
+            done.append(
+                attend(part, key, value, lists, entries=entries, scale=scale, **options, programs=programs, first=first + i)
+            )
         return tuple(jnp.concatenate(x, axis=-i) for i, x in zip((2, 1), zip(*done, strict=True), strict=True))
-    n = Sizes(heads, group, dim, key.shape[2], 1, 1, queries, first, query.dtype)
+    shape = {"heads": heads, "group": group, "dim": dim, "slots": key.shape[2], "queries": queries, "first": first}
+    n = Sizes(**shape, dtype=query.dtype, shared=current_machine().shared_memory)
     splits, clusters = programs or default_programs(batch * heads, -(-entries // n.block))
     n = dataclasses.replace(n, splits=splits, clusters=clusters)
     groups = [
@@ -158,8 +165,7 @@ def attend(
         scratch_types=[plgpu.SMEM((n.memory // 4,), jnp.int32)],
         grid=(batch * heads, clusters),
         grid_names=("list", "cluster"),
-        cluster=(splits,),
-        cluster_names=("split",),
+        **({"cluster": (splits,), "cluster_names": ("split",)} if splits > 1 else {}),
         num_threads=n.warpgroups,
         thread_name="warpgroup",
     )(query, key, value, *(x for group in groups for x in group))

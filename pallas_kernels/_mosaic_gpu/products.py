@@ -52,14 +52,10 @@ def _tags(n, place, biased):
     """Load positions and biases of this lane's entries."""
     place = place + t.signed(t.lane() % 4) * 8
 
-    def load(offset, kind, result):
-        text = f"ld.shared.v2.{kind} {{$0, $1}}, [$2 + {offset}];"
-        return t.ptx(text, place, result=(result,) * 2)
+    def load(kind, first):
+        return [x for i in range(TILES) for x in t.load_shared(place, (kind,) * 2, first + 32 * i)]
 
-    positions = [x for i in range(TILES) for x in load(n.tags + 32 * i, "b32", t.i32())]
-    if not biased:
-        return positions, [None] * len(positions)
-    return positions, [x for i in range(TILES) for x in load(n.tags + 4 * ENTRIES + 32 * i, "f32", t.f32())]
+    return load(t.i32(), n.tags), load(t.f32(), n.biases) if biased else [None] * (2 * TILES)
 
 
 def _product(n, left, right, sums):

@@ -10,7 +10,7 @@ from pallas_kernels._mosaic_gpu import threads as t
 
 ENTRIES = 16  # of a step of a warp: a product of 16-bit numbers sums over 16
 TILES = ENTRIES // 8  # a product has 8 of them as columns
-MEMORY = 208 * 1024  # bytes of shared memory for the rings of a block, of 227 KiB
+SPARE = 2048  # bytes of shared memory that rings do not take
 ROWS = 4096  # of a query, times channels: more sums do not fit into the registers of a warp
 
 
@@ -38,7 +38,7 @@ class Lists:
     block_number: Callable[..., Any] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Static sizes of a kernel.
 
@@ -47,27 +47,29 @@ class Sizes:
         group: rows of a query.
         dim: channels.
         slots: of the cache.
+        dtype: of query, keys and values.
+        shared: bytes of shared memory that a program may have.
         splits: programs in a cluster.
         clusters: of a list.
         queries: positions of a query; 0: none are given.
         first: the query's first row among those that share the positions.
-        dtype: of query, keys and values.
     """
 
     heads: int
     group: int
     dim: int
     slots: int
-    splits: int
-    clusters: int
-    queries: int
-    first: int
     dtype: Any
+    shared: int
+    splits: int = 1
+    clusters: int = 1
+    queries: int = 0
+    first: int = 0
 
     @property
     def warpgroups(self) -> int:
-        """Warpgroups of a program, each of four warps."""
-        return 2 if self.dim <= 128 else 1
+        """Warpgroups of a program, each of four warps: two, if their rings have three stages or more."""
+        return 2 if self._stages(2) > 2 else 1
 
     @property
     def warps(self) -> int:
@@ -91,18 +93,26 @@ class Sizes:
 
     @property
     def tags(self) -> int:
-        """Where the positions of a stage begin, behind its keys and values; biases follow."""
+        """Where the positions of a stage begin, behind its keys and values."""
         return 2 * ENTRIES * self.pitch
+
+    @property
+    def biases(self) -> int:
+        """Where the biases of a stage begin."""
+        return self.tags + 4 * ENTRIES
 
     @property
     def stage(self) -> int:
         """Bytes of a stage of a ring, which is what a warp copies in a step."""
-        return self.tags + 8 * ENTRIES
+        return self.biases + 4 * ENTRIES
 
     @property
     def stages(self) -> int:
         """Stages of a ring, of which all but one are on their way."""
-        return MEMORY // (self.warps * self.stage)
+        return self._stages(self.warpgroups)
+
+    def _stages(self, warpgroups: int) -> int:
+        return (self.shared - SPARE) // (4 * warpgroups * self.stage)
 
     @property
     def memory(self) -> int:

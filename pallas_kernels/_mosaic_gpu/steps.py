@@ -29,7 +29,7 @@ def numbers(count, dtype):
 
 
 def copier(n: Sizes, lists: Lists, position: bool):
-    """Return functions that load what tells the rows of a step, that copy these rows into the ring, and that wait for them."""
+    """Return functions that load what tells the rows of a step, copy these rows into the ring, and wait for them."""
     loads = bool(lists.loads)
 
     def entry(start):
@@ -66,9 +66,8 @@ def copier(n: Sizes, lists: Lists, position: bool):
             for step in range(0, ENTRIES, at_once):
                 taken = t.lane_value(row, lead + step)
                 for offset, source in zip((step, ENTRIES + step), sources, strict=True):
-                    text = f"cp.async.cg.shared.global [$0 + {offset * n.pitch}], [$1], 16;"
-                    t.ptx(text, to, t.at(source, taken, 2 * n.dim), where=taken >= 0)
-            t.ptx("cp.async.commit_group;")
+                    t.copy_async(to, t.at(source, taken, 2 * n.dim), 16, taken >= 0, offset * n.pitch)
+            t.end_step()
 
         run(stored, ring, loaded, scalars, base, stage)
 
@@ -77,17 +76,16 @@ def copier(n: Sizes, lists: Lists, position: bool):
         tag, mine = place + t.signed(t.lane()) * 4, t.lane() < ENTRIES
         if position:
             source = t.at(t.at(t.address(stored[2]), first, 4), row, 4)
-            t.ptx(f"cp.async.ca.shared.global [$0 + {n.tags}], [$1], 4;", tag, source, where=mine & (row >= 0))
-        t.ptx(f"st.shared.b32 [$0 + {n.tags}], $1;", tag, row, where=mine & (row < 0) if position else mine)
+            t.copy_async(tag, source, 4, mine & (row >= 0), n.tags)
+        t.store_shared(tag, [row], mine & (row < 0) if position else mine, n.tags)
         if lists.biased:
             bias = t.number(arith.bitcast(t.f32(), t.value(loaded[-1]))) * LOG2_E
-            t.ptx(f"st.shared.f32 [$0 + {n.tags + 4 * ENTRIES}], $1;", tag, bias, where=mine)
+            t.store_shared(tag, [bias], mine, n.biases)
 
     @plgpu.inline_mgpu()
     def arrive(ctx):
-        """Wait until the oldest step has arrived and no lane reads the one before it."""
-        t.ptx(f"cp.async.wait_group {n.stages - 2};")
-        t.meet_warp()
+        """Wait until the oldest step has arrived, and no lane reads the one before it."""
+        t.wait_for_step(n.stages - 2)
 
     return fetch, copy, arrive
 
@@ -139,6 +137,7 @@ def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, threads: in
     nothing else.
     """
     whole, ring_bytes = n.group * n.dim, n.stages * n.stage
+    several = n.splits > 1 and not joining
     edges, joined_edges = 4 * whole, 4 * whole + 8 * n.group  # where maxima and denominators lie
 
     @plgpu.inline_mgpu(arg_types=(REF, *(t.own(n.halves * x) for x in (n.dim // 4, 1, 1))))
@@ -150,18 +149,17 @@ def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, threads: in
             row = t.signed(t.lane() // 4) + 8 * half
             to, mine = place + (row * n.dim + column) * 4, row < n.group
             for i, two in enumerate(zip(*[iter(sums[half * n.dim // 4 :][: n.dim // 4])] * 2, strict=True)):
-                t.ptx(f"st.shared.v2.f32 [$0 + {32 * i}], {{$1, $2}};", to, *two, where=mine)
+                t.store_shared(to, two, mine, 32 * i)
             denominator = t.over_quad(total[half], lambda x, y: x + y)
-            text = f"st.shared.v2.f32 [$0 + {edges}], {{$1, $2}};"
-            t.ptx(text, place + row * 8, maximum[half], denominator, where=mine & (column < 1))
+            t.store_shared(place + row * 8, [maximum[half], denominator], mine & (column < 1), edges)
         t.meet_block()
 
-    def published(places, row, at, edges):
+    def published(places, row, at, edges, far):
         """List maximum, denominator and four sums of what lies at each place, of this block or of another one."""
         for place in places:
-            pair = t.ptx(f"ld.shared::cluster.v2.f32 {{$0, $1}}, [$2 + {edges}];", place + row * 8, result=(t.f32(),) * 2)
-            four = t.ptx("ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];", place + at * 4, result=(t.f32(),) * 4)
-            yield [*pair, *four]
+            yield t.load_shared(place + row * 8, (t.f32(),) * 2, edges, far) + t.load_shared(
+                place + at * 4, (t.f32(),) * 4, far=far
+            )
 
     def stored(refs, row, at, base, cluster):
         """List the same of each part in global memory."""
@@ -189,25 +187,24 @@ def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, threads: in
         if not joining:
             own = t.number(t.address(ring[0]))
             places = [own + i * ring_bytes for i in range(n.warps)]
-        if n.splits > 1 and not joining:
+        if several:
             for at, row, mine in quarters(first, count):
-                top, total, four = joined(published(places, row, at, edges))
-                t.ptx("st.shared.v4.f32 [$0], {$1, $2, $3, $4};", own + at * 4, *four, where=mine)
-                t.ptx(f"st.shared.v2.f32 [$0 + {joined_edges}], {{$1, $2}};", own + row * 8, top, total, where=mine)
+                top, total, four = joined(published(places, row, at, edges, far=False))
+                t.store_shared(own + at * 4, four, mine)
+                t.store_shared(own + row * 8, [top, total], mine, joined_edges)
             t.meet_cluster()
             count, offset = -(-count // n.splits), joined_edges
             first = split * count
-            text = "mapa.shared::cluster.u32 $0, $1, $2;"
-            places = [t.ptx(text, own, t.number(peer), result=t.i32()) for peer in range(n.splits)]
+            places = [t.far_address(own, peer) for peer in range(n.splits)]
         for at, row, mine in quarters(first, count):
-            found = [*published(places, row, at, offset), *stored(refs, row, at, base, cluster)]
+            found = [*published(places, row, at, offset, several), *stored(refs, row, at, base, cluster)]
             top, total, four = joined(found)
             divisor, to = (total > 0.0).select(total, t.number(1.0)), base * n.clusters + cluster
             store_four(t.address(out), t.element(to, whole, at), [x / divisor for x in four], out_dtype, mine)
             log = ((top > -math.inf).select(top, t.number(0.0)) + total.log2(approx=True)) * (1 / LOG2_E)
             begins = divmod_unsigned(at, n.dim)[1] < 1
             t.ptx("st.global.f32 [$0], $1;", t.at(t.address(lse), to * n.group + row, 4), log, where=mine & begins)
-        if n.splits > 1 and not joining:
+        if several:
             t.meet_cluster()  # before the memory that others read is given back
 
     return publish, merge

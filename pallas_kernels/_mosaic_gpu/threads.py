@@ -145,6 +145,41 @@ def load_float(address, dtype):
     return number(arith.extf(f32, arith.bitcast(kind, bits)))
 
 
+def copy_async(to, source, size, where, offset=0):
+    """Begin to copy ``size`` bytes from a global to a shared address; 16 bytes leave nothing in the level-1 cache."""
+    kind = "cg" if size == 16 else "ca"
+    ptx(f"cp.async.{kind}.shared.global [$0 + {offset}], [$1], {size};", to, source, where=where)
+
+
+def end_step():
+    """Make all copies that this thread began since the last call a step."""
+    ptx("cp.async.commit_group;")
+
+
+def wait_for_step(later):
+    """Wait until the copies have arrived that this warp began, but for the ``later`` newest steps."""
+    ptx(f"cp.async.wait_group {later};")
+    meet_warp()
+
+
+def store_shared(to, numbers, where, offset=0):
+    """Store 1, 2 or 4 numbers at a shared address."""
+    many, names = ("", "$1") if len(numbers) == 1 else (f".v{len(numbers)}", "{$1, $2, $3, $4}"[: 4 * len(numbers) - 1] + "}")
+    ptx(f"st.shared{many}.b32 [$0 + {offset}], {names};", to, *numbers, where=where)
+
+
+def load_shared(source, kinds, offset=0, far=False):
+    """Load 2 or 4 numbers of types ``kinds`` from a shared address, or from one of another block of the cluster."""
+    names, last = "{$0, $1, $2, $3}"[: 4 * len(kinds) - 1] + "}", len(kinds)
+    text = f"ld.shared{'::cluster' * far}.v{last}.b32 {names}, [${last} + {offset}];"
+    return ptx(text, source, result=kinds)
+
+
+def far_address(address, peer):
+    """Return where another block of the cluster has what this block has at a shared address."""
+    return ptx("mapa.shared::cluster.u32 $0, $1, $2;", address, number(peer), result=i32())
+
+
 def lane_value(x, lane):
     """Return the number ``x`` of another lane of the warp."""
     return ptx("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", x, lane, result=i32())

@@ -1,6 +1,7 @@
 """`dense_decode` and `gather_attention` through Mosaic GPU: lowered here, and on a Hopper GPU against float64 NumPy.
 
-Pallas does not interpret `plgpu.inline_mgpu`, so without such a GPU no number is computed.
+Pallas does not interpret `plgpu.inline_mgpu`, so without such a GPU no kernel runs as a whole. The products of a warp do, on a
+warp in NumPy.
 """
 
 import functools
@@ -12,18 +13,21 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels import dispatch
+from pallas_kernels._mosaic_gpu import products
 from pallas_kernels._mosaic_gpu.decode import ROOM, default_programs
+from pallas_kernels._mosaic_gpu.sizes import ENTRIES, Sizes
 from pallas_kernels.attend.dense_decode import dense_decode
 from pallas_kernels.attend.dense_decode import pallas_mosaic_gpu as dense_kernel
 from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.attend.gather_attention import pallas_mosaic_gpu as gather_kernel
 from pallas_kernels.machine import PALLAS_TRITON, assume_machine, current_machine
-from pallas_kernels.numerics import merge_partials
+from pallas_kernels.numerics import LOG2_E, merge_partials
 from tests.pallas_kernels.attend import test_dense_decode as dense
 from tests.pallas_kernels.attend import test_dense_decode_queries as queries
 from tests.pallas_kernels.attend import test_gather_attention as gather
 from tests.pallas_kernels.cases import SCALE, close, compiled, joined, one_by_one, softmax_attention
 from tests.pallas_kernels.operations import choose
+from tests.pallas_kernels.warp import Number, Warp
 
 NAME = "pallas_mosaic_gpu"
 ON_HOPPER = pytest.mark.skipif(current_machine().capability != (9, 0), reason="needs a GPU of compute capability 9.0")
@@ -53,13 +57,58 @@ def test_all_arguments_lower_for_an_h100():
     assert lowered(run, *args[:3], args[3][None], args[4]) == 1
 
 
+@pytest.mark.parametrize(
+    ("group", "dim", "dtype", "biased", "asked"),
+    [
+        (4, 128, "bfloat16", False, False),
+        (8, 64, "float16", True, False),
+        (16, 256, "bfloat16", False, True),
+        (20, 128, "bfloat16", True, True),
+    ],
+)
+def test_a_step_of_a_warp_equals_float64(group, dim, dtype, biased, asked, monkeypatch):
+    """Two steps on the same entries; slots without a token hold NaN, and the rows that fill a half of the query anything."""
+    n = Sizes(heads=1, group=group, dim=dim, slots=1, dtype=jnp.dtype(dtype), shared=1 << 17)
+    rng, warp, place = np.random.default_rng(dim), Warp(1 << 16), 64
+    monkeypatch.setattr(products, "t", warp)
+    rows, tiles = 8 * n.halves, dim // 8
+    query, key, value = (rng.normal(size=(x, dim)).astype(n.dtype) for x in (rows, ENTRIES, ENTRIES))
+    position, bias = rng.integers(0, 50, ENTRIES, np.int32), rng.normal(size=ENTRIES).astype(np.float32) * biased
+    own = rng.integers(10, 60, rows, np.int32) if asked else np.full(rows, 50, np.int32)
+    position[[1, 6, 12]] = -1
+    want = softmax_attention(query, key, value, (position >= 0) & (position <= own[:, None]), bias)[:2]
+    key[[1, 6]], value[[1, 6, 12]] = np.nan, np.nan
+    for start, pitch, stored in (
+        (0, n.pitch, key),
+        (ENTRIES * n.pitch, n.pitch, value),
+        (n.tags, 4, position[:, None]),
+        (n.biases, 4, bias[:, None] * np.float32(LOG2_E)),
+    ):
+        for i, x in enumerate(np.ascontiguousarray(stored).view(np.uint8)):
+            warp.memory[place + start + i * pitch :][: x.size] = x
+    row, column = np.arange(32) // 4, np.arange(32) % 4
+    words = query.view(np.int32).reshape(n.halves, 8, tiles, 4)[:, row, :, column].transpose(1, 2, 0).reshape(-1, 32)
+    asking = [Number(x[row]) for x in own.reshape(n.halves, 8)] if asked else None
+    state = [[warp.number(x)] * n.halves * many for x, many in ((0.0, 2 * tiles), (-np.inf, 1), (0.0, 1))]
+    for _ in range(2):
+        state = products.attend_step(n, SCALE, biased, warp.number(place), [Number(x) for x in words], asking, *state)
+    sums, maximum, total = (np.stack([x.each for x in numbers]).reshape(n.halves, -1, 8, 4) for numbers in state)
+    total, maximum = total.sum(-1).reshape(-1, 1), maximum[..., :1].reshape(-1, 1)
+    out = sums.reshape(n.halves, tiles, 2, 8, 4).transpose(0, 3, 1, 4, 2).reshape(rows, dim)
+    got = out / np.where(total > 0, total, 1), (maximum + np.log2(total / 2))[:, 0] / LOG2_E
+    close(got, want, "bfloat16")
+
+
 def test_programs_of_all_lists_run_at_once():
     shares = {(8, 32): (8, 1), (8, 2048): (2, 8), (64, 512): (2, 1), (128, 32): (1, 1), (2000, 9): (1, 1), (1, 1): (1, 1)}
-    for (lists, blocks), expected in shares.items():
-        assert default_programs(lists, blocks) == expected
-    for lists in range(1, 140):
-        splits, clusters = default_programs(lists, 500)
-        assert lists * clusters <= max(ROOM[splits - 1], lists) and splits * clusters * lists > 66
+    with assume_machine("gpu", (9, 0)):
+        for (lists, blocks), expected in shares.items():
+            assert default_programs(lists, blocks) == expected
+        for lists in range(1, 140):
+            splits, clusters = default_programs(lists, 500)
+            assert lists * clusters <= max(ROOM[splits - 1], lists) and splits * clusters * lists > 66
+    with assume_machine("gpu", (8, 0)):
+        assert default_programs(8, 500) == (1, 13)
 
 
 def test_it_runs_where_pallas_has_no_triton_and_says_where_it_cannot(monkeypatch):
@@ -78,7 +127,11 @@ def test_it_runs_where_pallas_has_no_triton_and_says_where_it_cannot(monkeypatch
         ):
             with pytest.raises(NotImplementedError, match=words):
                 choose(name, implementation=NAME, **sizes)
-    with assume_machine("gpu", (8, 0)), pytest.raises(NotImplementedError, match="compute capability"):
+    with assume_machine("gpu", (8, 9)):
+        assert choose("dense_decode", **wide) == NAME
+        with pytest.raises(NotImplementedError, match="shared memory"):
+            choose("dense_decode", implementation=NAME, **wide | {"D": 256})
+    with assume_machine("gpu", (7, 5)), pytest.raises(NotImplementedError, match="compute capability"):
         choose("dense_decode", implementation=NAME, **wide)
 
 
