@@ -1,7 +1,7 @@
 """`dense_decode` and `gather_attention` through Mosaic GPU: lowered here, and on a Hopper GPU against float64 NumPy.
 
-Pallas does not interpret `plgpu.inline_mgpu`, so without such a GPU no kernel runs as a whole. The products of a warp do, on a
-warp in NumPy.
+Pallas does not interpret `plgpu.inline_mgpu`, so without such a GPU no kernel runs as a whole. A warp in NumPy computes what
+a warp does in a step.
 """
 
 import functools
