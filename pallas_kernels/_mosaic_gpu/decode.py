@@ -20,7 +20,8 @@ from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.sizes import ROWS, Lists, Sizes
 from pallas_kernels._mosaic_gpu.steps import copier, merger, multiplier
-from pallas_kernels._triton.quantised import refuse_codes
+from pallas_kernels._triton.quantised import check_codes
+from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.machine import current_machine
 
 # How many clusters of 1, 2, ... 8 programs an H200 runs at once (cudaOccupancyMaxActiveClusters). A cluster lies within a
@@ -36,7 +37,10 @@ def check_machine(query: Any, key: Any, value: Any) -> None:
     """Raise ``NotImplementedError`` for machines, dtypes and shapes that `attend` does not take."""
     if not (machine := current_machine()).has_kernels:
         raise NotImplementedError(f"got {machine}, expected an NVIDIA GPU of compute capability 8.0 or above")
-    refuse_codes(key, value)
+    check_codes(key, value)
+    kinds = [x.kind if isinstance(x, Quantised) else None for x in (key, value)]
+    if kinds[0] != kinds[1]:
+        raise NotImplementedError(f"got keys in {kinds[0]} and values in {kinds[1]}, expected the same")
     dtypes = {str(x.dtype) for x in (query, key, value)}
     if dtypes not in ({"bfloat16"}, {"float16"}):
         raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected bfloat16 or float16 for all")
@@ -64,12 +68,12 @@ def default_programs(lists: int, blocks: int) -> tuple[int, int]:
 
 
 def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtype: Any, beside_dtype: Any):
-    """Return the kernel over refs: query, key, value, position, query_position, parts beside and lists, each 0 or more."""
+    """Return the kernel over refs: query, key, value; then position, query_position, parts beside, lists, scales, if any."""
 
     def body(query_ref, key_ref, value_ref, *refs):
         *refs, out_ref, lse_ref, ring = refs
         ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-        position, asked_ref, beside, listed = (tuple(refs[i:j]) for i, j in itertools.pairwise(ends))
+        position, asked_ref, beside, listed, scales = (tuple(refs[i:j]) for i, j in itertools.pairwise(ends))
         base, cluster = lax.axis_index("list"), lax.axis_index("cluster")
         split = lax.axis_index("split") if n.splits > 1 else 0 * base  # older cards have no clusters
         programs, program = n.clusters * n.splits, cluster * n.splits + split
@@ -79,7 +83,7 @@ def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtyp
         if lists.block_number is not None:
             blocks, number = lists.block_number(listed, b, h, blocks, n.block)
         steps = lax.div(blocks - program + (programs - 1), programs)
-        stored, ahead = (key_ref, value_ref, *position), n.stages - 1
+        stored, ahead = ((key_ref, value_ref), position, scales), n.stages - 1
         fetch, copy, arrive = copier(n, lists, bool(position))
         load_query, load_asked, begin, add = multiplier(n, scale, lists.biased)
 
@@ -113,7 +117,7 @@ def _same(step):
 
 
 def attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, lists: Lists, *, entries: int, scale: float,
+    query: jax.Array, key: jax.Array | Quantised, value: jax.Array | Quantised, lists: Lists, *, entries: int, scale: float,
     position: jax.Array | None = None, query_position: jax.Array | None = None,
     beside: tuple[jax.Array, jax.Array] | None = None, parts: bool = False, programs: tuple[int, int] | None = None,
     first: int = 0,
@@ -122,7 +126,7 @@ def attend(
 
     Args:
         query: [B, H, R, D], where R is G, or G * T in the order of heads with ``query_position``.
-        key: [B, H, S, D].
+        key: [B, H, S, D], or codes of 8 bits.
         value: like ``key``.
         lists: which rows.
         entries: the most entries of a list.
@@ -150,12 +154,14 @@ def attend(
             )
         return tuple(jnp.concatenate(x, axis=-i) for i, x in zip((2, 1), zip(*done, strict=True), strict=True))
     shape = {"heads": heads, "group": group, "dim": dim, "slots": key.shape[2], "queries": queries, "first": first}
-    n = Sizes(**shape, dtype=query.dtype, shared=current_machine().shared_memory)
+    scales, kind = (), None
+    if isinstance(key, Quantised):
+        kind, scales, key, value = key.kind, (key.scale, value.scale), key.codes, value.codes
+    n = Sizes(**shape, kind=kind, dtype=query.dtype, shared=current_machine().shared_memory)
     splits, clusters = programs or default_programs(batch * heads, -(-entries // n.block))
     n = dataclasses.replace(n, splits=splits, clusters=clusters)
-    groups = [
-        () if x is None else x if isinstance(x, tuple) else (x,) for x in (position, query_position, beside, lists.operands)
-    ]
+    given = position, query_position, beside, lists.operands, scales
+    groups = [() if x is None else x if isinstance(x, tuple) else (x,) for x in given]
     apart = parts or clusters > 1
     lead, made = (batch, heads, *(clusters,) * apart), jnp.float32 if apart else query.dtype
     out, lse = _kernel(

@@ -53,6 +53,7 @@ class Sizes:
         clusters: of a list.
         queries: positions of a query; 0: none are given.
         first: the query's first row among those that share the positions.
+        kind: of codes of 8 bits, in which keys and values are; None: they are numbers of ``dtype``.
     """
 
     heads: int
@@ -65,6 +66,7 @@ class Sizes:
     clusters: int = 1
     queries: int = 0
     first: int = 0
+    kind: str | None = None
 
     @property
     def warpgroups(self) -> int:
@@ -87,9 +89,14 @@ class Sizes:
         return -(-self.group // 8)
 
     @property
+    def width(self) -> int:
+        """Bytes of a row of keys or values."""
+        return self.dim * (2 if self.kind is None else 1)
+
+    @property
     def pitch(self) -> int:
         """Bytes from a row to the next in a ring; 16 more than a row, so that rows read at once lie in other banks."""
-        return 2 * self.dim + 16
+        return self.width + 16
 
     @property
     def tags(self) -> int:
@@ -102,9 +109,14 @@ class Sizes:
         return self.tags + 4 * ENTRIES
 
     @property
+    def scales(self) -> int:
+        """Where words begin that have scales of keys, scales of values, and which half of both words it is."""
+        return self.biases + 4 * ENTRIES
+
+    @property
     def stage(self) -> int:
         """Bytes of a stage of a ring, which is what a warp copies in a step."""
-        return self.biases + 4 * ENTRIES
+        return self.scales + (0 if self.kind is None else 12 * ENTRIES)
 
     @property
     def stages(self) -> int:

@@ -49,24 +49,23 @@ def copier(n: Sizes, lists: Lists, position: bool):
 
     def copy(stored, ring, loaded, scalars, base, stage):
         """Begin to copy the rows of a step and their positions, and write its biases."""
+        types = tuple((REF,) * len(x) for x in stored)
 
-        @plgpu.inline_mgpu(
-            arg_types=((REF,) * len(stored), REF, (t.own(lists.loads),) * loads, (SCALAR,) * len(scalars), SCALAR, SCALAR)
-        )
+        @plgpu.inline_mgpu(arg_types=(types, REF, (t.own(lists.loads),) * loads, (SCALAR,) * len(scalars), SCALAR, SCALAR))
         def run(ctx, stored, ring, loaded, scalars, base, stage):
             start, *scalars = map(scalar, scalars)
             loaded = t.numbers_of(loaded[0]) if loads else []
             row, place = lists.row(scalars, entry(start), loaded), n.place(ring, scalar(stage))
             first = t.element(scalar(base), n.slots, t.number(0))
             write_tags(stored, place, row, loaded, first)
-            chunks = n.dim // 8  # of 16 bytes, which a lane copies at once
+            chunks = n.width // 16  # of 16 bytes, which a lane copies at once
             at_once, chunk, lead = t.LANES // chunks, t.signed(t.lane() % chunks), t.signed(t.lane() // chunks)
-            sources = [t.at(t.at(t.address(x), first, 2 * n.dim), chunk, 16) for x in stored[:2]]
+            sources = [t.at(t.at(t.address(x), first, n.width), chunk, 16) for x in stored[0]]
             to = place + lead * n.pitch + chunk * 16
             for step in range(0, ENTRIES, at_once):
                 taken = t.lane_value(row, lead + step)
                 for offset, source in zip((step, ENTRIES + step), sources, strict=True):
-                    t.copy_async(to, t.at(source, taken, 2 * n.dim), 16, taken >= 0, offset * n.pitch)
+                    t.copy_async(to, t.at(source, taken, n.width), 16, taken >= 0, offset * n.pitch)
             t.end_step()
 
         run(stored, ring, loaded, scalars, base, stage)
@@ -75,12 +74,19 @@ def copier(n: Sizes, lists: Lists, position: bool):
         """Write what is not negative for an entry that holds a token: its position, or without positions its row."""
         tag, mine = place + t.signed(t.lane()) * 4, t.lane() < ENTRIES
         if position:
-            source = t.at(t.at(t.address(stored[2]), first, 4), row, 4)
+            source = t.at(t.at(t.address(stored[1][0]), first, 4), row, 4)
             t.copy_async(tag, source, 4, mine & (row >= 0), n.tags)
         t.store_shared(tag, [row], mine & (row < 0) if position else mine, n.tags)
         if lists.biased:
             bias = t.number(arith.bitcast(t.f32(), t.value(loaded[-1]))) * LOG2_E
             t.store_shared(tag, [bias], mine, n.biases)
+        halves = t.number(0)
+        for i, scale in enumerate(stored[2]):
+            word, second = t.word_of(t.at(t.at(t.address(scale), first, 2), row, 2))
+            t.copy_async(tag, word, 4, mine & (row >= 0), n.scales + 4 * ENTRIES * i)
+            halves = halves + second.select(t.number(1 << i), t.number(0))
+        if stored[2]:
+            t.store_shared(tag, [halves], mine, n.scales + 8 * ENTRIES)
 
     @plgpu.inline_mgpu()
     def arrive(ctx):
@@ -103,9 +109,14 @@ def multiplier(n: Sizes, scale: float, biased: bool):
 
     @plgpu.inline_mgpu(arg_types=(REF, SCALAR), return_type=numbers(n.halves * tiles, jnp.int32))
     def query(ctx, source, base):
-        source, base, column = t.address(source), scalar(base) * n.group, t.signed(t.lane() % 4) * 2
+        source, base, column = (
+            t.address(source),
+            scalar(base) * n.group,
+            t.signed(t.lane() % 4) * (2 if n.kind is None else 4),
+        )
         places = [t.at(source, t.element(base + t.least(x, n.group - 1), n.dim, column), 2) for x in rows()]
-        return t.made_of([t.load_int(t.at(x, t.number(8 * i), 2)) for x in places for i in range(tiles)])
+        first = [8 * i if n.kind is None else 16 * (i // 2) + 2 * (i % 2) for i in range(tiles)]
+        return t.made_of([t.load_int(t.at(x, t.number(i), 2)) for x in places for i in first])
 
     @plgpu.inline_mgpu(arg_types=(REF, SCALAR), return_type=numbers(n.halves, jnp.int32))
     def asked(ctx, source, row):
@@ -142,14 +153,20 @@ def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, threads: in
 
     @plgpu.inline_mgpu(arg_types=(REF, *(t.own(n.halves * x) for x in (n.dim // 4, 1, 1))))
     def publish(ctx, ring, sums, maximum, total):
-        place, column = n.place(ring), t.signed(t.lane() % 4) * 2
+        place, column = n.place(ring), t.signed(t.lane() % 4) * (2 if n.kind is None else 4)
         sums, maximum, total = map(t.numbers_of, (sums, maximum, total))
         t.meet_warp()
         for half in range(n.halves):
             row = t.signed(t.lane() // 4) + 8 * half
             to, mine = place + (row * n.dim + column) * 4, row < n.group
-            for i, two in enumerate(zip(*[iter(sums[half * n.dim // 4 :][: n.dim // 4])] * 2, strict=True)):
-                t.store_shared(to, two, mine, 32 * i)
+            of_half = sums[half * n.dim // 4 : (half + 1) * n.dim // 4]
+            if n.kind is None:
+                for i in range(n.dim // 8):
+                    t.store_shared(to, of_half[2 * i : 2 * i + 2], mine, 32 * i)
+            else:
+                for i in range(n.dim // 16):  # even channels, then odd ones
+                    four = of_half[4 * i : 4 * i + 4]
+                    t.store_shared(to, [four[0], four[2], four[1], four[3]], mine, 64 * i)
             denominator = t.over_quad(total[half], lambda x, y: x + y)
             t.store_shared(place + row * 8, [maximum[half], denominator], mine & (column < 1), edges)
         t.meet_block()

@@ -180,6 +180,19 @@ def far_address(address, peer):
     return ptx("mapa.shared::cluster.u32 $0, $1, $2;", address, number(peer), result=i32())
 
 
+def word_of(place):
+    """Return the global address of the word that has the 16 bits at ``place``, and whether they are its second half."""
+    i64 = ir.IntegerType.get_signless(64)
+    second = arith.trunci(i32(), arith.andi(place, mgpu.utils.c(2, i64)))
+    return arith.andi(place, mgpu.utils.c(-4, i64)), number(second) > 0
+
+
+def half_of(word, second):
+    """Return the half of an int32 as a bfloat16, which becomes a float32 number."""
+    bits = arith.select(value(second), value(word & -0x10000), value(word * 0x10000))
+    return number(arith.bitcast(f32(), bits))
+
+
 def lane_value(x, lane):
     """Return the number ``x`` of another lane of the warp."""
     return ptx("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", x, lane, result=i32())
@@ -205,6 +218,26 @@ def multiply(sums, left, right, dtype):
     text = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
     text += " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     return ptx(text, *left, *right, *sums, result=(f32(),) * 4)
+
+
+def decode(x, low, high, kind, dtype):
+    """Make two numbers of 16 bits, in one int32, of the bytes ``low`` and ``high`` of an int32; they are codes."""
+    name = np.dtype(dtype).name
+    if kind == "float8_e4m3fn":
+        text = f".reg .b32 w; .reg .b16 h; prmt.b32 w, $1, 0, 0x44{high}{low}; cvt.u16.u32 h, w;"
+        if name == "float16":
+            text += " cvt.rn.f16x2.e4m3x2 $0, h;"
+        else:
+            text += " .reg .b16 l; .reg .f32 x, y; cvt.rn.f16x2.e4m3x2 w, h; mov.b32 {l, h}, w;"
+            text += " cvt.f32.f16 x, l; cvt.f32.f16 y, h; cvt.rn.bf16x2.f32 $0, y, x;"
+    elif name == "float16":  # 1024 + 128 + code, which is exact, less 1152
+        text = f".reg .b32 w; xor.b32 w, $1, 0x80808080; prmt.b32 w, w, 0x64646464, 0x4{high}4{low};"
+        text += " .reg .b32 m; mov.b32 m, 0x64806480; sub.rn.f16x2 $0, w, m;"
+    else:  # 128 + the code's low bits, less 128, or less 256 if the code is negative; these too are its bits behind 0x43
+        text = f".reg .b32 w, m, n; prmt.b32 w, $1, 0x43434343, 0x4{high}4{low}; and.b32 m, w, 0xff80ff80;"
+        text += " and.b32 w, w, 0xff7fff7f; mov.b32 n, 0xbf80bf80; fma.rn.bf16x2 $0, m, n, w;"
+    found = mgpu.utils.inline_ptx("{ " + text + " }", value(x), result_types=i32())
+    return number(found)
 
 
 def pair(low, high, dtype):

@@ -6,7 +6,7 @@ themselves, one instruction each, are left to a GPU. Layouts of `mma` and `ldmat
 
 import math
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 LANES, INFINITY = 32, math.inf
@@ -63,6 +63,16 @@ class Warp:
         return x
 
     @staticmethod
+    def decode(x, low, high, kind, dtype):
+        two = x.each.astype(np.int32).view(np.uint8).reshape(LANES, 4)[:, [low, high]].view(jnp.dtype(kind))
+        return _packed(two.astype(dtype).view(np.uint16))
+
+    @staticmethod
+    def half_of(word, second):
+        bits = np.where(second.each, word.each >> 16, word.each) & 0xFFFF
+        return Number(bits.astype(np.uint16).view(jnp.bfloat16).astype(np.float32))
+
+    @staticmethod
     def pair(low, high, dtype):
         return _packed(np.stack([low.each, high.each], 1).astype(dtype).view(np.uint16))
 
@@ -93,6 +103,4 @@ def _packed(two):
 
 
 def _parted(x, dtype):
-    return (
-        x.each.astype(np.int32).view(np.uint16).reshape(LANES, 2).view(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    )
+    return x.each.astype(np.int32).view(np.uint16).reshape(LANES, 2).view(dtype)
