@@ -28,6 +28,11 @@ def numbers(count, dtype):
     return plgpu.ShapeDtypeStruct((t.THREADS * count,), dtype, layout=t.own(count))
 
 
+def column(n: Sizes):
+    """Return the first channel of a row that this lane has, see `products`."""
+    return t.signed(t.lane() % 4) * (2 if n.kind is None else 4)
+
+
 def copier(n: Sizes, lists: Lists, position: bool):
     """Return functions that load what tells the rows of a step, copy these rows into the ring, and wait for them."""
     loads = bool(lists.loads)
@@ -109,12 +114,8 @@ def multiplier(n: Sizes, scale: float, biased: bool):
 
     @plgpu.inline_mgpu(arg_types=(REF, SCALAR), return_type=numbers(n.halves * tiles, jnp.int32))
     def query(ctx, source, base):
-        source, base, column = (
-            t.address(source),
-            scalar(base) * n.group,
-            t.signed(t.lane() % 4) * (2 if n.kind is None else 4),
-        )
-        places = [t.at(source, t.element(base + t.least(x, n.group - 1), n.dim, column), 2) for x in rows()]
+        source, base = t.address(source), scalar(base) * n.group
+        places = [t.at(source, t.element(base + t.least(x, n.group - 1), n.dim, column(n)), 2) for x in rows()]
         first = [8 * i if n.kind is None else 16 * (i // 2) + 2 * (i % 2) for i in range(tiles)]
         return t.made_of([t.load_int(t.at(x, t.number(i), 2)) for x in places for i in first])
 
@@ -153,12 +154,12 @@ def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, threads: in
 
     @plgpu.inline_mgpu(arg_types=(REF, *(t.own(n.halves * x) for x in (n.dim // 4, 1, 1))))
     def publish(ctx, ring, sums, maximum, total):
-        place, column = n.place(ring), t.signed(t.lane() % 4) * (2 if n.kind is None else 4)
+        place, sums_at = n.place(ring), column(n)
         sums, maximum, total = map(t.numbers_of, (sums, maximum, total))
         t.meet_warp()
         for half in range(n.halves):
             row = t.signed(t.lane() // 4) + 8 * half
-            to, mine = place + (row * n.dim + column) * 4, row < n.group
+            to, mine = place + (row * n.dim + sums_at) * 4, row < n.group
             of_half = sums[half * n.dim // 4 : (half + 1) * n.dim // 4]
             if n.kind is None:
                 for i in range(n.dim // 8):
@@ -168,15 +169,14 @@ def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, threads: in
                     four = of_half[4 * i : 4 * i + 4]
                     t.store_shared(to, [four[0], four[2], four[1], four[3]], mine, 64 * i)
             denominator = t.over_quad(total[half], lambda x, y: x + y)
-            t.store_shared(place + row * 8, [maximum[half], denominator], mine & (column < 1), edges)
+            t.store_shared(place + row * 8, [maximum[half], denominator], mine & (sums_at < 1), edges)
         t.meet_block()
 
     def published(places, row, at, edges, far):
         """List maximum, denominator and four sums of what lies at each place, of this block or of another one."""
         for place in places:
-            yield t.load_shared(place + row * 8, (t.f32(),) * 2, edges, far) + t.load_shared(
-                place + at * 4, (t.f32(),) * 4, far=far
-            )
+            edge = t.load_shared(place + row * 8, (t.f32(),) * 2, edges, far)
+            yield edge + t.load_shared(place + at * 4, (t.f32(),) * 4, far=far)
 
     def stored(refs, row, at, base, cluster):
         """List the same of each part in global memory."""
