@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from pallas_kernels._mosaic_gpu import threads as t
+from pallas_kernels._mosaic_gpu import warps as w
 
 ENTRIES = 16  # of a step of a warp: a product of 16-bit numbers sums over 16
 TILES = ENTRIES // 8  # a product has 8 of them as columns
@@ -133,4 +134,4 @@ class Sizes:
 
     def place(self, ring, stage=0):
         """Return the address of a stage of this warp's ring."""
-        return t.number(t.address(ring)) + t.warp() * (self.stages * self.stage) + stage * self.stage
+        return t.number(t.address(ring)) + w.warp() * (self.stages * self.stage) + stage * self.stage

@@ -10,8 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels._mosaic_gpu import threads as t
+from pallas_kernels._mosaic_gpu import warps as w
+from pallas_kernels._mosaic_gpu.attention_step import attend_step
 from pallas_kernels._mosaic_gpu.pallas import arith, ir, mgpu, plgpu
-from pallas_kernels._mosaic_gpu.products import attend_step
 from pallas_kernels._mosaic_gpu.sizes import ENTRIES, Lists, Sizes
 from pallas_kernels.numerics import LOG2_E
 
@@ -29,8 +30,8 @@ def numbers(count, dtype):
 
 
 def column(n: Sizes):
-    """Return the first channel of a row that this lane has, see `products`."""
-    return t.signed(t.lane() % 4) * (2 if n.kind is None else 4)
+    """Return the first channel of a row that this lane has, see `attention_step`."""
+    return t.signed(w.lane() % 4) * (2 if n.kind is None else 4)
 
 
 def copier(n: Sizes, lists: Lists, position: bool):
@@ -38,7 +39,7 @@ def copier(n: Sizes, lists: Lists, position: bool):
     loads = bool(lists.loads)
 
     def entry(start):
-        return start + t.signed(t.thread() // t.LANES * ENTRIES + t.lane() % ENTRIES)
+        return start + t.signed(w.thread() // w.LANES * ENTRIES + w.lane() % ENTRIES)
 
     def fetch(refs, scalars):
         """Load what tells the row of this lane's entry; nothing waits for it yet."""
@@ -64,39 +65,39 @@ def copier(n: Sizes, lists: Lists, position: bool):
             first = t.element(scalar(base), n.slots, t.number(0))
             write_tags(stored, place, row, loaded, first)
             chunks = n.width // 16  # of 16 bytes, which a lane copies at once
-            at_once, chunk, lead = t.LANES // chunks, t.signed(t.lane() % chunks), t.signed(t.lane() // chunks)
+            at_once, chunk, lead = w.LANES // chunks, t.signed(w.lane() % chunks), t.signed(w.lane() // chunks)
             sources = [t.at(t.at(t.address(x), first, n.width), chunk, 16) for x in stored[0]]
             to = place + lead * n.pitch + chunk * 16
             for step in range(0, ENTRIES, at_once):
-                taken = t.lane_value(row, lead + step)
+                taken = w.lane_value(row, lead + step)
                 for offset, source in zip((step, ENTRIES + step), sources, strict=True):
-                    t.copy_async(to, t.at(source, taken, n.width), 16, taken >= 0, offset * n.pitch)
-            t.end_step()
+                    w.copy_async(to, t.at(source, taken, n.width), 16, taken >= 0, offset * n.pitch)
+            w.end_step()
 
         run(stored, ring, loaded, scalars, base, stage)
 
     def write_tags(stored, place, row, loaded, first):
         """Write what is not negative for an entry that holds a token: its position, or without positions its row."""
-        tag, mine = place + t.signed(t.lane()) * 4, t.lane() < ENTRIES
+        tag, mine = place + t.signed(w.lane()) * 4, w.lane() < ENTRIES
         if position:
             source = t.at(t.at(t.address(stored[1][0]), first, 4), row, 4)
-            t.copy_async(tag, source, 4, mine & (row >= 0), n.tags)
-        t.store_shared(tag, [row], mine & (row < 0) if position else mine, n.tags)
+            w.copy_async(tag, source, 4, mine & (row >= 0), n.tags)
+        w.store_shared(tag, [row], mine & (row < 0) if position else mine, n.tags)
         if lists.biased:
-            bias = t.number(arith.bitcast(t.f32(), t.value(loaded[-1]))) * LOG2_E
-            t.store_shared(tag, [bias], mine, n.biases)
+            bias = t.number(arith.bitcast(w.f32(), t.value(loaded[-1])), None) * LOG2_E
+            w.store_shared(tag, [bias], mine, n.biases)
         halves = t.number(0)
         for i, scale in enumerate(stored[2]):
-            word, second = t.word_of(t.at(t.at(t.address(scale), first, 2), row, 2))
-            t.copy_async(tag, word, 4, mine & (row >= 0), n.scales + 4 * ENTRIES * i)
+            word, second = w.word_of(t.at(t.at(t.address(scale), first, 2), row, 2))
+            w.copy_async(tag, word, 4, mine & (row >= 0), n.scales + 4 * ENTRIES * i)
             halves = halves + second.select(t.number(1 << i), t.number(0))
         if stored[2]:
-            t.store_shared(tag, [halves], mine, n.scales + 8 * ENTRIES)
+            w.store_shared(tag, [halves], mine, n.scales + 8 * ENTRIES)
 
     @plgpu.inline_mgpu()
     def arrive(ctx):
         """Wait until the oldest step has arrived, and no lane reads the one before it."""
-        t.wait_for_step(n.stages - 2)
+        w.wait_for_step(n.stages - 2)
 
     return fetch, copy, arrive
 
@@ -104,13 +105,13 @@ def copier(n: Sizes, lists: Lists, position: bool):
 def multiplier(n: Sizes, scale: float, biased: bool):
     """Return functions that load the query and the positions of its rows, that begin, and that attend to a step.
 
-    Arrays between them are those that `products.attend_step` lists.
+    Arrays between them are those that `attention_step.attend_step` lists.
     """
     tiles = n.dim // 8
     counts = n.halves * 2 * tiles, n.halves, n.halves  # sums, maximum, total
 
     def rows():
-        return [t.signed(t.lane() // 4) + 8 * half for half in range(n.halves)]
+        return [t.signed(w.lane() // 4) + 8 * half for half in range(n.halves)]
 
     @plgpu.inline_mgpu(arg_types=(REF, SCALAR), return_type=numbers(n.halves * tiles, jnp.int32))
     def query(ctx, source, base):
@@ -134,8 +135,9 @@ def multiplier(n: Sizes, scale: float, biased: bool):
         @plgpu.inline_mgpu(arg_types=(REF, *own, SCALAR), return_type=tuple(numbers(x, jnp.float32) for x in counts))
         def run(ctx, ring, query, asked, state, stage):
             place, given = n.place(ring, scalar(stage)), t.numbers_of(asked[0]) if asked else None
-            after = attend_step(n, scale, biased, place, t.numbers_of(query), given, *map(t.numbers_of, state))
-            return tuple(map(t.made_of, after))
+            before = [t.numbers_of(x, floats=True) for x in state]
+            after = attend_step(n, scale, biased, place, t.numbers_of(query), given, *before)
+            return tuple(t.made_of(x, floats=True) for x in after)
 
         return run(ring, query, asked, state, stage)
 
@@ -155,44 +157,44 @@ def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, threads: in
     @plgpu.inline_mgpu(arg_types=(REF, *(t.own(n.halves * x) for x in (n.dim // 4, 1, 1))))
     def publish(ctx, ring, sums, maximum, total):
         place, sums_at = n.place(ring), column(n)
-        sums, maximum, total = map(t.numbers_of, (sums, maximum, total))
-        t.meet_warp()
+        sums, maximum, total = (t.numbers_of(x, floats=True) for x in (sums, maximum, total))
+        w.meet_warp()
         for half in range(n.halves):
-            row = t.signed(t.lane() // 4) + 8 * half
+            row = t.signed(w.lane() // 4) + 8 * half
             to, mine = place + (row * n.dim + sums_at) * 4, row < n.group
             of_half = sums[half * n.dim // 4 : (half + 1) * n.dim // 4]
             if n.kind is None:
                 for i in range(n.dim // 8):
-                    t.store_shared(to, of_half[2 * i : 2 * i + 2], mine, 32 * i)
+                    w.store_shared(to, of_half[2 * i : 2 * i + 2], mine, 32 * i)
             else:
                 for i in range(n.dim // 16):  # even channels, then odd ones
                     four = of_half[4 * i : 4 * i + 4]
-                    t.store_shared(to, [four[0], four[2], four[1], four[3]], mine, 64 * i)
-            denominator = t.over_quad(total[half], lambda x, y: x + y)
-            t.store_shared(place + row * 8, [maximum[half], denominator], mine & (sums_at < 1), edges)
-        t.meet_block()
+                    w.store_shared(to, [four[0], four[2], four[1], four[3]], mine, 64 * i)
+            denominator = w.over_quad(total[half], lambda x, y: x + y)
+            w.store_shared(place + row * 8, [maximum[half], denominator], mine & (sums_at < 1), edges)
+        w.meet_block()
 
     def published(places, row, at, edges, far):
         """List maximum, denominator and four sums of what lies at each place, of this block or of another one."""
         for place in places:
-            edge = t.load_shared(place + row * 8, (t.f32(),) * 2, edges, far)
-            yield edge + t.load_shared(place + at * 4, (t.f32(),) * 4, far=far)
+            edge = w.load_shared(place + row * 8, (w.f32(),) * 2, edges, far)
+            yield edge + w.load_shared(place + at * 4, (w.f32(),) * 4, far=far)
 
     def stored(refs, row, at, base, cluster):
         """List the same of each part in global memory."""
-        zero = t.number(0.0)
+        zero = t.float_number(0.0)
         for part in range(beside):
             where = base * (beside * n.group) + row + part * n.group
             lse = t.load_float(t.at(t.address(refs[1]), where, 4), "float32")
             some, index = (lse > -math.inf) & (cluster < 1), [t.element(where, n.dim, at % n.dim + i) for i in range(4)]
             places = [t.at(t.address(refs[0]), x, jnp.dtype(beside_dtype).itemsize) for x in index]
             four = [some.select(t.load_float(x, beside_dtype), zero) for x in places]
-            yield [some.select(lse * LOG2_E, t.number(-math.inf)), some.select(t.number(1.0), zero), *four]
+            yield [some.select(lse * LOG2_E, t.float_number(-math.inf)), some.select(t.float_number(1.0), zero), *four]
 
     def quarters(first, count):
         """List for this thread where each of its groups of four numbers of the output begins, its row, and whether it is."""
         for step in range(-(-count // threads)):
-            index = t.signed(t.thread()) + step * threads
+            index = t.signed(w.thread()) + step * threads
             mine = (index < count) & (first + index < whole // 4)
             at = t.least(first + index, whole // 4 - 1) * 4
             yield at, divmod_unsigned(at, n.dim)[0], mine
@@ -207,18 +209,18 @@ def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, threads: in
         if several:
             for at, row, mine in quarters(first, count):
                 top, total, four = joined(published(places, row, at, edges, far=False))
-                t.store_shared(own + at * 4, four, mine)
-                t.store_shared(own + row * 8, [top, total], mine, joined_edges)
+                w.store_shared(own + at * 4, four, mine)
+                w.store_shared(own + row * 8, [top, total], mine, joined_edges)
             t.meet_cluster()
             count, offset = -(-count // n.splits), joined_edges
             first = split * count
-            places = [t.far_address(own, peer) for peer in range(n.splits)]
+            places = [w.far_address(own, peer) for peer in range(n.splits)]
         for at, row, mine in quarters(first, count):
             found = [*published(places, row, at, offset, several), *stored(refs, row, at, base, cluster)]
             top, total, four = joined(found)
-            divisor, to = (total > 0.0).select(total, t.number(1.0)), base * n.clusters + cluster
+            divisor, to = (total > 0.0).select(total, t.float_number(1.0)), base * n.clusters + cluster
             store_four(t.address(out), t.element(to, whole, at), [x / divisor for x in four], out_dtype, mine)
-            log = ((top > -math.inf).select(top, t.number(0.0)) + total.log2(approx=True)) * (1 / LOG2_E)
+            log = ((top > -math.inf).select(top, t.float_number(0.0)) + total.log2(approx=True)) * (1 / LOG2_E)
             begins = divmod_unsigned(at, n.dim)[1] < 1
             t.ptx("st.global.f32 [$0], $1;", t.at(t.address(lse), to * n.group + row, 4), log, where=mine & begins)
         if several:
@@ -230,8 +232,8 @@ def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, threads: in
 def joined(found):
     """Join parts of a softmax, each its maximum to base 2, its denominator and sums, to one."""
     found = list(found)
-    top = functools.reduce(t.most, [x for x, *_ in found])
-    shift = (top > -math.inf).select(top, t.number(0.0))
+    top = functools.reduce(w.most, [x for x, *_ in found])
+    shift = (top > -math.inf).select(top, t.float_number(0.0))
     shares = [(x - shift).exp2(approx=True) for x, *_ in found]
     scaled = [[share * x for x in part[1:]] for share, part in zip(shares, found, strict=True)]
     total, *sums = (functools.reduce(lambda x, y: x + y, same) for same in zip(*scaled, strict=True))

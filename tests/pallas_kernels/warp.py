@@ -1,15 +1,13 @@
-"""A warp in NumPy, in the place of `pallas_kernels._mosaic_gpu.threads`: 32 lanes, shared memory, and products.
+"""A warp in NumPy, in the place of `pallas_kernels._mosaic_gpu.warps`: 32 lanes, shared memory, and products.
 
-Nothing interprets inline PTX. So what kernels compute with functions of `threads` runs here on a CPU, and only the functions
+Nothing interprets inline PTX. So what kernels compute with functions of `warps` runs here on a CPU, and only the functions
 themselves, one instruction each, are left to a GPU. Layouts of `mma` and `ldmatrix` are those of the PTX manual.
 """
-
-import math
 
 import jax.numpy as jnp
 import numpy as np
 
-LANES, INFINITY = 32, math.inf
+LANES = 32
 _LANE = np.arange(LANES)
 _ROW, _COLUMN = _LANE // 4, _LANE % 4 * 2
 
@@ -42,14 +40,13 @@ for _name in ("add", "radd", "sub", "mul", "floordiv", "mod", "and", "or", "lt",
 
 
 class Warp:
-    """The functions of `threads`, for a warp whose shared memory is ``memory``, an array of bytes."""
-
-    INFINITY = INFINITY
+    """The functions of `warps`, and of `threads` those that make numbers; ``memory``: shared memory, an array of bytes."""
 
     def __init__(self, size):
         self.memory = np.zeros(size, np.uint8)
 
-    number = staticmethod(lambda x: Number(np.float32(x) if isinstance(x, float) else np.int64(x)))
+    number = staticmethod(lambda x: Number(np.int64(x)))
+    float_number = staticmethod(lambda x: Number(np.float32(x)))
     lane = staticmethod(lambda: Number(_LANE))
     signed = staticmethod(lambda x: x)
     most = staticmethod(Number.max)

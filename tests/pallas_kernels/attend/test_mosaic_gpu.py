@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels import dispatch
-from pallas_kernels._mosaic_gpu import products
+from pallas_kernels._mosaic_gpu import attention_step
 from pallas_kernels._mosaic_gpu.decode import ROOM, default_programs
 from pallas_kernels._mosaic_gpu.sizes import ENTRIES, Sizes
 from pallas_kernels.attend.dense_decode import dense_decode
@@ -72,7 +72,8 @@ def test_a_step_of_a_warp_equals_float64(group, dim, dtype, biased, asked, kind,
     """Two steps on the same entries; slots without a token hold NaN, and the rows that fill a half of the query anything."""
     n = Sizes(heads=1, group=group, dim=dim, slots=1, dtype=jnp.dtype(dtype), shared=1 << 17, kind=kind)
     rng, warp, place = np.random.default_rng(dim), Warp(1 << 16), 64
-    monkeypatch.setattr(products, "t", warp)
+    monkeypatch.setattr(attention_step, "t", warp)
+    monkeypatch.setattr(attention_step, "w", warp)
     rows, tiles = 8 * n.halves, dim // 8
     query, key, value = (rng.normal(size=(x, dim)).astype(n.dtype) for x in (rows, ENTRIES, ENTRIES))
     position, bias = rng.integers(0, 50, ENTRIES, np.int32), rng.normal(size=ENTRIES).astype(np.float32) * biased
@@ -106,9 +107,9 @@ def test_a_step_of_a_warp_equals_float64(group, dim, dtype, biased, asked, kind,
     words = words if kind is None else words.reshape(n.halves, 8, tiles // 2, 4, 2).swapaxes(3, 4)
     words = words.reshape(n.halves, 8, tiles, 4)[:, row, :, column].transpose(1, 2, 0).reshape(-1, 32)
     asking = [Number(x[row]) for x in own.reshape(n.halves, 8)] if asked else None
-    state = [[warp.number(x)] * n.halves * many for x, many in ((0.0, 2 * tiles), (-np.inf, 1), (0.0, 1))]
+    state = [[warp.float_number(x)] * n.halves * many for x, many in ((0.0, 2 * tiles), (-np.inf, 1), (0.0, 1))]
     for _ in range(2):
-        state = products.attend_step(n, SCALE, biased, warp.number(place), [Number(x) for x in words], asking, *state)
+        state = attention_step.attend_step(n, SCALE, biased, warp.number(place), [Number(x) for x in words], asking, *state)
     sums, maximum, total = (np.stack([x.each for x in numbers]).reshape(n.halves, -1, 8, 4) for numbers in state)
     total, maximum = total.sum(-1).reshape(-1, 1), maximum[..., :1].reshape(-1, 1)
     out = sums.reshape(n.halves, tiles, 2, 8, 4).transpose(0, 3, 1, 4, 2)

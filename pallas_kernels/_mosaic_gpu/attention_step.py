@@ -9,8 +9,10 @@ sums of values are of the even channels, then of the odd ones.
 """
 
 import functools
+import math
 
 from pallas_kernels._mosaic_gpu import threads as t
+from pallas_kernels._mosaic_gpu import warps as w
 from pallas_kernels._mosaic_gpu.sizes import ENTRIES, TILES, Sizes
 from pallas_kernels.numerics import LOG2_E
 
@@ -42,32 +44,32 @@ def attend_step(n: Sizes, scale: float, biased: bool, place, query, asked, sums,
         found = [x * (scale * LOG2_E) for tile in logits for x in tile[half]]
         found = [x * y for x, y in zip(found, key_scales, strict=True)] if key_scales else found
         found = [x if bias is None else x + bias for x, bias in zip(found, biases, strict=True)]
-        found = [s.select(x, t.number(-t.INFINITY)) for s, x in zip(seen, found, strict=True)]
-        top = t.over_quad(functools.reduce(t.most, found), t.most)
-        risen.append(t.most(top, maximum[half]))
-        shift = (risen[-1] > -t.INFINITY).select(risen[-1], t.number(0.0))
+        found = [s.select(x, t.float_number(-math.inf)) for s, x in zip(seen, found, strict=True)]
+        top = w.over_quad(functools.reduce(w.most, found), w.most)
+        risen.append(w.most(top, maximum[half]))
+        shift = (risen[-1] > -math.inf).select(risen[-1], t.float_number(0.0))
         decays.append((maximum[half] - shift).exp2(approx=True))
         shares = [(x - shift).exp2(approx=True) for x in found]
         totals.append(total[half] * decays[-1] + sum(shares[1:], shares[0]))
         if value_scales:
-            shares = [s.select(x * y, t.number(0.0)) for s, x, y in zip(seen, shares, value_scales, strict=True)]
-        weights.append([t.pair(*shares[2 * i : 2 * i + 2], n.dtype) for i in range(TILES)])
+            shares = [s.select(x * y, t.float_number(0.0)) for s, x, y in zip(seen, shares, value_scales, strict=True)]
+        weights.append([w.pair(*shares[2 * i : 2 * i + 2], n.dtype) for i in range(TILES)])
     decayed = [[sums[2 * (h * tiles + i) + j] * decays[h] for j in (0, 1)] for h in range(n.halves) for i in range(tiles)]
     return _add_values(n, place, positions, weights, decayed), risen, totals
 
 
 def _tags(n, place, biased):
     """Load positions, biases, and scales of keys and of values, of this lane's entries."""
-    place = place + t.signed(t.lane() % 4) * 8
+    place = place + t.signed(w.lane() % 4) * 8
 
     def load(kind, first):
-        return [x for i in range(TILES) for x in t.load_shared(place, (kind,) * 2, first + 32 * i)]
+        return [x for i in range(TILES) for x in w.load_shared(place, (kind,) * 2, first + 32 * i)]
 
-    positions, biases = load(t.i32(), n.tags), load(t.f32(), n.biases) if biased else [None] * (2 * TILES)
+    positions, biases = load(t.i32(), n.tags), load(w.f32(), n.biases) if biased else [None] * (2 * TILES)
     if n.kind is None:
         return positions, biases, (None, None)
     words = [load(t.i32(), n.scales + 4 * ENTRIES * i) for i in range(3)]
-    scales = [[t.half_of(x, (y & (1 << i)) > 0) for x, y in zip(words[i], words[2], strict=True)] for i in (0, 1)]
+    scales = [[w.half_of(x, (y & (1 << i)) > 0) for x, y in zip(words[i], words[2], strict=True)] for i in (0, 1)]
     return positions, biases, scales
 
 
@@ -76,15 +78,15 @@ def _product(n, left, right, sums):
     added = []
     for half in range(0, n.halves, 2):
         low, high, *_ = *left[half : half + 2], [t.number(0)] * 2
-        more = *sums[half : half + 2], [t.number(0.0)] * 2
-        four = t.multiply((*more[0], *more[1]), (low[0], high[0], low[1], high[1]), right, n.dtype)
+        more = *sums[half : half + 2], [t.float_number(0.0)] * 2
+        four = w.multiply((*more[0], *more[1]), (low[0], high[0], low[1], high[1]), right, n.dtype)
         added += [four[:2], four[2:]]
     return added[: n.halves]
 
 
 def _corner(n, place, by_entries):
     """Return where this lane's row of four matrices of 8 entries and 16 bytes is: next to each other, or entries first."""
-    lane = t.lane()
+    lane = w.lane()
     some, other = t.signed(lane // 8 % 2), t.signed(lane // 16)
     entries, chunk = (some, other) if by_entries else (other, some)
     return place + (entries * 8 + t.signed(lane % 8)) * n.pitch + chunk * 16
@@ -95,31 +97,31 @@ def _keys(n, place):
     if n.kind is None:
         corner = _corner(n, place, by_entries=False)
         for k in range(n.dim // 16):
-            four = t.load_matrices(corner, 32 * k)
+            four = w.load_matrices(corner, 32 * k)
             yield four[:2], four[2:]
         return
     corner = _corner(n, place, by_entries=True)
     for k in range(n.dim // 32):
-        four = t.load_matrices(corner, 32 * k)
+        four = w.load_matrices(corner, 32 * k)
         for two in (four[:2], four[2:]):
-            yield [[t.decode(x, i, i + 1, n.kind, n.dtype) for i in (0, 2)] for x in two]
+            yield [[w.decode(x, i, i + 1, n.kind, n.dtype) for i in (0, 2)] for x in two]
 
 
 def _values(n, place, masks):
     """Yield, for each 8 channels, the right side of products with values: two int32."""
     corner = _corner(n, place + ENTRIES * n.pitch, by_entries=True)
     for k in range(n.width // 32):
-        four = [x & masks[i % 2] for i, x in enumerate(t.load_matrices(corner, 32 * k, transposed=True))]
+        four = [x & masks[i % 2] for i, x in enumerate(w.load_matrices(corner, 32 * k, transposed=True))]
         for two in (four[:2], four[2:]):
             if n.kind is None:
                 yield two
             else:
-                yield from ([t.decode(x, i, i + 2, n.kind, n.dtype) for x in two] for i in (0, 1))
+                yield from ([w.decode(x, i, i + 2, n.kind, n.dtype) for x in two] for i in (0, 1))
 
 
 def _logits(n, place, query):
     """Multiply queries and keys: for each 8 entries and each half two numbers."""
-    sums = [[[t.number(0.0)] * 2] * n.halves for _ in range(TILES)]
+    sums = [[[t.float_number(0.0)] * 2] * n.halves for _ in range(TILES)]
     for k, keys in enumerate(_keys(n, place)):
         left = [half[2 * k : 2 * k + 2] for half in query]
         sums = [_product(n, left, right, x) for right, x in zip(keys, sums, strict=True)]
