@@ -16,7 +16,7 @@ from kvjax.protocol.typing import EMPTY
 from pallas_kernels import axes
 from pallas_kernels.choose import kth_select
 from pallas_kernels.choose.compact import compact as compact_mask
-from pallas_kernels.numerics import ceil_share
+from pallas_kernels.numerics import ceil_share, finite_or_zero
 
 _MOVED = 1024  # rows that `moved_rows` holds at once
 
@@ -73,6 +73,25 @@ def among_best(score: Array, count: Array | int, capacity: int) -> Array:
     """
     best, listed = kth_select.kth_select_mask(score, count, min(capacity, score.shape[2]))
     return mask_of(best, listed, score.shape[2])
+
+
+def top_mass(logits: Array, mass: float | Array) -> Array:
+    """Mark the entries of the smallest set whose softmax adds up to ``mass``, and entries that equal one of the set.
+
+    Args:
+        logits: float32 [..., K]; -inf for entries that are no candidates.
+        mass: above 0 and at most 1; 1 takes all entries.
+
+    Returns:
+        bool [..., K], anything for an entry of -inf.
+    """
+    weight = jnp.exp(logits - finite_or_zero(logits.max(axis=-1, keepdims=True)))
+    ascending = jnp.sort(weight, axis=-1)
+    below = jnp.cumsum(ascending, axis=-1)
+    # From the smallest up: the small weights are added before a large sum would swallow them.
+    left_out = (below <= (1 - mass) * below[..., -1:]) & (jnp.asarray(mass) < 1)
+    least = jnp.where(left_out, ascending[..., -1:], ascending).min(axis=-1, keepdims=True)
+    return weight >= least
 
 
 def pick(values: Array, slots: Array) -> Array:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
-from typing import Any, ClassVar, cast
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,11 @@ class ModelConfig(Architecture):
 
     can_guess: ClassVar[bool] = True  # `apply` takes ``guess``
 
+    @property
+    def can_probe(self) -> bool:
+        """Whether `apply` takes ``nudges``: not in layers without keys, or with latent keys."""
+        return self.latent is None and self.linear is None
+
     def __post_init__(self):
         super().__post_init__()
         hf_config.check_family(self.family)
@@ -57,20 +62,36 @@ class ModelConfig(Architecture):
         *,
         last: jax.Array | None = None,
         guess: Collection[int] = (),
+        nudges: Sequence[jax.Array] | None = None,
     ) -> tuple[jax.Array, tuple]:
         """Run the decoder; see `models.layers.transformer.Transformer` for shapes and errors.
 
         Raises:
             ValueError: ``params`` belong to another model, or have a dtype that is not floating-point.
         """
+        return self._run(params, tokens, attend, tuple(states), last, guess, nudges)
+
+    def embed(self, params: Any, tokens: jax.Array) -> jax.Array:
+        """Embed ``tokens`` int32 [B, T]: the hidden states [B, T, d] before the first layer. Errors are those of `apply`."""
+        return self._run(params, tokens, method="begin")
+
+    def run_layer(self, params: Any, layer: int, hidden: jax.Array, attend: Any, state: Any) -> tuple[jax.Array, Any]:
+        """Run one layer on hidden states [B, T, d]; return those behind the layer, and the layer's new state."""
+        return self._run(params, layer, hidden, attend, state, method="run_layer")
+
+    def head(self, params: Any, hidden: jax.Array) -> jax.Array:
+        """Compute the logits float32 [B, V] of hidden states [B, d] behind the last layer."""
+        return self._run(params, hidden, method="end")
+
+    def _run(self, params: Any, *args: Any, method: str | None = None) -> Any:
+        """Run a method of the decoder; without a name all of it."""
         plain = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, CodedMatrix))
         plain = [leaf for leaf in plain if not isinstance(leaf, CodedMatrix)]
         kinds = {str(leaf.dtype) for leaf in plain if not jnp.issubdtype(leaf.dtype, jnp.floating)}
         if kinds:
             raise ValueError(f"params must be floating-point numbers, got {', '.join(sorted(kinds))}")
         try:
-            out = Transformer(self).apply({"params": params}, tokens, attend, tuple(states), last, guess)
-            return cast(tuple[jax.Array, tuple], out)  # Flax may return changed variables too; here it does not
+            return Transformer(self).apply({"params": params}, *args, method=method)
         except _WRONG_PARAMS as error:
             reason = str(error).partition(" (http")[0]  # Flax adds the address of its manual
             raise ValueError(

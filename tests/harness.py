@@ -25,7 +25,7 @@ from kvjax.testing.layer import random_tokens as random_tokens
 from kvjax.testing.layer import stored as stored
 from kvjax.testing.subject import padded as padded
 from kvjax.testing.subject import random_prompts as prompts
-from kvjax.wrappers import DenseBelow, LayerBudgets, Pattern, Periodic, PerLayer, Prefill, Stages, Twilight
+from kvjax.wrappers import DenseBelow, LayerBudgets, Pattern, Periodic, PerLayer, Prefill, Reuse, Stages, Twilight
 from models import ModelConfig, random_params
 
 NAMES = sorted(registry.builtin())
@@ -73,6 +73,7 @@ WRAPPERS = {
     "periodic": Periodic(evict=SnapKV(budget=12, obs_window=5), interval=4),
     "layer_budgets": LayerBudgets(method=SnapKV(budget=12, obs_window=5), shares=(0.5, 1.5)),
     "twilight": Twilight(method=Quest(budget=12, page_size=4, num_dense_layers=0), mass=0.7),
+    "reuse": Reuse(method=Quest(budget=12, page_size=4, num_dense_layers=0), every=2, steps=3),
     "prefill": Prefill(method=SnapKV(budget=12, obs_window=5), pattern=Pattern(columns=3, diagonals=3), **SMALL_PATTERNS),
     "verified": kvjax.Verified(draft=SnapKV(budget=12, obs_window=5), depth=2, worth=None),
 }
@@ -98,13 +99,13 @@ ONCE = kinds(lambda cls: issubclass(cls, AppendOnly) and cls.evicts and cls is n
 ANGLES = kinds(lambda cls: issubclass(cls, Stretched))
 # Retrieval by scans, guesses and pages with rules of their own, and keys of fewer numbers: they are slow tests.
 SLOWLY = (
-    "freekv", "infinigen", "magicpig", "pqcache", "retrievalattention", "retroinfer", "shadowkv", "socket", "think",
+    "freekv", "infinigen", "magicpig", "oracle", "pqcache", "retrievalattention", "retroinfer", "shadowkv", "socket", "think",
 )  # fmt: skip
 ELSEWHERE = (*ONCE, *ANGLES, *SLOWLY, *TWICE)
 # A choice for speed. Laws of these run under --thorough: each shares its code with a method or wrapper whose laws always run.
 REPEATED = (
     "full", "snapkv", "h2o", "infllm", "keydiff", "streamingllm", "selfextend", "per_layer", "dense_below", "periodic",
-    "twilight", "layer_budgets", "thinned", "prefill", "verified", *ELSEWHERE,
+    "twilight", "reuse", "layer_budgets", "thinned", "prefill", "verified", *ELSEWHERE,
 )  # fmt: skip
 
 
@@ -162,6 +163,7 @@ def generous(name: str) -> Any:
         # Fewer diagonals than slots, or the prompt would be read densely.
         "prefill": Prefill(method=snapkv, pattern=Pattern(diagonals=60), **SMALL_PATTERNS),
         "twilight": Twilight(method=quest, mass=1.0),
+        "reuse": Reuse(method=quest, every=2, steps=3),
     }
     if name in wrappers:
         return wrappers[name]

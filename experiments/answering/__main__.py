@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 import kvjax
-from experiments.answering.logprobs import check_logprobs, logprob_lines
-from experiments.answering.method_settings import MethodSettings
+from experiments.answering.logprobs import logprob_lines
 from experiments.answering.model import LoadedModel, check_system
 from experiments.answering.texts import read_prompt
+from experiments.answering.writing_settings import WritingSettings
 from experiments.cli import Job, option
 from experiments.records import CompileClock, Timer, write_bytes
 from experiments.tasks import encode_prompt
 from kvjax.accounting.memory import link_bandwidth, memory_needed
-from kvjax.api.text import GrowingText, stop_strings
+from kvjax.api.text import GrowingText, until_stop
 from kvjax.decoding.sampling import Sampler
 
 _STREAM_BLOCK = 8  # most tokens of a piece of streamed text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateSettings(MethodSettings):
+class GenerateSettings(WritingSettings):
     """What to continue, and how.
 
     Attributes:
@@ -36,19 +34,6 @@ class GenerateSettings(MethodSettings):
         template: auto puts the checkpoint's chat template around the text, if it has one; none continues the text as it is
         system: text of the template's system turn (default: the template's own)
         template_variables: a variable of the template, such as enable_thinking=false; repeatable
-        max_new_tokens: most tokens of the continuation
-        temperature: temperature of sampling (default: no sampling, the most likely token)
-        top_k: sample among this many most likely tokens
-        top_p: sample among the most likely tokens that together have this probability
-        min_p: sample among the tokens with at least this share of the largest probability
-        repetition_penalty: divide the logits of tokens of the prompt and of the continuation by this number
-        frequency_penalty: subtract this number from a token's logit for each time that it was generated
-        presence_penalty: subtract this number from the logits of tokens that were generated
-        no_repeat_ngram: let no sequence of so many tokens come twice
-        stop: a string, before which the continuation ends; repeatable
-        seed: seed of sampling
-        logprobs: a file for the log-probabilities of the continuation's tokens: a JSON line for each token
-        top_logprobs: so many of the likeliest tokens in each line of --logprobs
     """
 
     prompt: str | None = None
@@ -56,19 +41,6 @@ class GenerateSettings(MethodSettings):
     template: str = option("none", choices=("auto", "none"))
     system: str | None = None
     template_variables: Mapping[str, Any] = option(factory=dict, flag="template-set")
-    max_new_tokens: PositiveInt = 128
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    no_repeat_ngram: int | None = None
-    stop: tuple[str, ...] = option((), repeat=True)
-    seed: int = 0
-    logprobs: pathlib.Path | None = option(None, metavar="OUT")
-    top_logprobs: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,14 +49,6 @@ class GenerateSettings(MethodSettings):
             raise ValueError(f"the text to continue is given by --prompt TEXT or --prompt-file FILE, got {got}")
         if self.template == "none" and (self.system is not None or self.template_variables):
             raise ValueError("--system and --template-set belong to a chat template: add --template auto")
-        check_logprobs(self.logprobs, self.top_logprobs)
-        self.sampler()
-        stop_strings(self.stop, "")
-
-    def sampler(self) -> Sampler:
-        """Make the sampler of the settings with its names."""
-        names = {field.name for field in dataclasses.fields(Sampler)} & set(vars(self))
-        return Sampler(**{name: vars(self)[name] for name in names})
 
 
 def _generate(settings: GenerateSettings) -> None:
@@ -107,23 +71,24 @@ def _generate(settings: GenerateSettings) -> None:
             options = {"max_new_tokens": settings.max_new_tokens, "kv_dtype": settings.kv_dtype}
             cache = kvjax.prefill(model.params, [ids] * model.groups, config=config, method=method, **options)
             jax.block_until_ready(cache)
-        text, new, lines = GrowingText(tokenizer, settings.stop), 0, []
+        text, written, scored = GrowingText(tokenizer, settings.stop), [], []
         sampler = settings.sampler().read([ids] * model.groups)
         with Timer(clock) as writing:
             for out in _blocks(model.params, cache, sampler, settings):
                 piece = out.rows()[0]
-                new += len(piece)
-                lines += logprob_lines(tokenizer, out.scored_rows()[0]) if out.logprobs is not None else ()
+                written += piece
+                scored += out.scored_rows()[0] if out.logprobs is not None else ()
                 _show(text.add([token for token in piece if token not in config.eos_token_ids]))
                 if text.ended:
                     break
     _show(text.add([], last=True) + "\n")
     if settings.logprobs is not None:
+        lines = logprob_lines(tokenizer, scored[: until_stop(tokenizer, written, settings.stop)])
         write_bytes(settings.logprobs, "".join(lines).encode())
     _say(out.stats.summary())
     _say(
-        f"prefill {reading.run:.2f} s ({len(ids) / max(reading.run, 1e-9):.0f} tokens/s), {new} tokens "
-        f"in {writing.run:.2f} s ({new / max(writing.run, 1e-9):.1f} tokens/s), compile apart: "
+        f"prefill {reading.run:.2f} s ({len(ids) / max(reading.run, 1e-9):.0f} tokens/s), {len(written)} tokens "
+        f"in {writing.run:.2f} s ({len(written) / max(writing.run, 1e-9):.1f} tokens/s), compile apart: "
         f"{reading.compile + writing.compile:.1f} s"
     )
 
@@ -144,12 +109,10 @@ def _blocks(params: Any, cache: kvjax.Cache, sampler: Sampler, settings: Generat
     """Generate piece by piece; equal pieces share a compiled program, so their size divides the whole."""
     total = settings.max_new_tokens
     block = max(size for size in range(1, min(_STREAM_BLOCK, total) + 1) if total % size == 0)
-    keys = [None] * (total // block)
-    if settings.temperature is not None:
-        keys = jax.random.split(jax.random.key(settings.seed), len(keys))
+    key = settings.key()
+    keys = [None] * (total // block) if key is None else jax.random.split(key, total // block)
     for key in keys:
-        options = {"logprobs": settings.logprobs is not None, "top_logprobs": settings.top_logprobs}
-        out = kvjax.generate(params, cache, max_new_tokens=block, sampler=sampler, key=key, **options)
+        out = kvjax.generate(params, cache, max_new_tokens=block, sampler=sampler, key=key, **settings.scoring())
         cache, sampler = out.cache, out.sampler
         yield out
         # A full piece may end with an end-of-text token too.

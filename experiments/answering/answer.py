@@ -6,45 +6,33 @@ Each question is asked of a copy of the cache, in the model's chat template if i
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import sys
 
-from jsonargparse.typing import NonNegativeInt, PositiveInt
+from jsonargparse.typing import PositiveInt
 
 import kvjax
 import models
-from experiments.answering.logprobs import check_logprobs, logprob_lines
+from experiments.answering.logprobs import logprob_lines
 from experiments.answering.mesh import make_mesh
-from experiments.answering.method_settings import MethodSettings
 from experiments.answering.model import forms_asked
 from experiments.answering.texts import read_prompt
+from experiments.answering.writing_settings import WritingSettings
 from experiments.cli import Job, option
 from experiments.records import write_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AnswerSettings(MethodSettings):
+class AnswerSettings(WritingSettings):
     """What to ask.
 
     Attributes:
         file: the text, UTF-8 (or UTF-16 with a byte-order mark); - reads standard input
         question: a question about the text; repeatable
-        max_new_tokens: most tokens of an answer
-        stop: a string, before which an answer ends; repeatable
-        logprobs: a file for the log-probabilities of the answers' tokens: a JSON line for each token
-        top_logprobs: so many of the likeliest tokens in each line of --logprobs
     """
 
     file: str = option(positional=True, metavar="FILE")
     question: tuple[str, ...] = option(repeat=True)
     max_new_tokens: PositiveInt = 64
-    stop: tuple[str, ...] = option((), repeat=True)
-    logprobs: pathlib.Path | None = option(None, metavar="OUT")
-    top_logprobs: NonNegativeInt = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_logprobs(self.logprobs, self.top_logprobs)
 
 
 def _answer(settings: AnswerSettings) -> None:
@@ -57,8 +45,7 @@ def _answer(settings: AnswerSettings) -> None:
     length = len(model.tokenizer.encode(text).ids)
     method = settings.make(length, model.tokenizer, model.config)
     options = {"max_new_tokens": settings.max_new_tokens, "kv_dtype": settings.kv_dtype}
-    options |= {"logprobs": settings.logprobs is not None, "top_logprobs": settings.top_logprobs}
-    options |= {"stop": settings.stop}
+    options |= {"sampler": settings.sampler(), "key": settings.key(), "stop": settings.stop, **settings.scoring()}
     answers = kvjax.answer(model, text, settings.question, method=method, **options)
     for answer in answers:
         print(" ".join(answer.split()))

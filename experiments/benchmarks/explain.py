@@ -47,7 +47,8 @@ def _example(name: str, as_json: bool) -> str:
         fields = ("task", "context", "question", "answer_prefix", "answers", "max_new_tokens")
         return json.dumps({field: vars(sample)[field] for field in fields}, indent=1)
     parts = (
-        f"{name}: {task.about}; answers of at most {sample.max_new_tokens} tokens",
+        f"{name}: {task.about}; answers of at most {sample.max_new_tokens} tokens"
+        + f"; a guess scores {100 * task.chance:.0f}" * bool(task.chance),
         f"--- context\n{_ends(sample.context)}",
         f"--- question\n{sample.question.strip()}",
         f"--- the answer begins with\n{sample.answer_prefix.strip()}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from experiments.benchmarks.helmet import read_helmet
 from experiments.benchmarks.records import ROWS, check_file
 from experiments.benchmarks.suites import read_infinitebench, read_longbench, read_longbench2, read_ruler, read_scbench
 from experiments.benchmarks.tables import read_kvpress, read_questions
+from experiments.benchmarks.understanding import EXAMPLES, examples_of
 from experiments.tasks import Example, check_name
 
 HARNESS = "lm-eval"  # its path is the name of a task, with or without a file
@@ -22,9 +24,10 @@ READERS: dict[str, Callable[[Path, int | None], list[Example]]] = {
     "infinitebench": read_infinitebench,
     "scbench": read_scbench,
     "helmet": read_helmet,
+    **{suite: functools.partial(examples_of, suite) for suite in EXAMPLES},
     HARNESS: read_harness,
 }
-_SUFFIXES = {**dict.fromkeys(("kvpress", "questions"), tuple(ROWS)), "longbench2": (".json", ".jsonl")}
+_SUFFIXES = {**dict.fromkeys(("kvpress", "questions", *EXAMPLES), tuple(ROWS)), "longbench2": (".json", ".jsonl")}
 
 
 def parse(spec: str) -> tuple[str, Path]:

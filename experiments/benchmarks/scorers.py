@@ -2,7 +2,8 @@
 
 Sources: RULER `scripts/eval/synthetic/constants.py`, LongBench `LongBench/metrics.py` and `pred.py`, InfiniteBench
 `src/compute_scores.py`, SCBench `scbench/compute_scores.py`, MInference and FranxYao's needle tests, Quest's passkey test;
-HELMET `utils.py`; `harness` says how tasks of lm-evaluation-harness are scored.
+HELMET `utils.py`; `understanding` names those of four more suites; `harness` says how tasks of lm-evaluation-harness are
+scored.
 Suites report means over examples times 100. A score here belongs to a single example, in [0, 1].
 """
 
@@ -15,7 +16,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 
-from experiments.benchmarks import harness, text_metrics
+from experiments.benchmarks import harness, text_metrics, understanding
 from experiments.benchmarks.records import Record
 from experiments.tasks import TASKS, Example, check_name
 from experiments.tasks.scorers import score_all, score_any, score_code_line, score_first_integer, score_value_among_words
@@ -310,6 +311,10 @@ SCORERS: dict[str, Scorer] = {
     "quest_passkey": _integer(_passkey, _UNSIGNED),
     "helmet_substring": Scorer(_of_all(text_metrics.contains_answer)),
     "helmet_ndcg10": Scorer(_of_all(text_metrics.ndcg10)),
+    **{f"nolima_{metric}": Scorer(understanding.nolima_score(metric)) for metric in understanding.NOLIMA_METRICS},
+    "babilong": Scorer(understanding.babilong_score, _among_classes),
+    "oolong": Scorer(understanding.oolong_score, _among_classes),
+    "mrcr": Scorer(understanding.mrcr_score, _among_classes),
     "lm-eval": Scorer(harness.score),
 }
 

@@ -153,7 +153,9 @@ def parse(
         before = parser.parse_object(dict(values))
         parsed = parser.parse_args(argv, namespace=before.clone())
     except argparse.ArgumentError as error:
-        raise argparse.ArgumentError(None, _sentence(str(error), [flag_of(field) for field in fields.values()])) from error
+        flags = [flag_of(field) for field in fields.values()]
+        first = next((flag_of(fields[name]) for name in kinds[0].__annotations__ if name in fields), "")
+        raise argparse.ArgumentError(None, _sentence(str(error), flags, first)) from error
     for name in values:
         if option_of(fields[name]).positional and parsed[name] in (None, []):  # argparse gives it, absent or not
             parsed[name] = before[name]
@@ -176,8 +178,8 @@ def nearest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-def _sentence(message: str, flags: Sequence[str]) -> str:
-    """Shorten what jsonargparse says to a sentence that names the flag and the value."""
+def _sentence(message: str, flags: Sequence[str], first: str) -> str:
+    """Shorten what jsonargparse says to a sentence that names the flag and the value; ``first`` is the command's own flag."""
     message = re.sub(r'^Parser key "(\w+)":', lambda key: f"{key[1].replace('_', '-')}:", " ".join(message.split()))
     message = re.sub(r"Does not validate .*Subtypes: \[(.*)\] Errors: .*Given value:", r"Expected \1, got", message)
     message = re.sub(r"<class '([\w.]+)'>", lambda kind: kind[1].rpartition(".")[2].replace("NoneType", "none"), message)
@@ -185,6 +187,8 @@ def _sentence(message: str, flags: Sequence[str]) -> str:
     message = re.sub(r"Not of type PositiveInt: (.*)", r"expected a whole number of at least 1 (\1)", message)
     message = message.replace("Expected a ", "expected ").replace(". Got value:", ", got")
     unknown = re.search(r"unrecognized arguments: (\S+)", message)
+    if unknown and not unknown[1].startswith("-") and first.startswith("-"):
+        return f"{unknown[1]!r} has no flag before it, expected one such as {first}"
     return message + (nearest(unknown[1], flags) if unknown else "")
 
 

@@ -13,6 +13,8 @@ from experiments.answering import budget_of, without_effect
 from experiments.benchmarks import numbered
 from experiments.cli import naming, read_record
 from experiments.evaluation.folder import read_examples
+from experiments.evaluation.reachable import BASELINE as BASELINE
+from experiments.evaluation.reachable import row_point, shares
 from experiments.evaluation.same_examples import CELL, check_alike
 from experiments.records import bootstrap_interval as interval
 from experiments.records import check_library, method_title
@@ -21,7 +23,6 @@ _COMMON = (
     "model", "dtype", "weights", "template", "template_variables", "system", "eos_token_ids", "truncation", "max_length",
     "max_new_tokens", "samples", "seed",
 )  # fmt: skip
-BASELINE = "full"
 COUNTED = 60.0  # percent; a task with a lower score of Full is in no mean of the main table
 FEW = 20  # contexts; if fewer contexts all score alike, a bootstrap interval has no width, which is no evidence
 
@@ -193,7 +194,7 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
     """Average scores over tasks, for each method, way of asking the question, and length.
 
     Only methods that have the same cells as the reference are averaged: means over different tasks cannot be compared.
-    ``budget`` is the mean of `budget_of`.
+    ``budget`` is the mean of `budget_of`, ``of_oracle`` is of `experiments.evaluation.reachable`.
     """
     groups: dict[tuple, list[Compared]] = {}
     for item in compared:
@@ -225,7 +226,8 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
                 "no_effect": all(item.row["no_effect"] for item in members),
             }
         )
-    return means
+    found = shares(means, lambda mean: (mean["question"], mean["length"]), lambda mean: row_point(mean, "score"))
+    return [{**mean, "of_oracle": share} for mean, share in zip(means, found, strict=True)]
 
 
 _ACCOUNT = (

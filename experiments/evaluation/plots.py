@@ -10,7 +10,10 @@ import numpy as np
 
 from experiments.answering import BASELINES, PAPERS
 from experiments.evaluation.comparison import BASELINE, COUNTED, named, place_of
+from experiments.evaluation.reachable import ORACLE, family
+from experiments.evaluation.reachable import frontier as reached
 from experiments.evaluation.same_examples import check_alike
+from experiments.evaluation.understanding import by_kind, paraphrase
 from experiments.records import (
     FAINT,
     QUIET,
@@ -36,6 +39,7 @@ _BEST = 8  # baselines in the figure of the main table
 _READINGS = ("centred=", "hierarchy=", "prefilter=", "kernel=", "chunk=")  # knobs of other readings of a paper
 _FOLLOWING = ("capacity", "source")  # no knobs of a sweep: one follows the budget, one names the version of a class
 _FULL = {"color": REFERENCE, "linestyle": "--", "linewidth": 1}
+_REACHED = {"color": REFERENCE, "linestyle": ":", "linewidth": 1.5, "label": "dotted: the best tokens, known (Oracle)"}
 # The quantity of a row against which `curves` draws scores, what it is, and what the frontier says.
 _QUANTITIES = {
     "pareto": ("bytes_read_per_step", "MB read per decode step", "no setting reads fewer bytes and scores as high"),
@@ -177,7 +181,7 @@ def _points(rows: Sequence[Row], quantity: str) -> dict[tuple[str, str], list[Po
         halves = [(row["interval_95"][1] - row["interval_95"][0]) / 2 for row in mine]
         score, half = _mean(mine), float(np.sqrt(np.sum(np.square(halves)))) / len(mine)
         point = Point(_mean(mine, quantity) / 1e6, score, (max(score - half, 0.0), min(score + half, 100.0)))
-        points_of.setdefault((label.partition("(")[0], question), []).append(point)
+        points_of.setdefault((family(label), question), []).append(point)
     return {key: sorted(points) for key, points in points_of.items()}
 
 
@@ -202,7 +206,13 @@ def curves(kind: str, rows: Sequence[Row]) -> Any:
     named: list[tuple[list[Curve], list[tuple[float, float]]]] = []
     for panel, length, here, points in zip(panels, lengths, groups, points_of, strict=True):
         shown, plain = [], []
-        for (name, question), along in points.items():
+        for (name, question), along in list(points.items()):
+            if name == ORACLE:
+                full = points.get((BASELINE, question), [])
+                known = reached([(name, x.x, x.score) for x in along] + [(BASELINE, x.x, x.score) for x in full])
+                panel.plot(*zip(*known, strict=True), **_REACHED)
+                del points[name, question]
+                continue
             label = method_title(name) + f" ({question})" * several
             line = [(point.x, point.score) for point in along]
             if name == BASELINE:
@@ -240,11 +250,11 @@ def _panels(lengths: Sequence[int | None]) -> tuple[Any, Sequence[Any]]:
 
 def _in_colour(panels: Sequence[Mapping[tuple[str, str], Sequence[Point]]]) -> list[tuple[str, str]]:
     """Choose the methods with a colour: the papers' methods, then the methods of the frontiers, then the best scores."""
-    keys = list(dict.fromkeys(key for points in panels for key in points if key[0] != BASELINE))
+    keys = list(dict.fromkeys(key for points in panels for key in points if key[0] not in (BASELINE, ORACLE)))
     on_it: dict[tuple[str, str], int] = {}
     scores: dict[tuple[str, str], float] = {}
     for points in panels:
-        best = set(pareto([point[:2] for along in points.values() for point in along]))
+        best = set(pareto([point[:2] for key, along in points.items() if key[0] != ORACLE for point in along]))
         for key, along in points.items():
             on_it[key] = on_it.get(key, 0) + sum(point[:2] in best for point in along)
             scores[key] = max([scores.get(key, 0.0), *(point.score for point in along)])
@@ -256,7 +266,7 @@ def _explain(figure: Any, panels: Sequence[Any], frontier: str = "") -> None:
     """Write below the panels what the frontier is, and which methods are grey."""
     lines = {line.get_label(): line for panel in panels for line in panel.lines}
     quiet = [label for label, line in lines.items() if line.get_color() == QUIET["color"]]
-    entries = {frontier: lines[frontier]} if frontier else {}
+    entries = {name: lines[name] for name in (frontier, _REACHED["label"]) if name in lines}
     if quiet:
         entries[quiet_label(quiet, 62 * len(panels) + 28)] = lines[quiet[0]]
     if entries:
@@ -364,6 +374,7 @@ KINDS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "needle": needle,
     "sweep": sweep,
     "turns": turns,
+    "paraphrase": paraphrase,
 }
 
 
@@ -372,6 +383,7 @@ def default_kinds(rows: Sequence[Row]) -> list[str]:
     scored = [row for row in rows if row["unit"] == "percent"]
     kinds = [*_QUANTITIES] * bool(scored) + ["sweep"] * bool(_swept(scored))
     kinds += ["needle"] * any(row.get("depth") is not None for row in scored)
+    kinds += ["paraphrase"] * any({"literal", "paraphrased"} <= means.keys() for means in by_kind(scored).values())
     return kinds + ["turns"] * any("turn" in row.get("by", {}) for row in scored)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from experiments.answering import budget_of, without_effect
 from experiments.cli import naming, read_record
 from experiments.evaluation.comparison import BASELINE, FEW, Compared, averages, beside_reference, flat, load, reference_of
+from experiments.evaluation.reachable import LEGEND, ORACLE, family, percent, row_point, shares
+from experiments.evaluation.same_examples import CELL
 from experiments.records import csv_table, device_kinds, markdown_rows, method_title, short_commit
 
 _OF_CELLS = f"; bold: beyond noise. Fewer than {FEW} examples that are all alike have no interval"  # not of means
@@ -36,6 +38,7 @@ def report(folders: Sequence[pathlib.Path], reference: str = BASELINE) -> str:
         title = method_title(compared[0].reference)
         about = f"How well each method answers, beside {title} on the same examples."
         legend = _LEGEND.replace("{reference}", title) + _ACCEPTED * any(_accepted(item.row) for item in compared)
+        legend += f" {LEGEND}" * any(family(item.row["method"]) == ORACLE for item in compared)
         title = f"# Evaluation: {' and '.join(folder.resolve().name for folder in folders)}"
         parts = [title, about, "\n".join(_about(folder) for folder in folders), legend]
         parts += ["## Means over tasks", summary_table(compared), *remarks(compared)]
@@ -59,6 +62,7 @@ def summary_table(compared: Sequence[Compared]) -> str:
 
 
 _AGAINST = "against "  # a column, whose heading ends with the reference
+_OF_ORACLE = "of the oracle"  # a column, which tables without any oracle leave out
 
 
 def _headings(columns: Iterable[str], compared: Sequence[Compared]) -> list[str]:
@@ -74,6 +78,7 @@ _MEANS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "score": lambda mean: f"{mean['score']:.1f}",
     "n": lambda mean: f"{mean['samples']:,}",
     _AGAINST: lambda mean: "" if mean["method"] == mean["reference"] else against(mean),
+    _OF_ORACLE: lambda mean: percent(mean["of_oracle"]),
     "same answer": lambda mean: f"{mean['same']:.0f} %",
     "tokens attended": lambda mean: f"{mean['attended_tokens']:,} of {mean['length_tokens']:,}",
     "read": lambda mean: f"{_bytes(mean['bytes_read_per_step'])} ({_share(mean):.1f} %)",
@@ -83,7 +88,10 @@ _MEANS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 def summary_cells(compared: Sequence[Compared]) -> list[list[str]]:
     """Make a row for each method and length: means over the tasks, for methods that ran all of the reference's tasks."""
-    return [_headings(_MEANS, compared), *([column(mean) for column in _MEANS.values()] for mean in averages(compared))]
+    means, columns = averages(compared), dict(_MEANS)
+    if not any(mean["of_oracle"] for mean in means):
+        del columns[_OF_ORACLE]
+    return [_headings(columns, compared), *([column(mean) for column in columns.values()] for mean in means)]
 
 
 def remarks(compared: Sequence[Compared]) -> list[str]:
@@ -147,6 +155,10 @@ _CELLS: dict[str, Callable[[Compared], str]] = {
 def cell_table(compared: Sequence[Compared]) -> str:
     """Format a row for each cell and method, with intervals; differences beyond noise are bold."""
     columns = dict(_CELLS)
+    found = shares(compared, lambda item: (*map(item.row.get, CELL), item.row["question"]), lambda item: row_point(item.row))
+    if any(found):
+        of_oracle = {id(item): percent(share) for item, share in zip(compared, found, strict=True)}
+        columns[_OF_ORACLE] = lambda item: of_oracle[id(item)]
     if not any(item.row.get("mean_answer_tokens", 0) > LONG_ANSWER for item in compared):
         del columns["answer tokens"]
     if not any(_accepted(item.row) for item in compared):

@@ -43,6 +43,7 @@ from experiments.lm_eval.likelihood import Likelihood, likelihoods
 from experiments.records import knobs_of
 from experiments.tasks import encode_prompt
 from kvjax import registry
+from kvjax.decoding.sampling import NUMBERS, Sampler
 from kvjax.protocol.method import Method
 from models.hub.progress import progress_bar
 
@@ -229,7 +230,7 @@ class KvjaxLM(TemplateLM):
         """Generate the continuations of a batch of prompts, without the texts that ended them."""
         options = dict(normalize_gen_kwargs(dict(wanted), self.max_gen_toks))
         stop = [text for text in options.pop("until") if text]
-        limit, sampling = options.pop("max_gen_toks"), _sampling(options)
+        limit, sampler = options.pop("max_gen_toks"), _sampler(options)
         if not 1 <= limit < self.max_length:
             raise ValueError(f"max_gen_toks must be at least 1 and below max_length={self.max_length}, got {limit}")
         real = len(texts)
@@ -237,7 +238,7 @@ class KvjaxLM(TemplateLM):
         tally.cut(prompts, self.max_length - limit)
         prompts = [prompt[limit - self.max_length :] for prompt in prompts]
         prompts += prompts[:1] * (self.batch_size - real)  # equal shapes share a compiled program
-        params, config = self.model.params, self.model.config
+        params, config, sampler = self.model.params, self.model.config, sampler.read(prompts)
         cache = kvjax.prefill(
             params,
             prompts,
@@ -253,9 +254,9 @@ class KvjaxLM(TemplateLM):
         while not done[:real].all():
             self._key, key = jax.random.split(self._key)
             steps = min(_BLOCK if stop else limit, limit - len(max(ids, key=len)))
-            drawn = {"key": key, **sampling} if sampling else {}
+            drawn = {"sampler": sampler, "key": None if sampler.temperature is None else key}
             out = kvjax.generate(params, cache, max_new_tokens=steps, eos_token_ids=ends, **drawn)
-            cache = out.cache
+            cache, sampler = out.cache, out.sampler
             tokens, counts, measured = jax.device_get((out.tokens, out.num_tokens, out.stats))
             stats = measured if stats is None else jax.tree.map(lambda a, b: np.where(done, a, b), stats, measured)
             for row in np.flatnonzero(~done):
@@ -380,16 +381,17 @@ def _make_method(method: Method | str, tokenizer: Any, vocab_size: int, knobs: M
     return registry.make(method, tokenizer, vocab_size, **{**knobs, **registry.parse_knobs(method, texts)})
 
 
-def _sampling(options: Mapping[str, Any]) -> dict[str, float]:
-    """Convert the harness's options for sampling to arguments of `kvjax.generate`; greedy decoding has no arguments."""
-    unknown = options.keys() - {"do_sample", "temperature", "top_k", "top_p", "num_beams"}
+def _sampler(options: Mapping[str, Any]) -> Sampler:
+    """Make the sampler of the harness's options, whose names are those of transformers."""
+    names = {name: name for name in NUMBERS} | {"no_repeat_ngram_size": "no_repeat_ngram"}
+    unknown = options.keys() - {"do_sample", "num_beams", *names}
     if unknown or options.get("num_beams", 1) != 1:
-        names = ", ".join(sorted(unknown)) or f"num_beams={options['num_beams']}"
-        raise ValueError(f"generation takes do_sample, temperature, top_k and top_p, got {names}")
-    temperature = float(options.get("temperature", 0.0))
-    if not options.get("do_sample") or temperature == 0.0:
-        return {}
-    return {"temperature": temperature, **{name: options[name] for name in ("top_k", "top_p") if name in options}}
+        got = ", ".join(sorted(unknown)) or f"num_beams={options['num_beams']}"
+        raise ValueError(f"generation takes do_sample, {', '.join(names)}, got {got}")
+    values = {names[name]: value for name, value in options.items() if name in names}
+    if not options.get("do_sample") or float(values.get("temperature", 0)) == 0:
+        values = {name: value for name, value in values.items() if name not in ("temperature", "top_k", "top_p", "min_p")}
+    return Sampler(**values)
 
 
 def register() -> None:

@@ -23,7 +23,7 @@ from kvjax.cache import Cache, LayerStorage
 from kvjax.cache.latent import LatentCache
 from kvjax.cache.offload import OffloadedLayerCache
 from kvjax.decoding.layers import init_shared, layer_methods, layer_specs, observe
-from kvjax.decoding.prefill import prompt_blocks
+from kvjax.decoding.reading_order import prompt_blocks
 from kvjax.decoding.recurrent import Memory
 from kvjax.mesh.sharding import Plan
 from kvjax.protocol.method import Inputs, LayerMethod, LayerSpec, Method, Prompt

@@ -132,7 +132,11 @@ class Prompt:
 def _descriptions() -> dict[str, dict[str, Any]]:
     sections = tomllib.loads((importlib.resources.files("experiments.tasks") / "tasks.toml").read_text(encoding="utf-8"))
     tasks = ((kind, section, section.pop("tasks", {kind: {}})) for kind, section in sections.items())
-    return {name: {"kind": kind, **section, **own} for kind, section, named in tasks for name, own in named.items()}
+    said: dict[str, dict[str, Any]] = {}
+    for kind, section, named in tasks:
+        for name, own in named.items():
+            said[name] = {"kind": kind, **section, **said.get(own.pop("like", ""), {}), **own}
+    return said
 
 
 DESCRIPTIONS = _descriptions()  # by task: its kind, and what tasks.toml says of it
@@ -205,6 +209,7 @@ class Task:
         measures: more scores of an answer by name, which a result has beside `score`.
         in_turns: whether a question may refer to the questions before it, so that several questions about a context are
             asked in turns alone.
+        chance: the score of an answer that is drawn among what the text or the question offers.
     """
 
     name: str
@@ -219,6 +224,7 @@ class Task:
     chat: bool = True
     measures: Mapping[str, Callable[[str, Sequence[str]], float]] = dataclasses.field(default_factory=dict)
     in_turns: bool = False
+    chance: float = 0.0
 
     @property
     def needs_file(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Sequence
 
 from experiments.tasks.base import Document, Question, Request, TooShort
@@ -18,6 +19,11 @@ def insert(sentences: list[str], needles: list[str], positions: list[int]) -> li
         merged.append(needles[index])
         start = positions[index]
     return merged + sentences[start:]
+
+
+def spread(rng: random.Random, others: Sequence[str], mine: Sequence[str]) -> list[str]:
+    """Insert texts in their order at random places among others."""
+    return insert(list(others), list(mine), sorted(rng.randrange(len(others) + 1) for _ in mine))
 
 
 def draw_until_full[Drawn](draw: Callable[[], Drawn], tokens: int, cost: Callable[[Drawn], int]) -> list[Drawn]:

@@ -10,11 +10,14 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from experiments.tasks import file_turns, lists, procedures, qa, ruler, rules, scorers, word_problems
+from experiments.tasks import dialogues, file_turns, lists, procedures, qa, ruler, rules, scorers, word_problems
+from experiments.tasks.associations import LITERAL, association
 from experiments.tasks.base import DESCRIPTIONS, PROMPTS, Document, Example, Request, Task, check_name
 from experiments.tasks.code_completion import code_completion
 from experiments.tasks.code_files import KIND, RENAMED, Library
 from experiments.tasks.code_recall import code_recall, score_code_answer
+from experiments.tasks.entries import entries
+from experiments.tasks.happenings import happenings
 from experiments.tasks.haystack import Haystack, load_haystack
 from experiments.tasks.words import Words
 
@@ -59,8 +62,13 @@ _KINDS: dict[str, tuple[Callable[..., Document], Callable[[str, Sequence[str]], 
     "easy_rules": (rules.easy_rules, rules.score_rules, _NOTE),
     "file_turns_1": (file_turns.file_turns_1, scorers.score_value_among_words, {}),
     "file_turns": (file_turns.file_turns, scorers.score_value_among_words, {}),
+    "association": (association, scorers.score_first_word, {}),
+    "entries": (entries, scorers.score_first_word, {}),
+    "near_duplicates": (dialogues.near_duplicates, scorers.score_leading_words, {}),
+    "corrections": (dialogues.corrections, scorers.score_first_word, {}),
+    "happenings": (happenings, scorers.score_first_word, {}),
 }
-_OF_TASKS = ("about", "haystack", "takes_depth", "max_questions", "chat", "in_turns")
+_OF_TASKS = ("about", "haystack", "takes_depth", "max_questions", "chat", "in_turns", "chance")
 _OF_PROMPTS = ("kind", *vars(PROMPTS["vt"]))
 
 
@@ -82,6 +90,7 @@ def _of(*kinds: str) -> tuple[str, ...]:
 _PROCEDURES = _of("merge", "table", "walk", "ledger")
 _EASY = _of("merge_1", "merge_2", "cells", "circle", "bookings", "lookup")
 _LONG = (*_PROCEDURES, *_EASY, *_of("word_problems_1", "word_problems", "rules", "easy_rules", "file_turns_1", "file_turns"))
+_UNDERSTANDING = _of("association", "entries", "near_duplicates", "corrections", "happenings")
 _CODE = _of("code_completion", "code_recall")
 # "trained" has the order of the shipped model's training rows: new tasks never join it.
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -95,7 +104,15 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "easy_procedures": _EASY,
     "rules": _of("rules"),
     "easy_rules": _of("easy_rules"),
-    "generated": tuple(name for name, task in TASKS.items() if name not in (*_CODE, *_LONG) and not task.needs_file),
+    "understanding": _UNDERSTANDING,
+    "literal": tuple(name for name in _of("association") if name.endswith(LITERAL)),
+    "paraphrased": tuple(name for name in _of("association") if not name.endswith(LITERAL)),
+    "logs": _of("entries"),
+    "dialogues": _of("near_duplicates", "corrections"),
+    "events": _of("happenings"),
+    "generated": tuple(
+        name for name, task in TASKS.items() if name not in (*_CODE, *_LONG, *_UNDERSTANDING) and not task.needs_file
+    ),
     "all": tuple(TASKS),
 }
 
@@ -188,7 +205,7 @@ def make_documents(
         num_questions: number of questions about each context.
     """
     stack, words = haystack_for(name, haystack, count_tokens, split), Words(split)
-    drawn = name.removesuffix(RENAMED)  # a task with new names asks about the files that the task without them draws
+    drawn = name.removesuffix(RENAMED).removesuffix(LITERAL)  # a twin draws what the task without the ending draws
     documents = []
     for index in range(count):
         rng = random.Random(f"{split}/{drawn}/{length}/{seed}/{index}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import difflib
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -43,6 +44,13 @@ def score_first_word(prediction: str, answers: Sequence[str]) -> float:
     """Score a classification: 1.0 if the first word is the label, case-insensitive, else 0.0."""
     match = re.search(r"\w+", prediction)
     return float(match is not None and match.group().lower() == answers[0].lower())
+
+
+def score_leading_words(prediction: str, answers: Sequence[str]) -> float:
+    """Compute the share of the reference's words that the output begins with, without regard to case and punctuation."""
+    words, wanted = (re.findall(r"\w+", text.lower()) for text in (prediction, answers[0]))
+    right = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(words, wanted, strict=False))
+    return len(list(right)) / len(wanted)
 
 
 def score_value_among_words(prediction: str, answers: Sequence[str]) -> float:

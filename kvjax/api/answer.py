@@ -19,7 +19,7 @@ from kvjax.accounting.stats import Stats
 from kvjax.api.fork import fork
 from kvjax.api.generate import check_key, extend, generate, likeliest, sampler_of
 from kvjax.api.prefill import prefill
-from kvjax.api.text import GrowingText, ScoredToken, stop_strings
+from kvjax.api.text import GrowingText, ScoredToken, stop_strings, until_stop
 from kvjax.cache import Cache
 from kvjax.decoding.sampling import Sampler
 from kvjax.exact.progress import keys_of_draws
@@ -69,7 +69,7 @@ class Answers(list[str]):
     """The answers of `answer`, in the order of the questions: a list of texts.
 
     Attributes:
-        tokens: the generated token ids of each answer, a closing EOS and at most 15 tokens behind a stop string included.
+        tokens: the generated token ids of each answer, a closing EOS or the end of a stop string included.
         stats: the cost of the method at the last step of each answer, with B = 1.
         scored: the same tokens with their log-probabilities (`kvjax.api.text.ScoredToken`); None unless they are asked for.
     """
@@ -250,5 +250,6 @@ def _answered(
         last = len(ids) >= max_new_tokens or ids[-1] in ends
         text += growing.add([token for token in new if token not in ends], last)
         if last or growing.ended:
-            return text, ids, out.stats, scored
+            size = until_stop(speaker.tokenizer, ids, stops)
+            return text, ids[:size], out.stats, scored[:size]
         cache, sampler, key = out.cache, out.sampler, None if key is None else keys_of_draws(key, steps)[1]

@@ -15,6 +15,7 @@ from kvjax.cache.quantised import check_kv_dtype
 from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.checks import check_arrays, check_fits, check_model, check_sizes, check_vocabulary, has_no_limit
 from kvjax.decoding.layers import shares_prefill
+from kvjax.decoding.reading_order import By, check_order
 from kvjax.decoding.tokens import Integers, Tokens, pad_tokens
 from kvjax.mesh.sharding import place_rows, plan_of
 from kvjax.protocol.describe import describe, is_known, on_device, tracing
@@ -37,6 +38,7 @@ def prefill(
     chunk_size: int = 8192,
     pad_multiple: int = 128,
     kv_dtype: str | None = None,
+    order: By | None = None,
 ) -> Cache:
     """Prefill prompts and return the cache to generate from.
 
@@ -60,10 +62,14 @@ def prefill(
         pad_multiple: prompts are padded to a multiple of this many tokens, so that similar lengths share one trace.
         kv_dtype: of the stored keys and values: "int8", "float8_e4m3fn", "int4", or "k8v4" (keys in 8 bits, values in 4),
             with scales for each token and KV head; None keeps the model's dtype. See `kvjax.cache.quantised`.
+        order: "chunks": a pass goes through all layers, which are finished at the prompt's end. "layers": a layer reads all
+            chunks and is finished before the next begins, so only one layer's whole keys and values exist at a time, and the
+            hidden states of the prompt. None takes what needs less memory; results are equal up to rounding.
 
     Raises:
         ValueError: an empty prompt, an unknown token id, or more tokens than the model has positions. Or heads or rows that
-            cannot be divided over the devices of ``params``, or a ``kv_dtype`` on which the method cannot run.
+            cannot be divided over the devices of ``params``, or a ``kv_dtype`` on which the method cannot run, or the order
+            "layers" with a model that cannot run one layer alone or a method that reads the prompt twice (KVzip).
         MemoryError: a method with ``offload=True``, or a cache on a mesh, needs more memory than a device or its host has.
     """
     (cache,) = prefill_each(
@@ -76,6 +82,7 @@ def prefill(
         chunk_size=chunk_size,
         pad_multiple=pad_multiple,
         kv_dtype=kv_dtype,
+        order=order,
     )
     return cache
 
@@ -93,6 +100,7 @@ def prefill_each(
     pad_multiple: int = 128,
     kv_dtype: str | None = None,
     share_storage: bool = False,
+    order: By | None = None,
 ) -> list[Cache]:
     """Prefill prompts once for several methods, and return the cache of each method.
 
@@ -122,6 +130,7 @@ def prefill_each(
         raise ValueError(
             f"methods that share one prefill must attend to the prompt densely, got {', '.join(alone)}: prefill each alone"
         )
+    check_order(order, chosen, config, padded.shape[1])
     check_vocabulary(padded, config)
     if max_new_tokens is None:
         left = config.max_position_embeddings - longest(length, padded)
@@ -136,12 +145,12 @@ def prefill_each(
     if large and is_known(padded) and not tracing():
         sizes = {"batch": len(padded), "prompt_slots": padded.shape[1], "max_new_tokens": max_new_tokens}
         mesh = None if plan is None else plan.mesh
-        check_memory(chosen, config, mesh, kv_dtype, sizes | {"chunk_size": chunk_size}, share_storage)
+        check_memory(chosen, config, mesh, kv_dtype, sizes | {"chunk_size": chunk_size}, share_storage, params, order)
     static: dict[str, Any] = {"model": config, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size, "plan": plan}
     args = params, padded, length, on_device(tuple(chosen))
     if share_storage and plan is None:
-        return prefill_once_program(*args, kv_dtype=kv_dtype, **static).caches
-    return list(prefill_program(*args, kv_dtype=kv_dtype, **static))
+        return prefill_once_program(*args, kv_dtype=kv_dtype, order=order, **static).caches
+    return list(prefill_program(*args, kv_dtype=kv_dtype, order=order, **static))
 
 
 def longest(length: Array, padded: Array) -> int:

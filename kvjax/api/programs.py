@@ -19,6 +19,7 @@ from jax.stages import Lowered
 from kvjax.api import shard_map
 from kvjax.cache import Cache
 from kvjax.decoding.bits import in_32_bits
+from kvjax.decoding.reading_order import By
 from kvjax.decoding.sampling import Sampler
 from kvjax.mesh.sharding import plan_of
 from kvjax.protocol.describe import is_known, tracing
@@ -27,7 +28,7 @@ from kvjax.protocol.typing import Model
 
 _STEPS = "steps", "stop_early", "top"
 _loop = functools.partial(jax.jit, static_argnames=_STEPS, donate_argnames="cache")
-_SIZES = ("model", "max_new_tokens", "chunk_size", "plan", "kv_dtype")
+_SIZES = ("model", "max_new_tokens", "chunk_size", "plan", "kv_dtype", "order")
 prefill_program = jax.jit(shard_map.prefill_each, static_argnames=_SIZES)
 prefill_once_program = jax.jit(shard_map.prefill_once, static_argnames=_SIZES)
 step_program = jax.jit(shard_map.step, donate_argnames="cache")
@@ -68,6 +69,7 @@ def lower_programs(
     pad_multiple: int = 128,
     kv_dtype: str | None = None,
     share_storage: bool = False,
+    order: By | None = None,
 ) -> Iterator[Lowered]:
     """Trace and lower, one by one, the programs of `kvjax.prefill_each`, `kvjax.extend` and greedy `kvjax.generate`.
 
@@ -88,6 +90,7 @@ def lower_programs(
         pad_multiple: as in `kvjax.prefill`.
         kv_dtype: as in `kvjax.prefill`.
         share_storage: as in `kvjax.prefill_each`.
+        order: as in `kvjax.prefill`.
     """
     padded = -(-length // pad_multiple) * pad_multiple
     plan = plan_of(params)
@@ -108,6 +111,7 @@ def lower_programs(
         chunk_size=chunk_size,
         plan=plan,
         kv_dtype=kv_dtype,
+        order=order,
     )
     yield lowered
     for cache in shapes.caches if once else shapes:

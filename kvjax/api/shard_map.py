@@ -27,6 +27,7 @@ from kvjax.decoding.decode import Decoded, run_decode, run_extend, run_step
 from kvjax.decoding.history import Memory
 from kvjax.decoding.layers import blank_cache, fingerprint
 from kvjax.decoding.prefill import run_prefill_each
+from kvjax.decoding.reading_order import By
 from kvjax.decoding.sampling import Sampler, has_row_keys
 from kvjax.decoding.shared_storage import Once
 from kvjax.exact.verify import drafts_tokens, run_verified
@@ -92,11 +93,12 @@ def prefill_each(
     chunk_size: int,
     plan: Plan | None = None,
     kv_dtype: str | None = None,
+    order: By | None = None,
 ) -> tuple[Cache, ...]:
     """Run `run_prefill_each` on the devices of ``plan``; on one device without a plan."""
     parts = 1 if plan is None else plan.parts
-    sizes = {"max_new_tokens": max_new_tokens, "chunk_size": chunk_size, "parts": parts, "kv_dtype": kv_dtype}
-    run = functools.partial(run_prefill_each, **sizes)
+    sizes: dict[str, Any] = {"max_new_tokens": max_new_tokens, "chunk_size": chunk_size, "parts": parts, "kv_dtype": kv_dtype}
+    run = functools.partial(run_prefill_each, order=order, **sizes)
     if plan is None:
         return run(params, tokens, length, methods, model=model)
     weights, part = fingerprint(params), plan.part(model)

@@ -69,6 +69,14 @@ def stop_in(text: str, stops: Sequence[str]) -> int | None:
     return min(found)[1] if found else None
 
 
+def until_stop(tokenizer: Any, ids: Sequence[int], stops: Sequence[str]) -> int:
+    """Count the first of some token ids whose text has a string of ``stops``; all if none has."""
+    size = len(ids)
+    while size and stop_in(tokenizer.decode(ids[: size - 1]), stops) is not None:
+        size -= 1
+    return size
+
+
 class GrowingText:
     """The text of one row while it is generated, in pieces that are final.
 

@@ -212,7 +212,7 @@ def attend_whole(query: Array, key: Array, value: Array, position: Array, sinks:
 
 def attend_behind(
     query: Array, key: Array, value: Array, cache: LayerStorage, position: Array, sinks: Array | None = None
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, tuple[Array, Array]]:
     """Attend causally with tokens that are not stored to all stored tokens and to the tokens themselves.
 
     Args:
@@ -224,10 +224,10 @@ def attend_behind(
 
     Returns:
         out [B, H, G, T, D], 0 for padding; lse float32 [B, H, G, T] over the tokens themselves, without the stored tokens;
-        -inf for padding.
+        -inf for padding; and out and lse over the stored tokens alone.
     """
     scale, real = 1 / math.sqrt(query.shape[-1]), jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
     past = past_attention(query, cache.key, cache.value, count=cache.cursor, scale=scale)
     own, lse = prefix_attention(query, key, value, start=0, length=real, scale=scale)
     out, _ = with_sinks(*merge_pair(own, lse, *past), sinks)
-    return jnp.where((position >= 0)[:, None, None, :, None], out, 0), lse
+    return jnp.where((position >= 0)[:, None, None, :, None], out, 0), lse, past

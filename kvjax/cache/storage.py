@@ -45,13 +45,16 @@ class LayerSpec:
 
 @pytree
 class Older:
-    """The tokens of a `ThinCache` whose keys have C channels, from slot 0 on in every head; 0 in empty slots."""
+    """The tokens of a `ThinCache` whose keys have C channels, from slot 0 on in every head; 0 in empty slots.
+
+    Or their keys have all D channels and two more, whose sum is the token's bias: see `kvjax.cache.packed_keys.biased`.
+    """
 
     key: Array  # [B, H, N, E], the C channels, then zeros; see `kvjax.cache.packed_keys`
     value: Array  # [B, H, N, D]
     position: Array  # int32 [B, H, N]
     limit: Array  # int32 [B], the slots of the row's longest head that hold a token
-    channels: Array  # int32 [B, H, C], ascending
+    channels: Array | None  # int32 [B, H, C], ascending; None: all, and a bias
 
 
 class LayerStorage(abc.ABC):

@@ -18,7 +18,7 @@ from kvjax.decoding.log_probs import LogProbs, Seen, log_probs
 from kvjax.decoding.passes import checked, layer_inputs
 from kvjax.decoding.recurrent import run_recurrent
 from kvjax.decoding.sampling import Sampler, split_keys
-from kvjax.protocol.method import settle_due
+from kvjax.decoding.settle import settle_due
 from kvjax.protocol.typing import EMPTY, Model, attention_soft_cap, is_recurrent, position_option, pytree
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared
@@ -42,6 +42,7 @@ def run_step(
     position = jnp.where(active, at, EMPTY)
     count = jnp.sum(active, axis=1, dtype=jnp.int32)
     length = cache.length + count if length is None else length
+    signals: dict[int | None, Any] = {}  # by layer, what it hands to later layers
 
     def attend(layer: int, state: Any, *projections: Any, sinks: Array | None = None) -> tuple[Array, Any]:
         method, shared = methods[layer], cache.shared
@@ -49,7 +50,12 @@ def run_step(
             return run_recurrent(state, projections, position)
         (q, k, v), guess = projections[:3], projections[3] if projections[3:] else None
         inputs = layer_inputs(cache.model, layer, method, q, k, v, position, tokens, shared, None, length, guess, sinks)
-        return run_shared(type(method).attend, method, state, inputs)
+        if tokens.shape[1] > 1:  # several tokens attend to all that is stored
+            return run_shared(type(method).attend, method, state, inputs)
+        inputs = dataclasses.replace(inputs, signal=signals.get(cache.method.source(layer, cache.model.num_layers)))
+        out, state = run_shared(type(method).attend, method, state, inputs)
+        signals[layer] = method.signal(state)
+        return out, state
 
     asked = guessing_layers(methods) if tokens.shape[1] == 1 else ()
     options: dict[str, Any] = {"guess": asked} if asked else {}  # a model need not know of guesses

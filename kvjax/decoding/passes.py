@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.decoding.recurrent import run_recurrent
+from kvjax.decoding.shared_storage import Common, stores_only
 from kvjax.protocol.method import Inputs, LayerMethod, Method, Reading
 from kvjax.protocol.typing import EMPTY, Model, is_recurrent, layer_ropes, method_layers, position_option
 from kvjax.rope import frequencies, prepare
@@ -55,6 +57,42 @@ def layer_inputs(
     )  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """Some tokens of the prompts of some rows, which the model runs on, or one layer of it."""
+
+    each: tuple[tuple[LayerMethod, ...], ...]  # [method][layer]
+    shared: tuple  # the state that all layers share, of each method
+    length: Array  # int32 [R], tokens of each row
+    tokens: Array  # int32 [R, T]
+    start: Array | int  # position of the first
+    position: Array  # int32 [R, T], EMPTY for padding
+
+    @classmethod
+    def at(cls, start: Array | int, tokens: Array, length: Array, each: tuple, shared: tuple) -> Pass:
+        """Make the pass over tokens int32 [R, T] from position ``start`` on."""
+        at = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        return cls(each, shared, length, tokens, start, jnp.where(at < length[:, None], at, EMPTY))
+
+    def attend(
+        self, model: Model, layer: int, states: tuple, given: tuple, sinks: Array | None, common: Common
+    ) -> tuple[Array, tuple]:
+        """Run a layer's attention under every method, with what the model gave; return an output, and the states [method]."""
+        if is_recurrent(model, layer):  # the same under every method
+            out, state = run_recurrent(states[0], given, self.position)
+            return out, (state,) * len(states)
+        (q, k, v), holders = given, common.holders[layer]
+        outs, made = [], []
+        for at, (layers, state, own) in enumerate(zip(self.each, states, self.shared, strict=True)):
+            if holders[at] == at or not stores_only(state):
+                method, place = layers[layer], (self.position, self.tokens, own, self.start, self.length)
+                inputs = layer_inputs(model, layer, method, q, k, v, *place, None, sinks)
+                out, state = run_shared(type(method).attend, method, state, inputs)
+                outs.append(out)
+            made.append(state)
+        return outs[0], common.restore_layer(layer, tuple(made))
+
+
 def checked(model: Model, rows: int, layers: int, made: tuple[Array, tuple[Any, ...]]) -> tuple[Array, tuple[Any, ...]]:
     """Check what `Model.apply` returned for one token's logits per row: logits [B, V], and a state for each layer.
 
@@ -80,6 +118,7 @@ def reread(
     states: tuple[Any, ...],
     shared: Any,
     model: Model,
+    logits: Array,
 ) -> tuple[Any, ...]:
     """Run `Method.reread` on the states of the layers that run the method, if there are any; return the states of all layers.
 
@@ -87,35 +126,45 @@ def reread(
         tokens: int32 [B, S], the prompt, padded on the right.
         length: int32 [B], tokens of the prompt in each row.
         states: the states of all layers, which have the whole prompt and are not finished.
+        logits: float32 [B, V], of the token after the prompt.
     """
     seen = method_layers(model)
 
-    def run(given: tuple[Any, ...], piece: Array, count: Array, attend: Callable) -> tuple[Any, ...]:
+    def apply(
+        given: tuple[Any, ...], piece: Array, count: Array, attend: Callable, nudges: Sequence[Array] | None = None
+    ) -> tuple[tuple[Any, ...], Array]:
         piece = jnp.pad(piece, ((0, 0), (0, max(2 - piece.shape[1], 0))))  # a single token would be a decode step
         at = jnp.arange(piece.shape[1], dtype=jnp.int32)[None]
         position = jnp.where(at < count[:, None], length[:, None] + at, EMPTY)
 
-        def one(layer: int, state: Any, *given: Any, sinks: Array | None = None) -> tuple[Array, Any]:
+        def one(layer: int, state: Any, *given: Any, sinks: Array | None = None, written: Any = None) -> tuple[Array, Any]:
             if is_recurrent(model, layer):
                 return run_recurrent(state, given, position)[0], state
             q, k, v = given
             # The frequencies are the same as for the prompt's keys.
             inputs = layer_inputs(model, layer, layers[layer], q, k, v, position, piece, shared, None, length, None, sinks)
             if layer in seen:
-                return attend(state, inputs)
+                return attend(state, inputs if written is None else dataclasses.replace(inputs, written=written))
             return run_shared(type(layers[layer]).attend, layers[layer], state, inputs)[0], state
 
         states = _put(given)
-        options = position_option(model, position)
-        made = model.apply(params, piece, one, states, last=jnp.zeros_like(length), **options)
-        return _among(seen, checked(model, len(piece), len(states), made)[1])
+        options: dict[str, Any] = position_option(model, position)
+        if nudges is not None:
+            none = jnp.zeros((), model.dtype)
+            options["nudges"] = tuple(nudges[seen.index(at)] if at in seen else none for at in range(len(states)))
+        made = model.apply(params, piece, one, states, last=jnp.maximum(count - 1, 0), **options)
+        after, new = made if nudges is not None else checked(model, len(piece), len(states), made)
+        return _among(seen, new), after
 
     def _put(given: tuple[Any, ...]) -> tuple[Any, ...]:
         """Put the states ``given`` by the method into the states of all layers."""
         every = dict(enumerate(states)) | dict(zip(seen, given, strict=True))
         return tuple(every[layer] for layer in range(len(states)))
 
-    return _put(method.reread(_among(seen, states), Reading(tokens=tokens, length=length, run=run))) if seen else states
+    if not seen:
+        return states
+    reading = Reading(tokens=tokens, length=length, logits=logits, eos_token_ids=tuple(model.eos_token_ids), apply=apply)
+    return _put(method.reread(_among(seen, states), reading))
 
 
 def _among(seen: Sequence[int], states: tuple[Any, ...]) -> tuple[Any, ...]:

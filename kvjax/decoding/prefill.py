@@ -18,13 +18,21 @@ storage depends on no other row, so the order of the passes changes no result. `
   longest row.
 
 A method's own block is never split, even if it has more than ``chunk_size`` tokens.
+
+A pass may also have one layer alone. A prompt of several chunks is read **layer by layer** where that takes less memory: the
+first layer reads all chunks, and its hidden states, ``S * E`` values of each row, stay on the device; then the layer is
+finished, its storage is free, and the next layer reads the hidden states and writes its own in their place. So the keys and
+values of a whole prompt exist for one layer of one group only, and where a layer keeps its prompt, rows need not be taken out
+of the storage of all. The model has to run one layer alone (`kvjax.protocol.typing.LayeredModel`). A method that reads the
+prompt twice (`Method.reread`) needs all layers at the prompt's end; nothing else in a prefill looks across layers. Results
+are equal up to rounding: the last update of a layer is added to the hidden states before the next layer begins.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,56 +40,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import Cache, LayerSpec
-from kvjax.decoding.layers import fingerprint, init_shared, is_offloaded, layer_methods, layer_specs, observe
-from kvjax.decoding.passes import checked, layer_inputs, reread
-from kvjax.decoding.recurrent import run_recurrent
-from kvjax.decoding.shared_storage import Common, barrier, common_storage, finish, stores_only
+from kvjax.decoding.layers import fingerprint, init_shared, layer_methods, layer_specs, observe
+from kvjax.decoding.passes import Pass, checked, reread
+from kvjax.decoding.reading_order import By, Order, chosen_order
+from kvjax.decoding.shared_storage import Common, barrier, common_storage, finish, made_after
 from kvjax.protocol.method import LayerMethod, Method
-from kvjax.protocol.typing import EMPTY, Model, attention_soft_cap, is_recurrent, position_option
+from kvjax.protocol.typing import Model, attention_soft_cap, is_recurrent, layered, not_none, position_option
 from pallas_kernels import axes
-from pallas_kernels.dispatch import run_shared
 from pallas_kernels.numerics import bounded_loop
 from pallas_kernels.soft_cap import soft_cap
-
-
-@dataclasses.dataclass(frozen=True)
-class Order:
-    """How the prompts of a batch are divided into passes."""
-
-    chunk: int  # tokens of each row in a pass
-    chunks: int  # passes of a row with as many tokens as the padded prompt
-    rows: int  # rows in a pass, which are a group
-    groups: int
-    apart: bool  # True: each group has its own storage and is finished before the next group. False: all rows have storage
-
-    @property
-    def slots(self) -> int:
-        """Tokens of a padded prompt, in whole chunks."""
-        return self.chunk * self.chunks
-
-
-def prompt_blocks(methods: Sequence[LayerMethod], padded: int, chunk_size: int) -> tuple[int, int]:
-    """Return the tokens per chunk and the number of chunks of a prompt of ``padded`` tokens."""
-    # A method's own block is part of its definition. The caller may choose only if there is none.
-    own = [block for m in methods if (block := m.max_tokens(in_prompt=True)) is not None]
-    chunk = min(*own, padded) if own else min(chunk_size, padded)
-    return chunk, -(-padded // chunk)
-
-
-def reading_order(each: Sequence[Sequence[LayerMethod]], batch: int, padded: int, chunk_size: int) -> Order:
-    """Choose the order for ``batch`` prompts of ``padded`` tokens; ``each`` has, for every method, its layers' methods."""
-    methods = [m for layers in each for m in layers]
-    chunk, chunks = prompt_blocks(methods, padded, chunk_size)
-    groups = -(-batch // max(chunk_size // chunk, 1))
-    rows = -(-batch // groups)
-    groups = -(-batch // rows)
-    apart = chunks == 1 or all(m.evicts for m in methods)
-    # Host memory is written in slices along the slots. And where a method with a block of its own keeps its prompt, a pass
-    # has several rows, but their few tokens would not repay the copies of their storage.
-    offloaded = any(is_offloaded(m, at, len(layers)) for layers in each for at, m in enumerate(layers))
-    if groups == 1 or offloaded or (rows > 1 and not apart):
-        return Order(chunk=chunk, chunks=chunks, rows=batch, groups=1, apart=True)
-    return Order(chunk=chunk, chunks=chunks, rows=rows, groups=groups, apart=apart)
 
 
 def run_prefill(params: Any, tokens: Array, length: Array, method: Method, **sizes: Any) -> Cache:
@@ -101,6 +68,7 @@ def run_prefill_each(
     chunk_size: int,
     parts: int = 1,
     kv_dtype: str | None = None,
+    order: By | None = None,
 ) -> tuple[Cache, ...]:
     """Prefill right-padded tokens int32 [B, T] of length int32 [B].
 
@@ -110,12 +78,13 @@ def run_prefill_each(
     """
     batch, padded = tokens.shape
     each = tuple(layer_methods(method, model) for method in methods)
-    order = reading_order(each, batch, padded, chunk_size)
-    run = _Run(params, tuple(methods), each, model, order, padded, (max_new_tokens, parts, kv_dtype))
-    tokens = jnp.pad(tokens, ((0, 0), (0, order.slots - padded)))
+    sizes = {"max_new_tokens": max_new_tokens, "parts": parts, "kv_dtype": kv_dtype}
+    chosen = chosen_order(methods, each, model, batch, padded, **sizes, chunk_size=chunk_size, order=order)
+    run = _Run(params, tuple(methods), each, model, padded, tuple(sizes.values()), chosen)
+    tokens = jnp.pad(tokens, ((0, 0), (0, run.order.slots - padded)))
     every = run.sized(batch)
     with soft_cap(attention_soft_cap(model)):
-        states, logits = (run.whole if order.groups == 1 else run.in_groups)(tokens, length, every)
+        states, logits = (run.whole if run.order.groups == 1 else run.in_groups)(tokens, length, every)
     weights = fingerprint(params)
     return tuple(
         observe(
@@ -153,9 +122,9 @@ class _Run:
     methods: tuple[Method, ...]
     each: tuple[tuple[LayerMethod, ...], ...]  # [method][layer]
     model: Model
-    order: Order
     padded: int
     sizes: tuple  # `max_new_tokens`, `parts`, `kv_dtype`
+    order: Order
 
     @property
     def within(self) -> list[bool]:
@@ -174,17 +143,18 @@ class _Run:
 
     def begun(self, sized: _Sized) -> tuple:
         """Make empty states, stripped."""
-        return sized.common.strip(
-            tuple(
-                tuple(layers[at].init(own[at]) for layers, own in zip(self.each, sized.specs, strict=True))
-                for at in range(self.model.num_layers)
-            )
-        )
+        return tuple(self._begun_layer(layer, sized) for layer in range(self.model.num_layers))
+
+    def _begun_layer(self, layer: int, sized: _Sized) -> tuple:
+        empty = tuple(layers[layer].init(own[layer]) for layers, own in zip(self.each, sized.specs, strict=True))
+        return sized.common.strip_layer(layer, empty)
 
     def whole(self, tokens: Array, length: Array, sized: _Sized) -> tuple[tuple, Array]:
         """Prefill rows together; return their finished states and their logits float32 [B, V]."""
+        if self.order.by == "layers":
+            return self.in_layers(tokens, length, sized, lambda layer, made: made)
         states, logits = self.read(tokens, length, self.begun(sized), sized)
-        return self.finished(tokens, length, states, sized), logits
+        return self.finished(tokens, length, states, sized, logits), logits
 
     def in_groups(self, tokens: Array, length: Array, every: _Sized) -> tuple[tuple, Array]:
         """Prefill all rows group by group, rows of similar length in one group; return finished states and logits."""
@@ -203,6 +173,10 @@ class _Run:
             # The last group begins earlier if the batch has no whole groups: its first rows are prefilled twice.
             rows = lax.dynamic_slice_in_dim(by_length, index * order.rows, order.rows)
             own = tokens[rows], length[rows]
+            if order.by == "layers":
+                put = lambda layer, made: put_rows(states[layer], kept.strip_layer(layer, made), rows)  # noqa: E731
+                states, new = self.in_layers(*own, group, put)
+                return states, put_rows(logits, new, rows)
             if order.apart:
                 made, new = self.whole(*own, group)
                 return put_rows(carry, (kept.strip(made), new), rows)
@@ -210,7 +184,73 @@ class _Run:
             return states, put_rows(logits, new, rows)
 
         states, logits = lax.fori_loop(0, order.groups, body, (states, logits))
-        return kept.restore(states) if order.apart else self.finished(tokens, length, states, every), logits
+        return kept.restore(states) if order.apart else self.finished(tokens, length, states, every, logits), logits
+
+    def in_layers(
+        self, tokens: Array, length: Array, sized: _Sized, put: Callable[[int, tuple], tuple]
+    ) -> tuple[tuple, Array]:
+        """Prefill rows layer by layer: each layer reads all chunks, and is finished before the next layer begins.
+
+        Only one layer's full keys exist at a time. Between layers there are the hidden states of the whole prompt.
+
+        Args:
+            tokens: int32 [R, S].
+            length: int32 [R].
+            sized: of these rows.
+            put: stores a layer's finished states [method], and returns what stands for them.
+
+        Returns:
+            What ``put`` returned for each layer, and logits float32 [R, V].
+        """
+        model, stored = not_none("model", layered(self.model)), []
+        hidden = jnp.zeros((*tokens.shape, model.hidden_size), model.dtype)
+        for layer in range(model.num_layers):
+            hidden, states = self._read_layer(layer, hidden, tokens, length, sized)
+            if layer == model.num_layers - 1:
+                last = jnp.maximum(length - 1, 0)[:, None, None]
+                hidden = jnp.take_along_axis(hidden, last, axis=1)
+            states = sized.common.restore_layer(layer, states)
+            made = zip(self.each, states, sized.specs, strict=True)
+            kept = put(layer, tuple(finish(layers[layer], state, own[layer]) for layers, state, own in made))
+            # The storage of this layer is free before that of the next is made.
+            hidden, kept = barrier((hidden, kept))
+            stored.append(kept)
+        logits = model.head(self.params, hidden[:, 0])
+        logits, states = checked(self.model, len(tokens), len(stored), (logits, tuple(stored)))
+        return states, jnp.where((length > 0)[:, None], logits, 0)
+
+    def _read_layer(self, layer: int, hidden: Array, tokens: Array, length: Array, sized: _Sized) -> tuple[Array, tuple]:
+        """Run one layer on all chunks of hidden states [R, S, E]; return those behind it, and its states, stripped."""
+        chunk, model = self.order.chunk, not_none("model", layered(self.model))
+
+        def body(index: Array | int, carry: tuple, operands: tuple) -> tuple:
+            (hidden, states), (params, each, shared, length, tokens) = carry, operands
+            piece, part = (lax.dynamic_slice_in_dim(x, index * chunk, chunk, 1) for x in (tokens, hidden))
+            now = Pass.at(index * chunk, piece, length, each, shared)
+            if layer == 0:
+                part = model.embed(params, piece, **position_option(model, now.position))
+            else:  # what is written must not be computed from what it takes the place of
+                hidden, part = barrier((hidden, part))
+
+            def attend(layer: int, states: tuple, *given: Any, sinks: Array | None = None) -> tuple[Array, tuple]:
+                whole = sized.common.restore_layer(layer, states)
+                out, whole = now.attend(self.model, layer, whole, given, sinks, sized.common)
+                return out, sized.common.strip_layer(layer, whole)
+
+            part, states = model.run_layer(params, layer, part, attend, states)
+            return lax.dynamic_update_slice_in_dim(hidden, part, index * chunk, 1), states
+
+        carry = hidden, made_after(hidden, self._begun_layer(layer, sized))
+        return self._each_chunk(body, carry, (self.params, self.each, sized.shared, length, tokens), length)
+
+    def _each_chunk(self, body: Callable, carry: tuple, operands: tuple, length: Array) -> tuple:
+        """Run ``carry = body(chunk, carry, operands)`` for each chunk of the longest of some rows of ``length`` int32 [R]."""
+        most = self.order.chunks
+        if self.order.groups == 1:
+            return lax.fori_loop(0, most, functools.partial(body, operands=operands), carry)
+        # Devices that have other rows run the same number of passes.
+        count = -(-axes.most(jnp.max(length), axes.DATA) // self.order.chunk)
+        return bounded_loop(body, most, count, carry, operands)
 
     def _blank(self, sized: _Sized) -> tuple[tuple, Common]:
         """Return the shapes of finished states, and the storage that they have in common."""
@@ -236,68 +276,50 @@ class _Run:
 
         def read(start: Array | int, carry: tuple, operands: tuple) -> tuple[tuple, Array]:
             (states, logits), (params, each, all_shared, length, rows, piece) = carry, operands
-            at = start + jnp.arange(chunk, dtype=jnp.int32)[None]
-            position = jnp.where(at < length[:, None], at, EMPTY)
+            now = Pass.at(start, piece, length, each, all_shared)
             last = length - 1 - start
 
             def attend(layer: int, states: tuple, *given: Any, sinks: Array | None = None) -> tuple[Array, tuple]:
-                holders = sized.common.holders[layer]
                 mine = sized.common.restore_layer(layer, states if rows is None else row_of(states, rows[0]))
-                if is_recurrent(self.model, layer):  # the same under every method
-                    out, state = run_recurrent(mine[0], given, position)
-                    new = (state,) * len(mine)
-                    return out, new if rows is None else put_rows(states, new, rows)
-                q, k, v = given
-                outs, made = [], []
-                for at, (layers, state, own) in enumerate(zip(each, mine, all_shared, strict=True)):
-                    if holders[at] == at or not stores_only(state):
-                        method, model = layers[layer], self.model
-                        inputs = layer_inputs(model, layer, method, q, k, v, position, piece, own, start, length, None, sinks)
-                        out, state = run_shared(type(method).attend, method, state, inputs)
-                        outs.append(out)
-                    made.append(state)
-                new = sized.common.restore_layer(layer, tuple(made))
+                out, new = now.attend(self.model, layer, mine, given, sinks, sized.common)
                 if self.order.chunks > 1:
                     new = sized.common.strip_layer(layer, new)
-                    return outs[0], new if rows is None else put_rows(states, new, rows)
-                if not any(within):
-                    return outs[0], new
+                    return out, new if rows is None else put_rows(states, new, rows)
+                if not any(within) or is_recurrent(self.model, layer):
+                    return out, new
                 finished = tuple(
                     finish(layers[layer], state, spec[layer]) if early else state
                     for layers, state, spec, early in zip(each, new, sized.specs, within, strict=True)
                 )
                 # A layer is finished before the next begins. Else XLA finishes all layers at once, where they share a
                 # mask: in one kernel, which takes minutes to compile, after the keys of all layers have been made.
-                return barrier((outs[0], finished))
+                return barrier((out, finished))
 
-            options = position_option(self.model, position)
+            options = position_option(self.model, now.position)
             made = self.model.apply(params, piece, attend, states, last=jnp.clip(last, 0, chunk - 1), **options)
             new, states = checked(self.model, len(piece), self.model.num_layers, made)
             return states, jnp.where(((last >= 0) & (last < chunk))[:, None], new, logits)
 
         logits = jnp.zeros((len(length), self.model.vocab_size), jnp.float32)
+        operands = self.params, self.each, sized.shared, length, rows, tokens
         if self.order.chunks == 1:
-            return read(0, (states, logits), (self.params, self.each, sized.shared, length, rows, tokens))
+            return read(0, (states, logits), operands)
 
         def body(index: Array, carry: tuple, operands: tuple) -> tuple:
             *others, tokens = operands
             piece = lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, 1)
             return read(index * chunk, carry, (*others, piece))
 
-        operands, most = (self.params, self.each, sized.shared, length, rows, tokens), self.order.chunks
-        if self.order.groups == 1:
-            return lax.fori_loop(0, most, functools.partial(body, operands=operands), (states, logits))
-        # Devices that have other rows run the same number of passes.
-        return bounded_loop(body, most, -(-axes.most(jnp.max(length), axes.DATA) // chunk), (states, logits), operands)
+        return self._each_chunk(body, (states, logits), operands, length)
 
-    def finished(self, tokens: Array, length: Array, states: tuple, sized: _Sized) -> tuple:
+    def finished(self, tokens: Array, length: Array, states: tuple, sized: _Sized, logits: Array) -> tuple:
         """Complete the states after the last token: reread the prompt where a method does, then finish unfinished states."""
         if self.order.chunks > 1:
             states = sized.common.restore(states)
         every = list(zip(*states, strict=True))  # every[method][layer]
         for at, method in enumerate(self.methods):
             if method.reread_tokens(self.padded):
-                given = method, self.each[at], every[at], sized.shared[at], self.model
+                given = method, self.each[at], every[at], sized.shared[at], self.model, logits
                 every[at] = reread(self.params, tokens, length, *given)
         states = tuple(zip(*every, strict=True))
         return states if all(self.within) else self._compressed(states, sized, self.within)

@@ -32,6 +32,7 @@ from kvjax.decoding.history import Memory
 from kvjax.decoding.layers import layer_methods, observe
 from kvjax.decoding.passes import layer_inputs
 from kvjax.decoding.recurrent import run_recurrent
+from kvjax.decoding.settle import settle_due
 from kvjax.exact.progress import (
     active_rows,
     agreed,
@@ -46,7 +47,7 @@ from kvjax.exact.progress import (
 )
 from kvjax.exact.verified import Verified, noted
 from kvjax.exact.verified_layer import Passes, VerifiedLayer
-from kvjax.protocol.method import LayerMethod, settle_due
+from kvjax.protocol.method import LayerMethod
 from kvjax.protocol.typing import EMPTY, attention_soft_cap, is_recurrent, method_layers, position_option
 from pallas_kernels import axes
 from pallas_kernels.dispatch import run_shared

@@ -1,6 +1,7 @@
 """The methods. A new method needs its own file, an oracle in ``tests/oracles``, and one import line here."""
 
 from kvjax.methods.adakv import AdaKV as AdaKV
+from kvjax.methods.attentionmatching import AttentionMatching as AttentionMatching
 from kvjax.methods.chess.method import Chess as Chess
 from kvjax.methods.duoattention import DuoAttention as DuoAttention
 from kvjax.methods.expectedattention import ExpectedAttention as ExpectedAttention
@@ -12,11 +13,14 @@ from kvjax.methods.infinigen import InfiniGen as InfiniGen
 from kvjax.methods.infllm import InfLLM as InfLLM
 from kvjax.methods.keydiff import KeyDiff as KeyDiff
 from kvjax.methods.knorm import Knorm as Knorm
+from kvjax.methods.kvgrad import KVgrad as KVgrad
 from kvjax.methods.kvzip import KVzip as KVzip
 from kvjax.methods.magicpig import MagicPIG as MagicPIG
 from kvjax.methods.mosaickv.method import MosaicKV as MosaicKV
 from kvjax.methods.ntk import NTK as NTK
 from kvjax.methods.observedattention import ObservedAttention as ObservedAttention
+from kvjax.methods.oracle import Oracle as Oracle
+from kvjax.methods.oracleeviction import OracleEviction as OracleEviction
 from kvjax.methods.pariskv.method import ParisKV as ParisKV
 from kvjax.methods.pi import PI as PI
 from kvjax.methods.pqcache.method import PQCache as PQCache

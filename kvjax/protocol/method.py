@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self, final
 
 import jax
-import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from kvjax.attention.moments import Moments
 from kvjax.cache import Cache, LayerStorage
@@ -30,8 +28,6 @@ from kvjax.cache import LayerSpec as LayerSpec
 from kvjax.protocol.fields import check_fields, check_names, has_shares, shown
 from kvjax.protocol.typing import Model, pytree, traced
 from kvjax.rope import rotate
-from pallas_kernels.dispatch import run_shared
-from pallas_kernels.numerics import run_if
 
 
 @pytree
@@ -49,6 +45,10 @@ class Inputs:
     # [B, H, G, T, D], before RoPE: the guessed query, which is this layer's query projection applied to the previous layer's
     # attention input. Given in decode steps of a method with `LayerMethod.needs_guess`, in layers above 0; else None.
     guess: Array | None = None
+    # With nudges (`Reading.apply`), else None: the layer's attention input [B, T, d], and the projection of attention's
+    # output to the residual stream, [H, G, D, d].
+    written: tuple[Array, Array] | None = None
+    signal: Any = None  # `LayerMethod.signal` of the layer that `Method.source` names, in this decode step
     sinks: Array | None = None  # float32 [H, G], the layer's sink logits (`kvjax.attention.sinks`); None for a model without
 
     def rotated(self) -> tuple[Array, Array]:
@@ -74,6 +74,7 @@ class Prompt:
     tokens: Array = traced("int32 [B, S], token id of each slot")
     moments: Moments | None = traced("of the queries before RoPE; None unless the method `reads` them", default=None)
     kept: Array | None = traced("bool [B, H, S], slots that `Method.reread` keeps; None if there was no reread", default=None)
+    asked: Any = traced("what `Method.reread` leaves for `compress` besides; None if nothing", default=None)
     length: Array | None = traced("int32 [B], tokens of each row; None before the prompt's end", default=None)
 
 
@@ -83,10 +84,19 @@ class Reading:
 
     tokens: Array  # int32 [B, S], token ids, padded on the right
     length: Array  # int32 [B], tokens of each row
-    # ``run(states, tokens, count, attend) -> states``: the model runs on ``tokens`` int32 [B, T] at the positions after the
-    # prompt; the first ``count`` int32 [B] tokens are real. A layer calls ``attend(state, inputs) -> (out, state)`` with its
-    # entry of ``states``, whatever it is. Nothing is stored but what ``attend`` returns.
-    run: Callable[[tuple[Any, ...], Array, Array, Callable[[Any, Inputs], tuple[Array, Any]]], tuple[Any, ...]]
+    logits: Array  # float32 [B, V], of the token after the prompt
+    eos_token_ids: tuple[int, ...]  # of the model
+    # ``apply(states, tokens, count, attend) -> (states, logits)``: the model runs on ``tokens`` int32 [B, T] at the positions
+    # after the prompt; the first ``count`` int32 [B] tokens are real. A layer calls ``attend(state, inputs) -> (out, state)``
+    # with its entry of ``states``, whatever it is. Nothing is stored but what ``attend`` returns. The logits float32 [B, V]
+    # are of the token after the last real one. A fifth argument ``nudges``, [B, T, d] of each of these layers, is added to
+    # what attention adds to the residual stream. Then `Inputs` have ``written``, and in place of the logits comes the stream
+    # [B, T, d] before the last norm. Only a model with ``can_probe`` takes nudges.
+    apply: Callable[..., tuple[tuple[Any, ...], Array]]
+
+    def run(self, states: tuple[Any, ...], tokens: Array, count: Array, attend: Callable[[Any, Inputs], Any]) -> Any:
+        """Return the states of `apply` alone."""
+        return self.apply(states, tokens, count, attend)[0]
 
 
 @pytree
@@ -98,6 +108,7 @@ class Step:
     tokens: Array = traced("int32 [B, T], token ids")
     shared: Any = traced("the method's shared state")
     guess: Array | None = traced("[B, H, G, T, D], rotated; None where `Inputs.guess` is None", default=None)
+    signal: Any = traced("as `Inputs.signal`", default=None)
     select_aux: Any = traced("in `update` of one token: what `select` put into `Selection.select_aux`", default=None)
 
 
@@ -177,6 +188,10 @@ class Method(abc.ABC):
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         """Return the method that runs in ``layer``."""
 
+    def source(self, layer: int, num_layers: int) -> int | None:
+        """Return the earlier layer whose `LayerMethod.signal` ``layer`` gets in a decode step; None, the default: of none."""
+        return None
+
     def reread_tokens(self, length: int) -> int:
         """Return the most tokens that `reread` runs at once after a prompt of ``length`` tokens; 0, the default: none."""
         return 0
@@ -247,6 +262,14 @@ class LayerMethod(Method):
     def cost(self, state: Any, shared: Any) -> Cost:
         """Compute the cost of the next decode step."""
 
+    def signal(self, state: Any) -> Any:
+        """Return what later layers of a decode step get of this layer's state after it; None, the default, for nothing."""
+        return None
+
+    def with_signal(self, state: Any, signal: Any) -> Any:
+        """Return the state of which `cost` is asked, given the ``signal`` of the layer's source; by default ``state``."""
+        return state
+
     def room(self, state: Any) -> Array | None:
         """Return the number of tokens that still fit, int32 [B]; None if storage is bounded and never fills.
 
@@ -261,7 +284,7 @@ class LayerMethod(Method):
     def due(self, state: Any) -> Array | None:
         """Mark the rows that `settle` must change before their next token, bool [B]; None, the default, if it never does.
 
-        It is for work that a method does in few steps, and is called after all layers have attended; see `settle_due`.
+        It is for work that a method does in few steps, and is called after all layers have attended: `kvjax.decoding.settle`.
         """
         return None
 
@@ -283,68 +306,6 @@ class LayerMethod(Method):
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         """Return the method itself. A method whose layers differ returns other methods for some layers."""
         return self
-
-
-def settle_due(methods: Sequence[LayerMethod], states: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Settle the states of all layers after a step (`LayerMethod.settle`), if any row of any layer is `LayerMethod.due`.
-
-    All layers share one loop, which runs once or not at all. A condition in each layer would cost more: the branch that does
-    nothing copies the layer's cache, and work that one CUDA graph cannot hold waits for the host in every layer.
-    """
-    chosen = [at for at, (method, state) in enumerate(zip(methods, states, strict=True)) if method.due(state) is not None]
-    if not chosen:
-        return states
-
-    def any_due(some: tuple[Any, ...]) -> Array:
-        layers = zip(chosen, some, strict=True)
-        rows = [run_shared(type(methods[at]).due, methods[at], state) for at, state in layers]
-        return functools.reduce(jnp.logical_or, [each.any() for each in rows])
-
-    def change(states: tuple[Any, ...], methods: Sequence[LayerMethod]) -> tuple[Any, ...]:
-        some: list[Any] = []
-        for method, state, take in zip(methods, states, _reworked(methods, states), strict=True):
-            if some:  # one layer after the other, so that only one layer's temporaries exist at a time
-                state, some[-1] = lax.optimization_barrier((state, some[-1]))
-            some.append(run_shared(type(method).settle, method, state, take()))
-        return tuple(some)
-
-    some = tuple(states[at] for at in chosen)
-    some = run_if(change, any_due(some), some, tuple(methods[at] for at in chosen))
-    new = list(states)
-    for at, state in zip(chosen, some, strict=True):
-        new[at] = state
-    return tuple(new)
-
-
-def _reworked(methods: Sequence[LayerMethod], states: Sequence[Any]) -> list[Callable[[], Any]]:
-    """Run `LayerMethod.rework` for each layer; the results are functions to be called in the order of the layers.
-
-    Layers of equal structure go through one loop, and each round of the loop reads another layer. Their results are read at
-    an index that XLA does not know: otherwise it would compile kernels for each layer.
-    """
-    alike: dict[Any, list[int]] = {}
-    for at, (method, state) in enumerate(zip(methods, states, strict=True)):
-        shapes = jax.eval_shape(method.excerpt, state)
-        kinds = tuple((x.shape, x.dtype) for x in jax.tree.leaves(shapes))
-        if kinds:
-            alike.setdefault((jax.tree.structure((method, shapes)), kinds), []).append(at)
-    made: list[Callable[[], Any]] = [lambda: None] * len(methods)
-    for layers in alike.values():
-        excerpts = [functools.partial(run_shared, type(methods[at]).excerpt, methods[at], states[at]) for at in layers]
-        results = _in_turn(methods[layers[0]].rework, excerpts)
-        for at in layers:
-            made[at] = functools.partial(next, results)
-    return made
-
-
-def _in_turn(rework: Callable[[Any], Any], excerpts: Sequence[Callable[[], Any]]) -> Iterator[Any]:
-    """Yield ``rework`` of each of the ``excerpts``."""
-    results = lax.map(lambda number: rework(lax.switch(number, excerpts)), jnp.arange(len(excerpts), dtype=jnp.int32))
-    number = jnp.int32(0)
-    for _ in excerpts:
-        number = lax.optimization_barrier(number)
-        yield jax.tree.map(lambda x, number=number: lax.dynamic_index_in_dim(x, number, keepdims=False), results)
-        number = number + 1
 
 
 def check_method(role: str, value: Any) -> Method:

@@ -69,7 +69,7 @@ class SlotAttention(LayerMethod):
     reads = Reads()  # what `compress` gets of the prompt besides
     observes = 0  # `update` gets the attention mass of its tokens if there are at least so many; 0: never
     moves_slots = False  # True: `update` moves slots, so no index of another method may point to them
-    packs = False  # True: `compress` returns a `kvjax.cache.packed_keys.ThinCache`, which stores only some channels of keys
+    packs = False  # True: `compress` returns a `kvjax.cache.packed_keys.ThinCache`, whose keys have other channels
     sparse_prompt: SparsePrompt | None = None  # sparse attention over the prompt; None means dense attention
 
     @property
@@ -357,7 +357,9 @@ def _step(query: Array, inputs: Inputs) -> Step:
     guess = inputs.guess
     if guess is not None:
         guess = rotate(guess, inputs.position[:, None, None], inputs.inv_freq)
-    return Step(query=query, position=inputs.position, tokens=inputs.tokens, shared=inputs.shared, guess=guess)
+    return Step(
+        query=query, position=inputs.position, tokens=inputs.tokens, shared=inputs.shared, guess=guess, signal=inputs.signal
+    )
 
 
 def _observe(prompt: Prompt, query: Array, inputs: Inputs, start: Array | int, mass: Array | None) -> Prompt:

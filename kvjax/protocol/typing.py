@@ -119,6 +119,11 @@ class Model(Protocol):
     A model that can guess queries has a member ``can_guess`` that is True, and its `apply` takes another argument, ``guess``.
     Only methods with `kvjax.protocol.method.LayerMethod.needs_guess` use it.
 
+    A model that can be probed has a member ``can_probe`` that is True, and its `apply` takes another argument, ``nudges``,
+    which methods pass to `kvjax.protocol.method.Reading`.
+
+    A model that can run one layer at a time has the members of `LayeredModel`; long prompts may then be read layer by layer.
+
     A model that can run over several devices has a method ``local(devices)``, which returns the description of one device's
     part, with its share of the heads; see ``docs/many_devices.md``.
     """
@@ -165,6 +170,11 @@ class Model(Protocol):
         ``attend`` gets one more array after v, [B, H, G, T, D] and not rotated: this layer's query projection, with bias and
         norm, applied to the previous layer's attention input.
 
+        A model with ``can_probe`` takes ``nudges``, None or an array [B, T, d] of each layer, which it adds to what the
+        layer's attention adds to the residual stream. Then ``attend`` gets a keyword argument ``written``: the layer's
+        attention input [B, T, d] and the projection of attention's output [H, G, D, d]. The result has the stream
+        [B, T, d] after the last layer, before its norm, in place of the logits.
+
         Returns:
             logits float32 [B, V] (or [B, T, V] with ``last=None``) and the new states.
         """
@@ -173,6 +183,31 @@ class Model(Protocol):
     def weight_bytes(self, params: Any, rows: int) -> int:
         """Count the bytes of ``params`` that a decode step of ``rows`` rows reads."""
         ...
+
+
+class LayeredModel(Model, Protocol):
+    """A model that can also run one layer on hidden states [B, T, E]; they are in ``dtype``, all updates added."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    def embed(self, params: Any, tokens: jax.Array) -> jax.Array:
+        """Return the hidden states [B, T, E] before the first layer; it takes ``position`` too where `apply` does."""
+        ...
+
+    def run_layer(self, params: Any, layer: int, hidden: jax.Array, attend: Callable, state: Any) -> tuple[jax.Array, Any]:
+        """Return the hidden states behind ``layer``, and its new state; ``attend`` is called as in `apply`."""
+        ...
+
+    def head(self, params: Any, hidden: jax.Array) -> jax.Array:
+        """Return the logits float32 [B, V] of hidden states [B, E] behind the last layer."""
+        ...
+
+
+def layered(model: Model) -> LayeredModel | None:
+    """Return the model if it can run one layer at a time, which it need not; else None."""
+    names = "hidden_size", "embed", "run_layer", "head"
+    return cast("LayeredModel", model) if all(hasattr(model, name) for name in names) else None
 
 
 def layer_windows(model: Model) -> tuple[int | None, ...]:

@@ -13,7 +13,8 @@ import numpy as np
 from kvjax.cache import LayerCache, PlainCache
 from kvjax.cache.packed_keys import ThinCache
 from kvjax.cache.quantised import QuantisedCache
-from kvjax.protocol.method import Inputs, LayerSpec, settle_due
+from kvjax.decoding.settle import settle_due
+from kvjax.protocol.method import Inputs, LayerSpec
 from kvjax.protocol.typing import EMPTY
 from pallas_kernels.formats.quantised import MOST, Quantised, pack
 

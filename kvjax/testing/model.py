@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+import functools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -32,6 +33,7 @@ class TinyModel:
     eos_token_ids: tuple[int, ...] = (60,)
     dtype: str = "float32"
     can_guess: ClassVar[bool] = True
+    can_probe: ClassVar[bool] = True
     # The shape of the tokens of every trace; models that differ in this list alone are equal.
     traces: list[tuple[int, ...]] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
@@ -57,28 +59,48 @@ class TinyModel:
         *,
         last: jax.Array | None = None,
         guess: Collection[int] = (),
+        nudges: Sequence[jax.Array] | None = None,
     ) -> tuple[jax.Array, tuple]:
         """Run all layers on ``tokens`` int32 [B, T]; see `kvjax.protocol.typing.Model.apply`."""
-        self.traces.append(tokens.shape)
-        batch, length = tokens.shape
-        heads, dim, group = self.num_kv_heads, self.head_dim, self.num_q_heads // self.num_kv_heads
-        x, given, new = params["embed"][tokens], None, []
-
-        def project(x: jax.Array, weights: dict[str, Any]) -> list[jax.Array]:
-            rows = (x @ weights["qkv"]).reshape(batch, length, -1, dim).swapaxes(1, 2)  # [B, heads, T, D]
-            q, k, v = jnp.split(rows, (heads * group, heads * (group + 1)), axis=1)
-            return [q.reshape(batch, heads, group, length, dim), k, v]
-
-        for layer, (weights, state) in enumerate(zip(params["layers"], states, strict=True)):
-            before, given = given, _normed(x)
-            guessed = project(before, weights)[:1] if before is not None and layer in guess else []
-            out, state = attend(layer, state, *project(given, weights), *guessed)
-            out = out.reshape(batch, heads * group, length, dim).swapaxes(1, 2).reshape(batch, length, -1)
-            x = x + out.astype(x.dtype) @ weights["out"]
+        x, before, new = self.embed(params, tokens), None, []
+        for layer, state in enumerate(states):
+            guessed = self._projected(params, layer, before)[:1] if before is not None and layer in guess else []
+            before = x
+            heard = attend
+            if nudges is not None:
+                kernel = params["layers"][layer]["out"].reshape(self.num_kv_heads, -1, self.head_dim, self.hidden_size)
+                heard = functools.partial(attend, written=(_normed(x), kernel))
+            x, state = self.run_layer(params, layer, x, heard, state, *guessed)
+            x = x if nudges is None else x + nudges[layer]
             new.append(state)
+        if nudges is not None:
+            return x, tuple(new)
         if last is not None:
             x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
-        return (_normed(x) @ params["head"]).astype(jnp.float32), tuple(new)
+        return self.head(params, x), tuple(new)
+
+    def embed(self, params: Any, tokens: jax.Array) -> jax.Array:
+        """Embed ``tokens``; see `kvjax.protocol.typing.LayeredModel`."""
+        self.traces.append(tokens.shape)
+        return params["embed"][tokens]
+
+    def run_layer(
+        self, params: Any, layer: int, hidden: jax.Array, attend: Callable, state: Any, *guess: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        """Run one layer; see `kvjax.protocol.typing.LayeredModel`. It gives ``guess`` to ``attend``."""
+        out, state = attend(layer, state, *self._projected(params, layer, hidden), *guess)
+        out = out.reshape(len(out), self.num_q_heads, -1, self.head_dim).swapaxes(1, 2).reshape(*hidden.shape[:2], -1)
+        return hidden + out.astype(hidden.dtype) @ params["layers"][layer]["out"], state
+
+    def head(self, params: Any, hidden: jax.Array) -> jax.Array:
+        """Compute logits; see `kvjax.protocol.typing.LayeredModel`."""
+        return (_normed(hidden) @ params["head"]).astype(jnp.float32)
+
+    def _projected(self, params: Any, layer: int, x: jax.Array) -> list[jax.Array]:
+        """Compute the queries, keys and values of a layer from hidden states [B, T, E]."""
+        rows = (_normed(x) @ params["layers"][layer]["qkv"]).reshape(*x.shape[:2], -1, self.head_dim).swapaxes(1, 2)
+        q, k, v = jnp.split(rows, (self.num_q_heads, self.num_q_heads + self.num_kv_heads), axis=1)
+        return [q.reshape(len(q), self.num_kv_heads, -1, *q.shape[2:]), k, v]
 
     def weight_bytes(self, params: Any, rows: int) -> int:
         """Count the bytes of ``params`` that a decode step of ``rows`` rows reads."""

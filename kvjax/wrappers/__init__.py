@@ -8,5 +8,6 @@ from kvjax.wrappers.compose import Stages as Stages
 from kvjax.wrappers.layer_budgets import LayerBudgets as LayerBudgets
 from kvjax.wrappers.layer_budgets import layer_shares as layer_shares
 from kvjax.wrappers.periodic import Periodic as Periodic
+from kvjax.wrappers.reuse import Reuse as Reuse
 from kvjax.wrappers.sparse_prefill import Prefill as Prefill
 from kvjax.wrappers.twilight import Twilight as Twilight

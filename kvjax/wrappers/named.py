@@ -15,13 +15,14 @@ from kvjax.protocol.method import Method
 from kvjax.wrappers.compose import DenseBelow, PerLayer, Stages
 from kvjax.wrappers.layer_budgets import LayerBudgets
 from kvjax.wrappers.periodic import Periodic
+from kvjax.wrappers.reuse import Reuse
 from kvjax.wrappers.sparse_prefill import Prefill
 from kvjax.wrappers.twilight import Twilight
 
 WRAPPERS: Mapping[str, type[Method]] = types.MappingProxyType(
     {
         cls.__name__.lower(): cls
-        for cls in (Twilight, Periodic, Prefill, Stages, DenseBelow, LayerBudgets, PerLayer, Verified, FromJudge)
+        for cls in (Twilight, Reuse, Periodic, Prefill, Stages, DenseBelow, LayerBudgets, PerLayer, Verified, FromJudge)
     }
 )
 # Names of papers whose method is `Prefill` at the knobs beside them, and what the paper's patterns are.
@@ -38,6 +39,7 @@ PATTERNS: Mapping[str, tuple[Mapping[str, Any], str]] = types.MappingProxyType(
 EXAMPLES: Mapping[str, str] = types.MappingProxyType(  # as commands and `kvjax.make` take them
     {
         "twilight": "twilight(quest, mass=0.85)",
+        "reuse": "reuse(quest, every=4)",
         "periodic": "periodic(snapkv, interval=128)",
         "prefill": "prefill(quest, block=128)",
         "stages": "stages(snapkv, quest)",

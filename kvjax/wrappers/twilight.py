@@ -15,8 +15,9 @@ from kvjax.protocol.method import LayerMethod, Prompt, Step
 from kvjax.protocol.scan import by_blocks
 from kvjax.protocol.slots import SlotMethod, new_slots, newest_query
 from kvjax.protocol.typing import pytree, traced
+from kvjax.selection import top_mass
 from kvjax.wrappers.compose import Around, answers, inner_of_layer, passes, slot_method
-from pallas_kernels.numerics import finite_or_zero, product_precision
+from pallas_kernels.numerics import product_precision
 from pallas_kernels.soft_cap import capped
 
 _LARGEST = 15  # the largest code of 4 bits
@@ -198,22 +199,3 @@ def estimates(query: Array, keys: FourBitKeys) -> Array:
     products = [jnp.einsum("bhgd,bhkd->bhgk", half, code, precision=exact) for half, code in halves]
     low, step = (x.astype(jnp.float32)[:, :, None] for x in (keys.low, keys.step))
     return (low * query.sum(axis=3, keepdims=True) + step * (products[0] + products[1])) / math.sqrt(query.shape[3])
-
-
-def top_mass(logits: Array, mass: float | Array) -> Array:
-    """Mark the entries of the smallest set whose softmax adds up to ``mass``, and entries that equal one of the set.
-
-    Args:
-        logits: float32 [..., K]; -inf for entries that are no candidates.
-        mass: above 0 and at most 1; 1 takes all entries.
-
-    Returns:
-        bool [..., K], anything for an entry of -inf.
-    """
-    weight = jnp.exp(logits - finite_or_zero(logits.max(axis=-1, keepdims=True)))
-    ascending = jnp.sort(weight, axis=-1)
-    below = jnp.cumsum(ascending, axis=-1)
-    # From the smallest up: the small weights are added before a large sum would swallow them.
-    left_out = (below <= (1 - mass) * below[..., -1:]) & (jnp.asarray(mass) < 1)
-    least = jnp.where(left_out, ascending[..., -1:], ascending).min(axis=-1, keepdims=True)
-    return weight >= least

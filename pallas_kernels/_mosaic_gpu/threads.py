@@ -119,6 +119,69 @@ def load_float(address, dtype):
     return number(arith.extf(f32, arith.bitcast(kind, bits)), None)
 
 
+def load_at(address, dtype, where, other):
+    """Load an element where a truth value is true: a 16-bit float as float32, a truth value as int32; else ``other``."""
+    dtype, f32, i16 = np.dtype(dtype), ir.F32Type.get(), ir.IntegerType.get_signless(16)
+    flag = where.select(number(1), number(0))
+    kind = {1: "u8", 2: "u16", 4: "b32"}[dtype.itemsize]
+    text = (
+        f"{{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b{max(16, 8 * dtype.itemsize)} $0, $3; @p ld.global.{kind} $0, [$1]; }}"
+    )
+    result = i16 if dtype.itemsize < 4 else i32()
+    bits = mgpu.utils.inline_ptx(
+        text, address, value(flag), mgpu.utils.c(_bits(other, dtype), result), result_types=result, has_side_effects=True
+    )
+    if dtype.itemsize == 1:
+        return number(arith.extui(i32(), bits))
+    if dtype.kind == "i":
+        return number(bits)
+    if dtype.itemsize == 4:
+        return number(arith.bitcast(f32, bits), None)
+    return number(arith.extf(f32, arith.bitcast(mgpu.utils.dtype_to_ir_type(dtype), bits)), None)
+
+
+def _bits(x, dtype):
+    """Return the bits of a Python number in a dtype as a signed int."""
+    x = np.asarray(x, dtype)
+    return int(x.view({1: np.int8, 2: np.int16, 4: np.int32}[dtype.itemsize]))
+
+
+def store_at(address, x, dtype, where):
+    """Store a float32 or int32 number, rounded to the dtype of the memory, where a truth value is true."""
+    dtype, x = np.dtype(dtype), value(x)
+    if dtype.itemsize == 2:
+        x = arith.bitcast(ir.IntegerType.get_signless(16), arith.truncf(mgpu.utils.dtype_to_ir_type(dtype), x))
+    kind = {1: "u8", 2: "b16", 4: "f32" if dtype.kind == "f" else "b32"}[dtype.itemsize]
+    ptx(f"st.global.{kind} [$0], $1;", address, x, where=where)
+
+
+def special(name):
+    """Read a special register."""
+    return number(mgpu.utils.inline_ptx(f"mov.u32 $0, %{name};", result_types=i32()))
+
+
+def ballot(bit):
+    """Return a word whose bit i tells whether the number of thread i of this warp is not 0."""
+    text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
+    return number(mgpu.utils.inline_ptx(text, value(bit), result_types=i32(), has_side_effects=True, convergent=True))
+
+
+def popcount(x):
+    """Count the bits of a number."""
+    return number(mgpu.utils.inline_ptx("popc.b32 $0, $1;", value(x), result_types=i32()))
+
+
+def shuffle_up(x, step):
+    """Return the number that the thread ``step`` places before this one in its warp has."""
+    text = f"shfl.sync.up.b32 $0, $1, {step}, 0, 0xffffffff;"
+    return number(mgpu.utils.inline_ptx(text, value(x), result_types=i32(), has_side_effects=True, convergent=True))
+
+
+def load_shared(address):
+    """Load an int32 from shared memory."""
+    return number(ptx("ld.shared.b32 $0, [$1];", address, result=i32()))
+
+
 def float_number(x):
     """Make a float32 number of a Python number."""
     return number(arith.constant(ir.F32Type.get(), float(x)), None)
@@ -128,3 +191,51 @@ def meet_cluster():
     """Wait for all threads of all blocks of the cluster."""
     ptx("barrier.cluster.arrive.aligned;")
     ptx("barrier.cluster.wait.aligned;")
+
+
+def fused(total, factors):
+    """Return ``total`` and the product of two factors added to it, rounded once; all are float32 numbers."""
+    text = "fma.rn.f32 $0, $1, $2, $3;"
+    operands = [value(x) for x in (*factors, total)]
+    return number(mgpu.utils.inline_ptx(text, *operands, result_types=ir.F32Type.get()), None)
+
+
+def greatest(x, y):
+    """Return the larger one of two float32 numbers; NaN if one of them is."""
+    return number(mgpu.utils.inline_ptx("max.NaN.f32 $0, $1, $2;", value(x), value(y), result_types=ir.F32Type.get()), None)
+
+
+def shuffle(x, distance):
+    """Return the number of the thread whose index in the warp differs by the bit ``distance``."""
+    return number(mgpu.utils.shfl_bfly(value(x), distance), x.is_signed)
+
+
+def load_words(address, offset, count):
+    """Load one, two or four int32 from global memory, ``offset`` bytes behind an address; both multiples of their bytes."""
+    names = ", ".join(f"${i}" for i in range(count))
+    kind, names = (f".v{count}.b32", f"{{{names}}}") if count > 1 else (".b32", names)
+    text, types = f"ld.global.nc{kind} {names}, [${count} + {offset}];", (i32(),) * count
+    found = mgpu.utils.inline_ptx(text, address, result_types=types if count > 1 else i32())
+    return [number(x) for x in (found if count > 1 else [found])]
+
+
+def load_some(address, dtype, count):
+    """Load up to 8 neighbouring bfloat16, float16 or float32 numbers from global memory, as float32 numbers.
+
+    ``count`` is a power of two, and the address a multiple of their bytes.
+    """
+    f32, dtype = ir.F32Type.get(), np.dtype(dtype)
+    total = count * dtype.itemsize // 4  # words
+    if not total:
+        return [load_float(address, dtype)]
+    words = [value(x) for part in range(0, total, 4) for x in load_words(address, 4 * part, min(total, 4))]
+    if dtype.itemsize == 4:
+        return [number(arith.bitcast(f32, x), None) for x in words]
+    if dtype.name == "bfloat16":  # the upper half of a float32
+        halves = [y for x in words for y in (number(x) << 16, number(x) & -0x10000)]
+        return [number(arith.bitcast(f32, value(x)), None) for x in halves]
+    pair, word = ir.VectorType.get((2,), ir.F16Type.get()), ir.VectorType.get((1,), i32())
+    places = [ir.DenseI64ArrayAttr.get([i]) for i in (0, 1)]
+    pairs = [vector.bitcast(pair, vector.broadcast(word, x)) for x in words]
+    halves = [vector.extract(x, dynamic_position=[], static_position=i) for x in pairs for i in places]
+    return [number(arith.extf(f32, x), None) for x in halves]

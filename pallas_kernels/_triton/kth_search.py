@@ -22,7 +22,8 @@ SPREAD = 0.6  # distance of two pivots from the interpolated one: times the inte
 def order_key(score: jax.Array) -> jax.Array:
     """Map float32 scores to int32 keys of the same order; -0 and 0 share a key, -inf and NaN get ``NEVER``."""
     bits = lax.bitcast_convert_type(score, jnp.int32)
-    bits = jnp.where(bits == NEVER, 0, bits)  # -0 has these bits and must equal 0
+    # -0 has the bits of NEVER and must equal 0. Mosaic GPU would compare without signs if the constant came first.
+    bits = jnp.where(bits != NEVER, bits, 0)
     # Positive floats have the order of their bits. Negative ones have the reverse: flip all bits but the sign.
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return jnp.where(score > -jnp.inf, key, NEVER)

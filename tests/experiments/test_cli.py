@@ -171,7 +171,7 @@ def test_generate_reads_standard_input_under_a_wrapper(directory, prompt, tmp_pa
 def test_answers_are_a_line_each(directory, prompt, tmp_path, capsys):
     questions = ["--question", "What?", "--question", "Which one?"]
     words = [str(prompt), "--model", str(directory), *questions, "--max-new-tokens", "4"]
-    words += ["--logprobs", str(tmp_path / "new" / "lines"), "--top-logprobs", "2"]
+    words += ["--logprobs", str(tmp_path / "new" / "lines"), "--top-logprobs", "2", "--temperature", "1", "--top-k", "1"]
     assert main(["answer", *words, "--method", "quest", "--set", "budget=1/4", "--set", "num_dense_layers=0"]) == 0
     out, err = capsys.readouterr()
     assert out.count("\n") == 2 and "tokens attended" in err
@@ -206,6 +206,7 @@ ASKED = "generate --model {directory} --prompt a"
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
+        ("generate Hello", "'Hello' has no flag before it, expected one such as --prompt"),
         (f"{GENERATE} --logprobs {{directory}}", "--logprobs must be a file to write, got the folder"),
         (f"{GENERATE} --top-logprobs 3", "--top-logprobs 3 needs a file: add --logprobs OUT"),
         (f"{GENERATE} --method snapkv --set budget", "--set takes KNOB=VALUE, got 'budget'"),

@@ -533,6 +533,27 @@ def test_differences_pair_the_same_samples():
     assert mean["method"] == "lower" and mean["difference"] == -10
 
 
+def test_a_score_is_shown_beside_what_the_oracle_reaches_with_as_many_bytes():
+    """Oracles at 10 and 40 bytes of Full's 160; another at 20 is worse than the one at 10, and random ones do not count."""
+    scores = {"full": (160, 1.0), "oracle(budget=1)": (10, 0.5), "oracle(budget=2)": (20, 0.4), "oracle(budget=4)": (40, 0.8),
+              "oracle(budget=4,by=random)": (40, 0.9), "quest": (20, 0.65), "h2o": (80, 0.45), "tova": (9, 0.5)}  # fmt: skip
+    rows = [entry(name, [score] * 30, bytes_read_per_step=read) for name, (read, score) in scores.items()]
+    compared = comparison.beside_reference(rows)
+    means = {mean["method"]: mean["of_oracle"] for mean in comparison.averages(compared)}
+    # At 20 bytes the line stands at 65, halfway from 50 to 80; at 80 bytes at 90, halfway to Full's 100.
+    want = dict.fromkeys(scores) | {"quest": 100.0, "h2o": 50.0, "oracle(budget=4,by=random)": 112.5}
+    assert {name: share and round(share, 6) for name, share in means.items()} == want
+    head, *table = tables.summary_cells(compared)
+    assert [row[head.index("of the oracle")] for row in table if row[0] in ("Quest", "TOVA")] == ["100 %", ""]
+    assert "| 50 % |" in tables.cell_table(compared)
+    without = [item for item in compared if "oracle" not in item.row["method"]]
+    assert "oracle" not in tables.summary_table(without) + tables.cell_table(without)
+    (panel,) = plots.curves("pareto", [one.row for one in rows]).axes
+    dotted = next(line for line in panel.lines if "Oracle" in line.get_label())
+    np.testing.assert_allclose(dotted.get_xydata() * [1e6, 1], [[10, 50], [40, 80], [160, 100]])
+    assert {"Quest", "H2O"} <= {line.get_label() for line in panel.lines}
+
+
 def written(*methods):
     return f"tasks: [t]\nmethods: [{', '.join(methods)}]\nlengths: [8]\nbudgets: []\n"
 

@@ -21,6 +21,7 @@ import models
 from experiments.answering import LoadedModel, padded_length
 from experiments.lm_eval.likelihood import likelihoods
 from kvjax import registry
+from kvjax.decoding.sampling import Sampler
 from models import ModelConfig
 from tests.tiny_models import TINY, run, vivid_params
 
@@ -237,6 +238,17 @@ def test_sampling_repeats_with_its_seed(tiny):
     assert first[0] != first[1]  # repeats of a task are draws of their own
 
 
+@pytest.mark.slow
+def test_no_sequence_comes_twice_where_a_task_wants_that(tiny):
+    lm = make(tiny)
+    wanted = {"until": [], "max_gen_toks": NEW, "temperature": 0.0, "top_p": 0.9, "no_repeat_ngram_size": 1}
+    prompt = [lm.tok_encode(TEXT[:80])]
+    cache = kvjax.prefill(tiny.params, prompt, config=tiny.config, max_new_tokens=NEW)
+    out = kvjax.generate(tiny.params, cache, max_new_tokens=NEW, sampler=Sampler(no_repeat_ngram=1).read(prompt))
+    assert len({*out.rows()[0]}) == NEW
+    assert texts_of(lm, TEXT[:80], **wanted) == [tiny.tokenizer.decode(out.rows()[0]).strip()]
+
+
 def test_chat_templates_are_rendered(tiny, tmp_path):
     shutil.copy(BUILTIN / "tokenizer.json", tmp_path)
     template = (
@@ -267,7 +279,7 @@ def test_wrong_settings_and_requests_are_refused(tiny):
             make(tiny, **settings)
     for wanted, problem in (
         ({"num_beams": 4}, "got num_beams=4"),
-        ({"repetition_penalty": 2.0}, "got repetition_penalty"),
+        ({"penalty_alpha": 2.0}, "no_repeat_ngram_size, got penalty_alpha"),
         ({"max_gen_toks": 128}, "below max_length=128, got 128"),
     ):
         with pytest.raises(ValueError, match=problem):

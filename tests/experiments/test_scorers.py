@@ -10,6 +10,7 @@ import pytest
 
 from experiments.benchmarks import text_metrics
 from experiments.benchmarks.scorers import SCORERS, score
+from experiments.benchmarks.understanding import NOLIMA_METRICS
 from experiments.tasks import Example, code_recall, rules, scorers
 
 
@@ -39,6 +40,11 @@ def test_scores_worked_out_by_hand(scorer):
 def test_every_scorer_has_scores_worked_out_by_hand():
     elsewhere = {"longbench_class_line", "scbench_repoqa"}
     elsewhere |= {"lm-eval", "helmet_substring", "helmet_ndcg10"}  # in test_long_files.py
+    elsewhere |= {f"nolima_{metric}" for metric in NOLIMA_METRICS} | {
+        "babilong",
+        "oolong",
+        "mrcr",
+    }  # test_understanding_files.py
     assert {scorer for scorer, *_ in SCORES if not scorer.startswith("score_")} | elsewhere == set(SCORERS)
 
 

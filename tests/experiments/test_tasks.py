@@ -16,8 +16,8 @@ from experiments import tasks
 from experiments.tasks import haystack, ruler, words
 
 TOKENIZER = Tokenizer.from_file(str(pathlib.Path(models.__file__).parent / "builtin" / "tokenizer.json"))
-GENERATED, CODE, LONG = (tasks.GROUPS[name] for name in ("generated", "code", "long"))
-EVERY = (*GENERATED, *CODE, *LONG)
+GENERATED, CODE, LONG, UNDERSTANDING = (tasks.GROUPS[name] for name in ("generated", "code", "long", "understanding"))
+EVERY = (*GENERATED, *CODE, *LONG, *UNDERSTANDING)
 SHARED = [name for name in EVERY if tasks.TASKS[name].max_questions != 1]
 TRAINED = (
     "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
@@ -59,7 +59,7 @@ def test_groups_name_their_tasks_and_the_trained_ones_keep_their_order():
     assert groups["trained"] == TRAINED
     assert groups["ruler"] == (*TRAINED[:9], "cwe", "fwe", "qa_1", "qa_2")
     assert groups["infinitebench"] == ("passkey", "number_string", "kv_retrieval", "math_find")
-    assert groups["all"] == tuple(tasks.TASKS) and len(groups["all"]) == 47
+    assert groups["all"] == tuple(tasks.TASKS) and len(groups["all"]) == 87
     assert set(groups["all"]) - set(EVERY) == {"qa_1", "qa_2"}
     assert {*groups["procedures"], *groups["rules"], *groups["easy_rules"]} < set(LONG)
     assert {*groups["shared"]} <= {*SHARED}
@@ -133,7 +133,7 @@ def test_prompts_are_drawn_as_they_were_when_scores_were_recorded(monkeypatch):
     monkeypatch.setattr(words, "every_word", lambda: tuple(f"{a}{b}{c}" for a in "abcdefgh" for b in nouns for c in "kl"))
     monkeypatch.setattr(ruler, "every_word", words.every_word)
     digests = {}
-    for name in (*GENERATED, *LONG):
+    for name in (*GENERATED, *LONG, *UNDERSTANDING):
         kind = "noise" if tasks.get_task(name).haystack == "prose" else None
         options = {"count_tokens": coarse, "haystack": kind}
         drawn = documents(name, 1500, 2, **options)

@@ -15,7 +15,7 @@ from kvjax.attention.patterns import KINDS
 from kvjax.protocol.fields import Limits
 from kvjax.protocol.method import Method
 from kvjax.testing.model import TinyModel
-from kvjax.wrappers import DenseBelow, LayerBudgets, Pattern, Periodic, PerLayer, Prefill, Stages, Twilight
+from kvjax.wrappers import DenseBelow, LayerBudgets, Pattern, Periodic, PerLayer, Prefill, Reuse, Stages, Twilight
 from models import ModelConfig, RopeScaling
 from tests.tiny_models import vivid_params
 
@@ -23,10 +23,10 @@ VOCABULARY = 61
 EVERYTHING = 96  # tokens; more than any run here has
 _TRIES = 500
 _WIDEST = 48  # the most KV heads times head_dim of `random_model`
-_WRAPPERS = ("stages", "perlayer", "densebelow", "periodic", "twilight", "layerbudgets", "prefill")
+_WRAPPERS = ("stages", "perlayer", "densebelow", "periodic", "twilight", "reuse", "layerbudgets", "prefill")
 # Values of static fields by name. Fields that are not here take their choices, True or False, or keep their default.
 _SIZES: dict[str, tuple[Any, ...]] = {
-    "anchor_pages": (None, 1, 3),
+    "ahead": (1, 3), "anchor_pages": (None, 1, 3),
     "answer": ((), (7,)), "ask": ((), (5, 9, 5)), "ask_later": ((), (8, 1)),
     "block": (1, 3, 4, 16), "block_size": (4, 8), "buffer": (4, 8, 16), "capacity": (5, 8, 12, 24, EVERYTHING),
     "channels": (0.125, 0.25, 0.5), "chunk": (1, 4, 5, 8), "chunk_size": (1, 2, 4), "chunks_per_grid": (1, 2, 3),
@@ -106,7 +106,7 @@ def covering(method: Method) -> Method | None:
     if approximate or "budget" not in fields or vars(method)["capacity"] != EVERYTHING:
         return None
     try:
-        return dataclasses.replace(method, budget=EVERYTHING)
+        return dataclasses.replace(method, budget=EVERYTHING, **({"mass": 1.0} if "mass" in fields else {}))
     except ValueError:  # the drawn factor of SentenceKV wants more room with this budget
         return None
 
@@ -243,6 +243,8 @@ def _wrapper(name: str, rng: np.random.Generator) -> Method:
         return LayerBudgets(method=inner(), shares=tuple(rng.uniform(0.5, 1.5, 2).tolist()))
     if name == "twilight":
         return Twilight(method=inner(), mass=float(rng.uniform(0.05, 1)))
+    if name == "reuse":
+        return Reuse(method=inner(), every=int(rng.integers(1, 4)), steps=int(rng.integers(1, 5)))
     if name == "prefill":
         return _prefill(inner(), rng)
     return PerLayer(layers={0: inner(), -1: inner()}, default=inner())

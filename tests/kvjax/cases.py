@@ -64,7 +64,7 @@ def model(name: str) -> Any:
     """The tiny model of `subject`: one layer, which halves its programs, but for those that treat layers differently."""
     cls = registry.builtin().get(name)
     known = cls is not None and (cls.spans_layers or cls.needs_guess or "scores" in oracle(name).KNOBS)
-    return TINY if known or name in ("per_layer", "layer_budgets") else ONE
+    return TINY if known or name in ("per_layer", "layer_budgets", "reuse") else ONE
 
 
 @functools.cache

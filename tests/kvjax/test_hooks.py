@@ -14,9 +14,10 @@ import pytest
 import kvjax
 from kvjax.decoding.decode import run_step
 from kvjax.decoding.prefill import run_prefill
+from kvjax.decoding.settle import settle_due
 from kvjax.methods import InfLLM, SnapKV
 from kvjax.protocol.families import Eviction
-from kvjax.protocol.method import LayerSpec, Step, settle_due
+from kvjax.protocol.method import LayerSpec, Step
 from kvjax.protocol.typing import pytree
 from kvjax.testing.model import TinyModel
 from tests.harness import small

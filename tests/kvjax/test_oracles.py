@@ -103,6 +103,15 @@ VARIANTS = {
         *(({"kernel": kernel}, {}) for kernel in (2, 3, 6, 32)),
         *((knobs, {}) for knobs in ({"num_local": 9, "chunk": 4}, {"num_sink": 0, "chunk": 3}, {"budget": 1})),
     ],
+    "oracle": [
+        ({"by": by, "heads": heads, "mass": mass}, {})
+        for by, heads, mass in (
+            ("output", "sum", 1.0),
+            ("attention", "each", 0.6),
+            ("random", "sum", 1.0),
+            ("output", "each", 0.9),
+        )
+    ],
     "pariskv": [(knobs, {}) for knobs in ({"seed": 3}, {"rho": 1.0, "beta": 1.0}, {"num_sink": 0})],
     "mosaickv": [
         *(({"channels": 0.5}, {}), ({"segment": 64}, {}), ({"strategy": "dynamic", "buffer": 16}, {})),
@@ -120,7 +129,7 @@ VARIANTS = {
         )
     ],
 }
-ALWAYS = {"h2o": 2, "selfextend": 1}  # how many of them do not need --thorough
+ALWAYS = {"h2o": 2, "oracle": 1, "selfextend": 1}  # how many of them do not need --thorough
 
 
 @pytest.mark.parametrize(

@@ -487,6 +487,14 @@ def check_own_model():
             np.testing.assert_array_equal(kvjax.generate(given, cache, max_new_tokens=6).tokens, here.tokens)
 
 
+def check_layers_first():
+    """A prompt that is read layer by layer makes the same cache where rows, heads or slots are divided."""
+    for text, name in (("data=2 model=4", "snapkv"), ("data=2 slots=2 model=2", "quest"), ("slots=4", "snapkv")):
+        given, method = spread(text), method_of(name)
+        one, other = (read(given, method, order=order, **READS_CHUNKS) for order in ("layers", "chunks"))
+        assert_same((one.layers, one.logits), (other.layers, other.logits))
+
+
 def check_programs_ahead():
     """`lower_programs` lowers what the calls run."""
     given, method = spread("data=2 model=4"), example("tova")

@@ -18,7 +18,8 @@ from tests.mesh.processes import found_in, run_two
 # and by all slots in two ways.
 PROGRAMS = {
     "eight_devices": (
-        ("check_refusals", "tokenselect on slots=2 model=4", "check_eval", "check_sums"), pytest.mark.thorough,
+        ("check_refusals", "tokenselect on slots=2 model=4", "check_eval", "check_sums", "check_layers_first"),
+        pytest.mark.thorough,
     ),
     "eight_devices_models": ((), pytest.mark.slow),
 }  # fmt: skip

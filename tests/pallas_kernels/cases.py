@@ -11,10 +11,13 @@ from jax.experimental.pallas import tpu
 
 from pallas_kernels.dispatch import Implementation, added_implementation
 from pallas_kernels.host import Rows, copy_row
+from pallas_kernels.machine import current_machine
 from tests.pallas_kernels.operations import public, table
 
 ON_GPU = jax.default_backend() == "gpu"
 NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason=f"needs a GPU, got {jax.default_backend()}")
+ON_HOPPER = pytest.mark.skipif(current_machine().capability != (9, 0), reason="needs a GPU of compute capability 9.0")
+MOSAIC = "pallas_mosaic_gpu"
 NEEDS_JAX_TRITON = pytest.mark.skipif(find_spec("jax_triton") is None, reason="needs the package jax_triton")
 NAMES = ["xla", "interpreted", pytest.param("pallas_triton", marks=NEEDS_GPU)]
 # The interpreter keeps the memories of a TPU apart. Fast memory is NaN before a copy has arrived there, and a copy is done
@@ -65,6 +68,22 @@ def implementations(name, back_end="pallas_triton", **options):
         "interpreted": interpreted,
         "pallas_triton": functools.partial(function, implementation="pallas_triton"),
     }
+
+
+def on_hopper(operation):
+    """The implementation on Mosaic GPU of an operation or its function, to be added to a table.
+
+    Then `conftest` tries it where it tries Triton's. A test with arguments that the kernel refuses is skipped.
+    """
+    function = operation.run if hasattr(operation, "run") else operation
+
+    def run(*args, **kwargs):
+        try:
+            return function(*args, **kwargs, implementation=MOSAIC)
+        except NotImplementedError as refused:
+            pytest.skip(str(refused))
+
+    return {MOSAIC: run}
 
 
 def everywhere(run):

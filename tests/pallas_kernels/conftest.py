@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from tests.pallas_kernels.cases import NEEDS_GPU, ON_GPU
+from tests.pallas_kernels.cases import MOSAIC, NEEDS_GPU, ON_GPU, ON_HOPPER
 from tests.pallas_kernels.strict import strict
 
 
@@ -22,6 +22,7 @@ def pytest_generate_tests(metafunc):
     tables = {at: x for at, x in vars(metafunc.module).items() if isinstance(x, dict) and "xla" in x}
     used = [tables[at] for at in metafunc.function.__code__.co_names if at in tables] or tables.values()
     more = dict.fromkeys(name for table in used for name, run in table.items() if getattr(run, "everywhere", False))
+    hopper = any(MOSAIC in table for table in used)
     marks = metafunc.definition.own_markers
     for index, mark in enumerate(marks):
         if mark.name == "parametrize" and mark.args[0] in ("name", ("name", "dtype")) and more:
@@ -29,6 +30,10 @@ def pytest_generate_tests(metafunc):
             added = more if mark.args[0] == "name" else [(name, "float32") for name in more]
             if "interpreted" in names:
                 marks[index] = pytest.mark.parametrize(mark.args[0], [*mark.args[1], *added]).mark
+        if mark.name == "parametrize" and mark.args[0] in ("name", ("name", "dtype")) and hopper:
+            triton = [x for x in marks[index].args[1] if "pallas_triton" in getattr(x, "values", ())]
+            added = [pytest.param(MOSAIC, *x.values[1:], marks=[*x.marks, ON_HOPPER]) for x in triton]
+            marks[index] = pytest.mark.parametrize(mark.args[0], [*marks[index].args[1], *added]).mark
         if marks[index].name == "parametrize" and not ON_GPU:
             values = [x for x in marks[index].args[1] if NEEDS_GPU not in getattr(x, "marks", ())]
             if 0 < len(values) < len(marks[index].args[1]):

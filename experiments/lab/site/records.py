@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.cli import read_record
-from experiments.evaluation import against, averages, beside_reference, load, report
+from experiments.evaluation import against, averages, beside_reference, by_kind, load, report
+from experiments.evaluation.reachable import percent
 from experiments.lab.fidelity import fidelity_tables
 from experiments.lab.insight.report import table as insight_table
 from experiments.lab.peers.report import peer_tables
 from experiments.lab.rollouts import rollout_table
+from experiments.lab.site import scores
 from experiments.lab.tpu_bytes import tpu_bytes_table
 from experiments.records import device_kinds, markdown_rows, method_title, short_commit
 from experiments.speed import kernel_table, offload_tables, speed_tables
@@ -47,24 +49,28 @@ def tables(path: pathlib.Path) -> str:
     return _WITH_NOTES[kind](record["metrics"], record["notes"]) if kind in _WITH_NOTES else ""
 
 
-def rows(path: pathlib.Path) -> list[dict[str, Any]]:
+def rows(path: pathlib.Path, beside: Sequence[pathlib.Path] = ()) -> list[dict[str, Any]]:
     """List the rows of a record: its metrics, and of a folder of `eval` the means over tasks that count, the best first.
 
-    A task counts if Full scores at least 60 percent on it and it is none of code, which models know by heart.
+    A task counts if Full scores at least 60 percent on it and it is none of code, which models know by heart. Methods of the
+    folders ``beside``, such as oracles, are listed with them.
     """
     record = read_record(path)
     if record["experiment"] != "eval":
         return record["metrics"]
-    entries = [entry for entry in load([path]) if entry.row["unit"] == "percent"]
+    entries = [entry for entry in load([path, *beside]) if entry.row["unit"] == "percent"]
     full = {(x.row["name"], x.row["length"]) for x in entries if x.row["method"] == "full" and x.row["value"] >= COUNTED}
     counted = [x for x in entries if (x.row["name"], x.row["length"]) in full and x.row["name"] not in GROUPS["code"]]
+    kinds = by_kind([entry.row for entry in counted])
     return [
         {
             **mean,
+            **{kind: f"{score:.1f}" for kind, score in kinds[mean["method"], mean["question"], mean["length"]].items()},
             "setting": mean["method"],
             "method": method_title(mean["method"]),
             "score": f"{mean['score']:.1f}",
             "against Full": "" if mean["method"] == "full" else against(mean),
+            "of the oracle": percent(mean["of_oracle"]),
             "same answer": f"{mean['same']:.0f} %",
             "read": f"{mean['bytes_read_per_step'] / 1e6:.2f} MB ({_share(mean)})",
             "resident": f"{mean['resident_bytes_per_row'] / 1e6:.2f} MB",
@@ -73,20 +79,21 @@ def rows(path: pathlib.Path) -> list[dict[str, Any]]:
     ]
 
 
-def columns(path: pathlib.Path, names: Sequence[str], where: Mapping[str, str]) -> str:
+def columns(path: pathlib.Path, names: Sequence[str], where: Mapping[str, str], beside: Sequence[pathlib.Path] = ()) -> str:
     """Make a table of some fields of a record's rows.
 
     Args:
         path: a record or a result folder.
         names: the fields; a row without one has an empty cell.
         where: the values of fields, as text, that select rows; "setting" may be "own", which selects methods without knobs.
+        beside: see `rows`.
 
     Raises:
         ValueError: no row has these values.
     """
     own = where.get("setting") == "own"
     wanted = {name: value for name, value in where.items() if not (own and name == "setting")}
-    selected = [row for row in rows(path) if all(_cell(row.get(name)) == value for name, value in wanted.items())]
+    selected = [row for row in rows(path, beside) if all(_cell(row.get(name)) == value for name, value in wanted.items())]
     selected = [row for row in selected if not own or row["setting"].partition("(scores=")[0] in registry.builtin()]
     if not selected:
         raise ValueError(f"{path} has no row with {where}")
@@ -99,7 +106,7 @@ def pages(docs: pathlib.Path) -> dict[str, str]:
     Args:
         docs: folder of the documentation, with the folder ``records`` in it.
     """
-    folder, listed, written = docs / "records", [], {}
+    folder, listed, written = docs / "records", [], {"scores.md": scores.page(docs)}
     for file in (file for pattern in _PATTERNS for file in sorted(folder.glob(pattern))):
         record = json.loads(file.read_text(encoding="utf-8"))
         if "commit" not in record:
@@ -117,7 +124,7 @@ def pages(docs: pathlib.Path) -> dict[str, str]:
     toctree = "\n".join(["```{toctree}", ":hidden:", "", *(name.removesuffix(".md") for name in written), "```"])
     intro = (
         "Every measured number of these pages comes from one of these files, which hold settings, versions, devices, commits "
-        "and dates; [how to repeat them](../reproduce.md)."
+        "and dates; [how to repeat them](../reproduce.md). [Every score](scores.md) is in one table."
     )
     return {**written, "index.md": "\n".join(["# Records", "", intro, "", *markdown_rows([head, *listed]), "", toctree, ""])}
 

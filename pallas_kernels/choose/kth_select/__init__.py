@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.choose.kth_select import jax_triton, pallas_triton, reference
+from pallas_kernels.choose.kth_select import jax_triton, pallas_mosaic_gpu, pallas_triton, reference
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.signature import INTEGERS, declared, forward
 
 __all__ = ["KTH_SELECT", "kth_select", "kth_select_mask"]
 
 # The check of "jax_triton", which is for comparison, is stricter than the first, so the first runs wherever it can.
-KTH_SELECT = Operation.of("kth_select", pallas_triton, jax_triton, reference)
+KTH_SELECT = Operation.of("kth_select", pallas_triton, pallas_mosaic_gpu, jax_triton, reference)
 
 
 @declared(KTH_SELECT, derivative=INTEGERS)

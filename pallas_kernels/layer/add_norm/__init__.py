@@ -7,13 +7,13 @@ import jax
 from jax import Array
 
 from pallas_kernels.dispatch import Operation
-from pallas_kernels.layer.add_norm import pallas_triton, reference
+from pallas_kernels.layer.add_norm import pallas_mosaic_gpu, pallas_triton, reference
 from pallas_kernels.layer.add_norm.reference import rms_norm
 from pallas_kernels.signature import declared, forward
 
 __all__ = ["ADD_NORM", "add_norm", "rms_norm"]
 
-ADD_NORM = Operation.of("add_norm", pallas_triton, reference)
+ADD_NORM = Operation.of("add_norm", pallas_triton, pallas_mosaic_gpu, reference)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))

@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 from jax import Array
 
 from pallas_kernels.dispatch import Operation
-from pallas_kernels.score.page_score import pallas_tpu, pallas_triton, reference
+from pallas_kernels.score.page_score import pallas_mosaic_gpu, pallas_tpu, pallas_triton, reference
 from pallas_kernels.signature import declared, forward
 
-PAGE_SCORE = Operation.of("page_score", pallas_triton, pallas_tpu, reference)
+PAGE_SCORE = Operation.of("page_score", pallas_triton, pallas_mosaic_gpu, pallas_tpu, reference)
 
 
 @declared(PAGE_SCORE)

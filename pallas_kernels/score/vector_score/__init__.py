@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 from jax import Array
 
 from pallas_kernels.dispatch import Operation
-from pallas_kernels.score.vector_score import pallas_tpu, pallas_triton, reference
+from pallas_kernels.score.vector_score import pallas_mosaic_gpu, pallas_tpu, pallas_triton, reference
 from pallas_kernels.signature import declared, forward
 
-VECTOR_SCORE = Operation.of("vector_score", pallas_triton, pallas_tpu, reference)
+VECTOR_SCORE = Operation.of("vector_score", pallas_triton, pallas_mosaic_gpu, pallas_tpu, reference)
 
 
 @declared(VECTOR_SCORE)

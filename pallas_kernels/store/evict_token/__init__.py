@@ -7,11 +7,11 @@ from jax import Array
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.signature import declared, forward
-from pallas_kernels.store.evict_token import pallas_triton, reference
+from pallas_kernels.store.evict_token import pallas_mosaic_gpu, pallas_triton, reference
 
 __all__ = ["EVICT_TOKEN", "Kept", "evict_token"]
 
-EVICT_TOKEN = Operation.of("evict_token", pallas_triton, reference, in_place=True)
+EVICT_TOKEN = Operation.of("evict_token", pallas_triton, pallas_mosaic_gpu, reference, in_place=True)
 
 
 class Kept(NamedTuple):

@@ -10,11 +10,11 @@ from pallas_kernels.dispatch import Operation
 from pallas_kernels.formats.quantised import GROUPS, Quantised
 from pallas_kernels.host import Rows
 from pallas_kernels.signature import declared, forward
-from pallas_kernels.store.store_token import pallas_triton, reference
+from pallas_kernels.store.store_token import pallas_mosaic_gpu, pallas_triton, reference
 
 __all__ = ["STORE_TOKEN", "Stored", "store_token"]
 
-STORE_TOKEN = Operation.of("store_token", pallas_triton, reference, in_place=True)
+STORE_TOKEN = Operation.of("store_token", pallas_triton, pallas_mosaic_gpu, reference, in_place=True)
 
 
 @dataclasses.dataclass(frozen=True)

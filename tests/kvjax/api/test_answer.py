@@ -95,6 +95,8 @@ def test_an_answer_ends_before_a_stop_string(speaker, monkeypatch, drawn):
     stop = plain[0][1:3]
     made = kvjax.answer(speaker, CONTEXT, QUESTIONS[:1], stop=stop, **options)
     assert made[0] == plain[0].partition(stop)[0] and made.tokens[0] == plain.tokens[0][: len(made.tokens[0])]
+    texts = [speaker.tokenizer.decode(made.tokens[0][:size]) for size in (None, -1)]
+    assert [stop in text for text in texts] == [True, False]
 
 
 def test_a_call_that_takes_long_says_what_it_does(speaker, monkeypatch, capsys):

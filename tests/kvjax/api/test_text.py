@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvjax.api.text import GrowingText, stop_in
+from kvjax.api.text import GrowingText, stop_in, until_stop
 from tests.fuzz.tokenizers import fallback
 
 
@@ -36,6 +36,7 @@ def test_a_text_ends_before_a_stop_string_whatever_its_pieces_are():
         stops = [Letters().decode(rng.integers(0, 3, size)) for size in rng.integers(1, 5, rng.integers(1, 4))]
         whole = Letters().decode(ids)
         ends = [end for end in range(len(whole) + 1) if whole[:end].endswith(tuple(stops))]
+        assert until_stop(Letters(), ids, stops) == (ends[0] if ends else len(ids))
         if ends:
             longest = max(len(stop) for stop in stops if whole[: ends[0]].endswith(stop))
             whole, cut = whole[: ends[0] - longest], cut + 1

@@ -14,8 +14,9 @@ from kvjax import registry
 from kvjax.decoding.decode import run_decode, run_step
 from kvjax.decoding.prefill import run_prefill
 from kvjax.decoding.sampling import Sampler
+from kvjax.decoding.settle import settle_due
 from kvjax.methods import RKV, AdaKV, ExpectedAttention, Full, HeadKV, Knorm, PyramidKV, Quest, SnapKV
-from kvjax.protocol.method import LayerSpec, num_bytes, settle_due
+from kvjax.protocol.method import LayerSpec, num_bytes
 from kvjax.protocol.typing import EMPTY
 from kvjax.testing.layer import stored
 from kvjax.testing.model import TinyModel

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from kvjax.attention.moments import add_queries, no_moments
+from kvjax.decoding.settle import settle_due
 from kvjax.methods import ExpectedAttention, SnapKV, TriAttention
-from kvjax.protocol.method import LayerSpec, settle_due
+from kvjax.protocol.method import LayerSpec
 from kvjax.protocol.slots import Reads
 from kvjax.protocol.typing import EMPTY, pytree
 from kvjax.wrappers import Periodic

@@ -10,7 +10,16 @@ import pytest
 from kvjax.selection import compact as compact_slots
 from kvjax.selection import top_slots
 from pallas_kernels.choose.kth_select import KTH_SELECT, kth_select, kth_select_mask, pallas_triton
-from tests.pallas_kernels.cases import NEEDS_GPU, NEEDS_JAX_TRITON, alike, implementations, one_shape, thorough
+from tests.pallas_kernels.cases import (
+    MOSAIC,
+    NEEDS_GPU,
+    NEEDS_JAX_TRITON,
+    alike,
+    implementations,
+    on_hopper,
+    one_shape,
+    thorough,
+)
 
 LONG = pallas_triton.Config(direct=16, nodes=32, width=8, depth=2, tile=16, hold=16, programs=6)
 MANY = pallas_triton.Config(direct=16, nodes=32, width=8, depth=2, tile=8, hold=16, programs=200)  # segments, packed
@@ -21,7 +30,7 @@ SELECT = {
     "interpreted, many segments": implementations("kth_select", config=MANY)["interpreted"],
     "pallas_triton": functools.partial(kth_select, implementation="pallas_triton"),
     "jax_triton": functools.partial(kth_select, implementation="jax_triton"),
-}
+} | on_hopper(kth_select)
 MARKS = {"pallas_triton": [NEEDS_GPU], "jax_triton": [NEEDS_GPU, NEEDS_JAX_TRITON]}
 
 
@@ -32,7 +41,7 @@ def selecting(name, capacity):
 
 
 DIVIDED = ("interpreted long", "interpreted, many segments")  # as "interpreted" but for the division of the work
-SELECT_NAMES = [pytest.param(x, marks=MARKS.get(x, [])) for x in SELECT]
+SELECT_NAMES = [pytest.param(x, marks=MARKS.get(x, [])) for x in SELECT if x != MOSAIC]  # which `conftest` adds
 
 
 def oracle(score, budget, capacity):

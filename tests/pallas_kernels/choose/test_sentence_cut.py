@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose.sentencekv.sentence_cut import CLOSES, JOINS, Rules
-from tests.pallas_kernels.cases import compiled, every_body, implementations
+from pallas_kernels.choose.sentencekv.sentence_cut import CLOSES, JOINS, Rules, sentence_cut
+from tests.pallas_kernels.cases import compiled, every_body, implementations, on_hopper
 
-CUT = implementations("sentence_cut")
+CUT = implementations("sentence_cut") | on_hopper(sentence_cut)
 PAPER, CODE = Rules(sinks=3, recent=4, open_cap=9, whole=0), Rules(sinks=3, recent=4, open_cap=0, whole=1)
 
 

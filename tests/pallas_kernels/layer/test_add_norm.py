@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.layer.add_norm import add_norm
-from tests.pallas_kernels.cases import compiled, every_body, implementations, one_shape
+from tests.pallas_kernels.cases import compiled, every_body, implementations, on_hopper, one_shape
 
 EPS = 1e-3
-RUN = {name: functools.partial(run, eps=EPS) for name, run in implementations("add_norm").items()}
+RUN = {name: functools.partial(run, eps=EPS) for name, run in (implementations("add_norm") | on_hopper(add_norm)).items()}
 
 
 @every_body

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.page_score import pallas_tpu, pallas_triton
+from pallas_kernels.score.page_score import page_score, pallas_tpu, pallas_triton
 from tests.pallas_kernels.cases import (
     compiled,
     every_body,
@@ -12,13 +12,16 @@ from tests.pallas_kernels.cases import (
     every_body_and_tpu,
     implementations,
     in_dtypes,
+    on_hopper,
     thorough,
 )
 
 TOLERANCE = 2e-5  # bounds of any dtype are read as they are, products are float32
-RUN = implementations("page_score", config=pallas_triton.Config(block=16)) | {
-    "interpreted_tpu": implementations("page_score", "pallas_tpu", config=pallas_tpu.Config(block=128))["interpreted"]
-}
+RUN = (
+    implementations("page_score", config=pallas_triton.Config(block=16))
+    | on_hopper(page_score)
+    | {"interpreted_tpu": implementations("page_score", "pallas_tpu", config=pallas_tpu.Config(block=128))["interpreted"]}
+)
 
 
 def problem(seed, rows=2, heads=2, group=4, dim=32, pages=50, dtype="float32", per_head=False):

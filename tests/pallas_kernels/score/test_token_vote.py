@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.tokenselect.token_vote import pallas_triton
-from tests.pallas_kernels.cases import compiled, every_body, implementations, one_shape
+from pallas_kernels.score.tokenselect.token_vote import pallas_triton, token_vote
+from tests.pallas_kernels.cases import compiled, every_body, implementations, on_hopper, one_shape
 
 CONFIG = pallas_triton.Config(block=16, splits=2, merge_block=32)  # several steps, splits and merges in 101 tokens
 
-VOTE = implementations("token_vote", config=CONFIG)
+VOTE = implementations("token_vote", config=CONFIG) | on_hopper(token_vote)
 
 
 def rows(seed, heads=2, group=4, dim=16, tokens=101, dtype="float32", bounds=((5, 77), (33, 101), (0, 16), (7, 7))):

@@ -5,20 +5,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.vector_score import pallas_tpu, pallas_triton
+from pallas_kernels.score.vector_score import pallas_tpu, pallas_triton, vector_score
 from tests.pallas_kernels.cases import (
     compiled,
     every_body_and_dtype,
     every_body_and_tpu,
     implementations,
     in_dtypes,
+    on_hopper,
     thorough,
 )
 
 TOLERANCE = 2e-5
-RUN = implementations("vector_score", config=pallas_triton.Config(block=16)) | {
-    "interpreted_tpu": implementations("vector_score", "pallas_tpu", config=pallas_tpu.Config(block=128))["interpreted"]
-}
+RUN = (
+    implementations("vector_score", config=pallas_triton.Config(block=16))
+    | on_hopper(vector_score)
+    | {"interpreted_tpu": implementations("vector_score", "pallas_tpu", config=pallas_tpu.Config(block=128))["interpreted"]}
+)
 
 
 def problem(seed, rows=2, heads=2, group=3, dim=16, vectors=50, dtype="float32", per_head=False):

@@ -4,9 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.pallas_kernels.cases import alike, compiled, every_body, implementations
+from pallas_kernels.store.evict_token import evict_token
+from tests.pallas_kernels.cases import alike, compiled, every_body, implementations, on_hopper
 
-EVICT = implementations("evict_token")
+EVICT = implementations("evict_token") | on_hopper(evict_token)
 
 
 def evict(name, *args, first=0, **kwargs):

@@ -4,9 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.choose.sentencekv.sentence_cut import CLOSES, JOINS
-from tests.pallas_kernels.cases import compiled, every_body, every_body_and_dtype, implementations
+from pallas_kernels.store.sentencekv.sentence_add import sentence_add
+from tests.pallas_kernels.cases import compiled, every_body, every_body_and_dtype, implementations, on_hopper
 
-ADD = implementations("sentence_add")
+ADD = implementations("sentence_add") | on_hopper(sentence_add)
 
 
 def book(seed, rows=3, heads=2, group=2, dim=16, slots=20, dtype="float32"):

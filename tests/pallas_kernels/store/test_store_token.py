@@ -6,14 +6,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.store.store_token import pallas_triton, reference
-from tests.pallas_kernels.cases import alike, compiled, every_body, every_kernel, near, offloaded, one_shape, rotated
+from pallas_kernels.store.store_token import STORE_TOKEN, pallas_triton, reference
+from tests.pallas_kernels.cases import (
+    alike,
+    compiled,
+    every_body,
+    every_kernel,
+    near,
+    offloaded,
+    on_hopper,
+    one_shape,
+    rotated,
+)
 
 RUN = {
     "xla": reference.store_token,
     "interpreted": functools.partial(pallas_triton.store_token, interpret=True),
     "pallas_triton": pallas_triton.store_token,
-}
+} | on_hopper(STORE_TOKEN)
 
 
 def case(batch, heads, group, dim=16, slots=9, dtype="float32", rotating=True, seed=0):

@@ -4,9 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.pallas_kernels.cases import compiled, every_body_and_dtype, implementations
+from pallas_kernels.store.quest.widen_page import widen_page
+from tests.pallas_kernels.cases import compiled, every_body_and_dtype, implementations, on_hopper
 
-WIDEN = implementations("widen_page")
+WIDEN = implementations("widen_page") | on_hopper(widen_page)
 
 
 def stored(seed, cursor, slots=22, page_size=4, dtype="float32"):

@@ -5,14 +5,14 @@ from typing import Annotated
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.choose.sentencekv.sentence_cut import pallas_triton, reference
+from pallas_kernels.choose.sentencekv.sentence_cut import pallas_mosaic_gpu, pallas_triton, reference
 from pallas_kernels.choose.sentencekv.sentence_cut.rules import CLOSES, JOINS, Rules, bounds
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.signature import INTEGERS, declared, forward
 
 __all__ = ["CLOSES", "JOINS", "SENTENCE_CUT", "Rules", "bounds", "sentence_cut"]
 
-SENTENCE_CUT = Operation.of("sentence_cut", pallas_triton, reference)
+SENTENCE_CUT = Operation.of("sentence_cut", pallas_triton, pallas_mosaic_gpu, reference)
 
 
 @declared(SENTENCE_CUT, derivative=INTEGERS)

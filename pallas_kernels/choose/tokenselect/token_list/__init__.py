@@ -5,11 +5,11 @@ from typing import Annotated
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.choose.tokenselect.token_list import pallas_triton, reference
+from pallas_kernels.choose.tokenselect.token_list import pallas_mosaic_gpu, pallas_triton, reference
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.signature import INTEGERS, declared
 
-TOKEN_LIST = Operation.of("token_list", pallas_triton, reference)
+TOKEN_LIST = Operation.of("token_list", pallas_triton, pallas_mosaic_gpu, reference)
 
 
 @declared(TOKEN_LIST, derivative=INTEGERS)

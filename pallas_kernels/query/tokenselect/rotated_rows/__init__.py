@@ -7,10 +7,10 @@ from jax import Array
 
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.formats.quantised import Quantised
-from pallas_kernels.query.tokenselect.rotated_rows import pallas_triton, reference
+from pallas_kernels.query.tokenselect.rotated_rows import pallas_mosaic_gpu, pallas_triton, reference
 from pallas_kernels.signature import declared, forward
 
-ROTATED_ROWS = Operation.of("rotated_rows", pallas_triton, reference)
+ROTATED_ROWS = Operation.of("rotated_rows", pallas_triton, pallas_mosaic_gpu, reference)
 
 
 @declared(ROTATED_ROWS)

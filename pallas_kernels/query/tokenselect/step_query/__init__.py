@@ -7,13 +7,13 @@ from jax import Array
 
 from pallas_kernels import axes
 from pallas_kernels.dispatch import Operation
-from pallas_kernels.query.tokenselect.step_query import pallas_triton, reference
+from pallas_kernels.query.tokenselect.step_query import pallas_mosaic_gpu, pallas_triton, reference
 from pallas_kernels.query.tokenselect.step_query.result import StepQuery
 from pallas_kernels.signature import declared
 
 __all__ = ["STEP_QUERY", "StepQuery", "step_query"]
 
-STEP_QUERY = Operation.of("step_query", pallas_triton, reference)
+STEP_QUERY = Operation.of("step_query", pallas_triton, pallas_mosaic_gpu, reference)
 
 
 @declared(STEP_QUERY, derivative="through ``xla``, the queries only")

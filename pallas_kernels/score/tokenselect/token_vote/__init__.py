@@ -5,10 +5,10 @@ from typing import Annotated
 from jax import Array
 
 from pallas_kernels.dispatch import Operation
-from pallas_kernels.score.tokenselect.token_vote import pallas_triton, reference
+from pallas_kernels.score.tokenselect.token_vote import pallas_mosaic_gpu, pallas_triton, reference
 from pallas_kernels.signature import declared, forward
 
-TOKEN_VOTE = Operation.of("token_vote", pallas_triton, reference)
+TOKEN_VOTE = Operation.of("token_vote", pallas_triton, pallas_mosaic_gpu, reference)
 
 
 @declared(TOKEN_VOTE)

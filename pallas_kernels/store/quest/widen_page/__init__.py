@@ -7,9 +7,9 @@ from jax import Array
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.host import Rows
 from pallas_kernels.signature import declared, forward
-from pallas_kernels.store.quest.widen_page import pallas_triton, reference
+from pallas_kernels.store.quest.widen_page import pallas_mosaic_gpu, pallas_triton, reference
 
-WIDEN_PAGE = Operation.of("widen_page", pallas_triton, reference, in_place=True)
+WIDEN_PAGE = Operation.of("widen_page", pallas_triton, pallas_mosaic_gpu, reference, in_place=True)
 
 
 @declared(WIDEN_PAGE)

@@ -7,9 +7,9 @@ from jax import Array
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.host import Rows
 from pallas_kernels.signature import declared, forward
-from pallas_kernels.store.sentencekv.sentence_add import pallas_triton, reference
+from pallas_kernels.store.sentencekv.sentence_add import pallas_mosaic_gpu, pallas_triton, reference
 
-SENTENCE_ADD = Operation.of("sentence_add", pallas_triton, reference, in_place=True)
+SENTENCE_ADD = Operation.of("sentence_add", pallas_triton, pallas_mosaic_gpu, reference, in_place=True)
 
 
 @declared(SENTENCE_ADD, derivative="through ``xla``, the means and sums only")

@@ -1,0 +1,223 @@
+"""AttentionMatching: few slots with biases and new values, which answer the queries of a second reading as all tokens did.
+
+Stored after the prompt: ``budget`` slots per KV head, as the mean over all heads of all layers, and every later token. A slot
+of the prompt has the key of a token, a bias, and a value of its own; the bias is two more channels of the key, in rows of a
+multiple of 16 numbers. No question is known, so one cache serves all later questions. A head keeps at most
+``floor(head_factor * budget)`` slots, which are allocated for each head.
+
+The prompt is read again in chunks, as in `KVzip`. Query t of the second reading, of query head g, attends to the prompt's
+tokens with weights p, which sum to 1 over the prompt. Score of token i for KV head h::
+
+    s[h, i] = max over t, g of p_t,g[i]
+
+The slots with the best scores of all heads and layers stay, and the first ``num_sink`` tokens. Then each KV head is fitted to
+N = ``queries`` queries of the second reading: evenly spaced tokens, with all query heads of the group. With the logits x of
+query n to all tokens of the prompt, their maximum m[n], and the kept tokens j::
+
+    M[n, j] = exp(x[n, j] - m[n]);   w = the weights with the least |M w - sum over all i of exp(x[n, i] - m[n])|^2
+    bias[j] = log w[j],  e^-3 <= w[j] <= e^3
+    P[n, j] = softmax over j of x[n, j] + bias[j]
+    value = the values with the least |P value - attention of query n to the whole prompt|^2
+
+Both are ridge regressions: the squared distance from 1 and from the tokens' own values counts, times ``ridge`` and the mean
+square of a column. w is cut to its bounds, and two steps of projected gradient descent follow.
+
+**Source**: Zweiger et al., "Fast KV Compaction via Attention Matching" (arXiv:2602.16284); adamzweiger/compaction 2e59cc8:
+keys of the highest attention, chosen in all heads together ("global"), queries by repetition ("repeat"), bounds and steps.
+
+**Departures**: the released code regresses without a penalty in its settings, or with one towards zero; here the penalty is
+towards what was stored, so that tokens that no sampled query asks for keep their values. Its other scores (mean, root mean
+square), matching pursuit, budgets of heads measured beforehand, queries of answers that the model makes up, and queries of
+the compacted model ("on-policy") are left out. It draws queries at random. It pads heads with biases of -inf; here these
+slots are empty. The texts that ask for the repetition are KVzip's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.attention.over_cache import attend_behind
+from kvjax.cache import LayerCache
+from kvjax.cache.packed_keys import ThinCache, biased
+from kvjax.methods.rereading import Rereading
+from kvjax.protocol.method import Inputs, Prompt, Reading
+from kvjax.protocol.slots import SlotState
+from kvjax.protocol.typing import not_none, pytree, static
+from kvjax.selection import kept_positions, pick
+from pallas_kernels.numerics import finite_or_zero, product_precision
+from pallas_kernels.score.column_mass import column_mass
+from pallas_kernels.soft_cap import capped
+
+_EXACT = product_precision(jnp.float32)
+_BOUND = math.exp(3)  # of a slot's weight, and its inverse
+_DESCENTS = 2  # steps of projected gradient descent
+
+
+@pytree
+class Asked:
+    """The queries of N tokens of the second reading, and what they found in the whole prompt."""
+
+    query: Array  # [B, H, G, N, D], rotated
+    out: Array  # [B, H, G, N, D]
+    lse: Array  # float32 [B, H, G, N]; -inf where there is no query
+
+
+@pytree
+class AttentionMatching(Rereading):
+    """Fit few slots to the attention of a second reading; see the module docstring."""
+
+    queries: int = static("queries of each KV head to which its slots are fitted", default=4096, least=1)
+    ridge: float = static("weight of the distance from the tokens' own values", default=1e-3, above=0)
+
+    PAPER: ClassVar[str] = "arXiv:2602.16284"
+    TITLE: ClassVar[str] = "Attention Matching"
+
+    lacks = ("codes", "latent")
+    packs = True
+
+    def reread(self, states: tuple[SlotState, ...], reading: Reading) -> tuple[SlotState, ...]:
+        caches = tuple(state.cache.resident() for state in states)
+
+        def read(index: Array | int, size: int, found: tuple) -> tuple:
+            tokens, count, first = self.piece(reading, index, size)
+            at = self._places(found[0][1], reading.length, self.num_sink + index * size, size, first)
+
+            def attend(state: tuple[LayerCache, Array, Asked], inputs: Inputs) -> tuple[Array, tuple]:
+                cache, score, asked = state
+                query, key = inputs.rotated()
+                out, _, past = attend_behind(query, key, inputs.value, cache, inputs.position, inputs.sinks)
+                most = column_mass(
+                    query, cache.key, past[1], query_position=inputs.position, key_position=cache.position,
+                    scale=1 / math.sqrt(query.shape[-1]), reduce="max",
+                )  # fmt: skip
+                return out, (cache, jnp.maximum(score, most), _sampled(asked, at, query, past))
+
+            given = tuple((cache, *old) for cache, old in zip(caches, found, strict=True))
+            return tuple(tuple(new) for _, *new in reading.run(given, tokens, count, attend))
+
+        prompts = tuple(not_none("prompt", state.prompt) for state in states)
+        none = (
+            (jnp.zeros(x.position.shape, jnp.float32), self._none(record)) for x, record in zip(caches, prompts, strict=True)
+        )
+        found = self.each_chunk(reading, read, tuple(none))
+        told = zip(caches, prompts, found, self.best(caches, tuple(score for score, _ in found)), strict=True)
+        return tuple(
+            SlotState(cache=cache, prompt=dataclasses.replace(prompt, kept=kept, asked=asked))
+            for cache, prompt, (_, asked), kept in told
+        )
+
+    def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[ThinCache, None]:
+        slots, keep = self.kept(cache, prompt)
+        position, _ = kept_positions(cache.position, slots, keep, 0)
+        key, value, asked = pick(cache.key, slots), pick(cache.value, slots), prompt.asked
+        bias = jnp.zeros(slots.shape, jnp.float32)
+        if asked is not None:
+            asked = jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1, *x.shape[4:]), asked)
+            heads = (asked.query, asked.out, asked.lse, cache.key, cache.valid, key, value, keep)
+
+            def one(given: tuple[Array, ...]) -> tuple[Array, Array]:
+                return _fit(*given, ridge=self.ridge)
+
+            flat = lax.map(one, tuple(x.reshape(-1, *x.shape[2:]) for x in heads))
+            bias, value = (x.reshape(*slots.shape, *x.shape[2:]) for x in flat)
+        return biased(key, value, bias, position, room), None
+
+    def _none(self, prompt: Prompt) -> Asked:
+        """Make room for the sampled queries."""
+        shape = (*prompt.query.shape[:3], -(-self.queries // prompt.query.shape[2]))
+        rows = jnp.zeros((*shape, prompt.query.shape[4]), prompt.query.dtype)
+        return Asked(query=rows, out=rows, lse=jnp.full(shape, -jnp.inf, jnp.float32))
+
+    def _places(self, asked: Asked, length: Array, begin: Array | int, size: int, first: Array) -> Array:
+        """Place the sampled tokens in a piece that has the prompt's tokens ``begin`` to ``begin + size`` from ``first`` on.
+
+        Returns:
+            int32 [B, N], below 0 for tokens that are not in this piece.
+        """
+        count = asked.lse.shape[3]
+        rest = jnp.maximum(length - self.num_sink, 0)[:, None]
+        order = jnp.arange(-1, count, dtype=jnp.int32)[None]
+        at = self.num_sink + order * rest // count
+        inside = (at[:, 1:] > at[:, :-1]) & (at[:, 1:] >= begin) & (at[:, 1:] < jnp.minimum(begin + size, length[:, None]))
+        return jnp.where(inside, first + at[:, 1:] - begin, -1)
+
+
+def _sampled(asked: Asked, at: Array, query: Array, past: tuple[Array, Array]) -> Asked:
+    """Record the queries [B, H, G, T, D] at ``at`` int32 [B, N], below 0 where this chunk does not have them.
+
+    ``past`` is their attention to the prompt: output [B, H, G, T, D], and lse float32 [B, H, G, T].
+    """
+
+    def put(old: Array, new: Array) -> Array:
+        index, held = (x.reshape(len(at), 1, 1, -1, *(1,) * (new.ndim - 4)) for x in (jnp.maximum(at, 0), at >= 0))
+        return jnp.where(held, jnp.take_along_axis(new, index, axis=3).astype(old.dtype), old)
+
+    return Asked(query=put(asked.query, query), out=put(asked.out, past[0]), lse=put(asked.lse, past[1]))
+
+
+def _fit(
+    query: Array, out: Array, lse: Array, every: Array, valid: Array, key: Array, value: Array, keep: Array, *, ridge: float
+) -> tuple[Array, Array]:
+    """Fit the slots of one head: the bias float32 [K], and the values [K, D].
+
+    Args:
+        query: [N, D]; ``out`` [N, D] and ``lse`` float32 [N] as in `Asked`, of all query heads.
+        every: [S, D], the keys of the whole prompt; ``valid`` bool [S].
+        key: [K, D], the keys that stay; ``value`` [K, D] and ``keep`` bool [K], False for entries that do not count.
+    """
+    real, scale = lse > -jnp.inf, 1 / math.sqrt(key.shape[1])
+
+    def logits(query: Array, key: Array, held: Array) -> Array:
+        products = jnp.einsum(
+            "nd,sd->ns", query, key, precision=product_precision(key.dtype), preferred_element_type=jnp.float32
+        )
+        return jnp.where(held[None], capped(products * scale), -jnp.inf)
+
+    most = lax.map(lambda x: jnp.max(logits(x[None], every, valid)), query, batch_size=min(256, len(query)))
+    kept = logits(query, key, keep)
+    mass = jnp.where(real[:, None], jnp.exp(kept - finite_or_zero(most)[:, None]), 0)
+    whole = jnp.where(real, jnp.exp(lse - finite_or_zero(most)), 0)
+    weight = 1 + _ridge(mass, (whole - mass.sum(axis=1))[:, None], keep, ridge)[:, 0]
+    bias = jnp.where(keep, jnp.log(_descended(mass, whole, jnp.clip(weight, 1 / _BOUND, _BOUND))), 0)
+    share = jnp.where(real[:, None], jax.nn.softmax(kept + bias[None], axis=1), 0)
+    old = value.astype(jnp.float32)
+    missing = jnp.where(real[:, None], out.astype(jnp.float32) - jnp.matmul(share, old, precision=_EXACT), 0)
+    new = old + _ridge(share, missing, keep, ridge)
+    return bias, new.astype(value.dtype)
+
+
+def _ridge(columns: Array, target: Array, keep: Array, ridge: float) -> Array:
+    """Solve ``columns`` [N, K] x = ``target`` [N, E] by least squares with a penalty on x: float32 [K, E], 0 if it fails."""
+    weight = ridge * jnp.sum(jnp.square(columns)) / jnp.maximum(jnp.sum(keep, dtype=jnp.float32), 1)
+    few = len(columns) < columns.shape[1]
+    square = jnp.matmul(columns, columns.T, precision=_EXACT) if few else jnp.matmul(columns.T, columns, precision=_EXACT)
+    square += (weight + jnp.finfo(jnp.float32).tiny) * jnp.eye(len(square))
+    factor = jax.scipy.linalg.cho_factor(square)
+    if few:
+        found = jnp.matmul(columns.T, jax.scipy.linalg.cho_solve(factor, target), precision=_EXACT)
+    else:
+        found = jax.scipy.linalg.cho_solve(factor, jnp.matmul(columns.T, target, precision=_EXACT))
+    return jnp.where(jnp.all(jnp.isfinite(found)), found, 0)
+
+
+def _descended(columns: Array, target: Array, weight: Array) -> Array:
+    """Lower ``|columns weight - target|`` from ``weight`` float32 [K] on by projected gradient descent within the bounds."""
+
+    def gradient(given: Array, target: Array | float) -> Array:
+        return jnp.matmul(columns.T, jnp.matmul(columns, given, precision=_EXACT) - target, precision=_EXACT)
+
+    largest = jnp.ones_like(weight)  # of the eigenvectors of columns' square, by power iteration
+    for _ in range(4):
+        largest = gradient(largest, 0.0)
+        norm = jnp.linalg.norm(largest)
+        largest /= jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)
+    for _ in range(_DESCENTS):
+        weight -= gradient(weight, target) / jnp.maximum(norm, 1e-6)
+        weight = jnp.clip(weight, 1 / _BOUND, _BOUND)
+    return weight

@@ -1,0 +1,268 @@
+"""Arrays in the registers of a program of one warpgroup: thread t of 128 has the entries t, 128 + t, 256 + t, ... of each.
+
+Pallas computes with such arrays and sums them up. What it has no operation for is here: loads and stores at any places,
+running counts, and sums over the blocks of a cluster.
+"""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels._mosaic_gpu import threads as t
+from pallas_kernels._mosaic_gpu.pallas import mgpu, pl, plgpu
+from pallas_kernels.machine import current_machine
+
+NAMES = "x", "y", "z"
+
+
+def check_hopper():
+    """Raise ``NotImplementedError`` for other GPUs than those of compute capability 9.0."""
+    if (capability := current_machine().capability) != (9, 0):
+        raise NotImplementedError(f"got compute capability {capability}, expected (9, 0), where this kernel has run")
+
+
+def program(body, out_type, *, grid, names=NAMES, scratch=(), parts=1):
+    """Make a function that launches a program of 128 threads for each place of ``grid``.
+
+    Args:
+        body: the kernel, of refs of the operands, the results and the scratch memory.
+        out_type: shapes and dtypes of the results, a list.
+        grid: numbers of programs.
+        names: of the axes of the grid.
+        scratch: shared memory.
+        parts: programs of a cluster, axis "part".
+    """
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=scratch,
+        grid=grid,
+        grid_names=names[: len(grid)],
+        cluster=(parts,) if parts > 1 else (),
+        cluster_names=("part",) if parts > 1 else (),
+        compiler_params=plgpu.CompilerParams(approx_math=False, lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+
+
+def in_place(body, states, *, grid, names=NAMES, out_type=()):
+    """Make a function like `program`'s, whose kernel also writes ``states``, arrays that it returns before its results.
+
+    The body takes the operands, the states and the results. XLA copies a state that its caller does not give up.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def launch(operands, states):
+        return pl.run_state(lambda refs: program(body, [], grid=grid, names=names)(*operands, *refs))(states)
+
+    @launch.def_vmap
+    def launch_all(size, mapped, operands, states):
+        states = [
+            x if is_mapped else jnp.broadcast_to(x, (size, *x.shape)) for x, is_mapped in zip(states, mapped[1], strict=True)
+        ]
+        axis, whole = f"of {size} at {len(grid)}", [*mapped[0], *[True] * len(states)]
+
+        def one(*refs):
+            at = lax.axis_index(axis)
+            body(*(ref.at[at] if is_mapped else ref for ref, is_mapped in zip(refs, whole, strict=True)))
+
+        made = in_place(one, states, grid=(size, *grid), names=(axis, *names))(*operands)
+        return made, [True] * len(states)
+
+    states = [*states, *(lax.empty(x.shape, x.dtype) for x in out_type)]
+    return lambda *operands: launch(list(operands), states)
+
+
+FLOATS = frozenset(("bfloat16", "float16", "float32"))  # what `load` makes float32 of
+
+
+def check_floats(*operands: jax.Array) -> None:
+    """Raise ``NotImplementedError`` for dtypes that `load` does not take as floats."""
+    if not (dtypes := {str(x.dtype) for x in operands}) <= FLOATS:
+        raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected {sorted(FLOATS)}")
+
+
+def size_of(entries: int) -> int:
+    """Return the size of an array with at least so many entries."""
+    return -(-entries // t.THREADS) * t.THREADS
+
+
+def _ref():
+    return plgpu.RefType()
+
+
+def _splat():
+    return plgpu.Layout.WG_SPLAT
+
+
+def _own(size):
+    return t.own(size // t.THREADS)
+
+
+def _type(size, dtype=jnp.int32):
+    return plgpu.ShapeDtypeStruct((size,), dtype, layout=_own(size))
+
+
+def spread(x: jax.Array | float, size: int, dtype=jnp.int32) -> jax.Array:
+    """Return an array of ``size`` times the same number."""
+    return plgpu.layout_cast(jnp.broadcast_to(jnp.asarray(x, dtype), (size,)), _own(size))
+
+
+def counted(size: int) -> jax.Array:
+    """Return 0, 1, 2, ... as an array."""
+    return plgpu.layout_cast(lax.iota(jnp.int32, size), _own(size))
+
+
+def load(ref, index: jax.Array, other: float = 0, rows: tuple[jax.Array, int] | None = None) -> jax.Array:
+    """Load the elements of an array in global memory at a flat ``index`` int32 [N]; where it is negative, return ``other``.
+
+    Numbers of 16 bits become float32, and truth values int32.
+
+    Args:
+        ref: of any shape.
+        index: below 2**31; with ``rows`` it counts from the beginning of a row.
+        other: what stands for elements that are not read.
+        rows: int32 [N], a row for each index, and the elements of a row. Then the array may have 2**31 elements or more.
+    """
+    size, dtype = index.shape[0], jnp.dtype(ref.dtype)
+    floats, line, width = jnp.issubdtype(dtype, jnp.floating), *(rows or (index, 0))
+
+    @plgpu.inline_mgpu(
+        arg_types=(_ref(), _own(size), _own(size)), return_type=_type(size, jnp.float32 if floats else jnp.int32)
+    )
+    def run(ctx, ref, index, line):
+        places = _places(t.address(ref), index, line, width, dtype.itemsize)
+        return t.made_of([t.load_at(place, dtype, x >= 0, other) for x, place in places], floats)
+
+    return run(ref, index, line)
+
+
+def store(ref, index: jax.Array, x: jax.Array, rows: tuple[jax.Array, int] | None = None) -> None:
+    """Store numbers [N] in an array in global memory at a flat ``index`` int32 [N], where it is not negative; see `load`."""
+    size, dtype = index.shape[0], jnp.dtype(ref.dtype)
+    line, width = rows or (index, 0)
+
+    @plgpu.inline_mgpu(arg_types=(_ref(), _own(size), _own(size), _own(size)))
+    def run(ctx, ref, index, line, x):
+        numbers = t.numbers_of(x, jnp.issubdtype(dtype, jnp.floating))
+        places = _places(t.address(ref), index, line, width, dtype.itemsize)
+        for (at, place), number in zip(places, numbers, strict=True):
+            t.store_at(place, number, dtype, at >= 0)
+
+    run(ref, index, line, x)
+
+
+def _places(base, index, line, width, itemsize):
+    """Yield the numbers of ``index`` and the addresses of their elements."""
+    for x, row in zip(t.numbers_of(index), t.numbers_of(line), strict=True):
+        yield x, t.at(base, t.element(row, width, x) if width else x, itemsize)
+
+
+def scalar(ref, index: jax.Array) -> jax.Array:
+    """Load one element of an array in global memory, at a flat index of all threads; as `load`, without masking."""
+    dtype = jnp.dtype(ref.dtype)
+    floats = jnp.issubdtype(dtype, jnp.floating)
+    kind = plgpu.ShapeDtypeStruct((), jnp.float32 if floats else jnp.int32, layout=_splat())
+
+    @plgpu.inline_mgpu(arg_types=(_ref(), _splat()), return_type=kind)
+    def run(ctx, ref, index):
+        place = t.at(t.address(ref), t.number(t.value(index)), dtype.itemsize)
+        return t.load_at(place, dtype, t.number(0) < 1, 0)
+
+    return run(ref, index)
+
+
+def put(ref, index: jax.Array, x: jax.Array) -> None:
+    """Store one number in an array in global memory at a flat index, if that is not negative."""
+    one = counted(t.THREADS)
+    store(ref, jnp.where(one < 1, spread(index, t.THREADS), -1), spread(x, t.THREADS, x.dtype))
+
+
+def repeated(x: jax.Array, times: int) -> jax.Array:
+    """Repeat an array of 128 entries."""
+    floats = jnp.issubdtype(x.dtype, jnp.floating)
+
+    @plgpu.inline_mgpu(arg_types=(_own(t.THREADS),), return_type=_type(t.THREADS * times, x.dtype))
+    def run(ctx, x):
+        return t.made_of(t.numbers_of(x, floats) * times, floats)
+
+    return run(x)
+
+
+def meet() -> None:
+    """Wait for all threads of the program: what they have read may be written then."""
+    plgpu.inline_mgpu()(lambda ctx: mgpu.utils.warpgroup_barrier())()
+
+
+def before(words: jax.Array, scratch) -> jax.Array:
+    """Count the true entries before each entry: two counts of up to 2**15 in the halves of a word.
+
+    Args:
+        words: int32 [N], whose bits 0 and 16 are the truth values.
+        scratch: shared memory, int32 [N / 32 + 4].
+    """
+    size = words.shape[0]
+    each = size // t.THREADS
+
+    @plgpu.inline_mgpu(arg_types=(_ref(), _own(size)), return_type=_type(size))
+    def run(ctx, scratch, words):
+        base, thread = t.number(t.address(scratch)), t.signed(t.thread())
+        warp, lane = thread >> 5, thread & 31
+        below = t.special("lanemask_lt")
+        mgpu.utils.warpgroup_barrier()
+        counts = []
+        for step, word in enumerate(t.numbers_of(words)):
+            low, high = (t.ballot((word >> bit) & 1) for bit in (0, 16))
+            counts.append(t.popcount(low & below) + (t.popcount(high & below) << 16))
+            here = t.popcount(low) + (t.popcount(high) << 16)
+            t.ptx("st.shared.b32 [$0], $1;", base + (step * 4 + warp) * 4, here, where=lane < 1)
+        mgpu.utils.warpgroup_barrier()
+        # Each thread sums its share of the counts of warps, and the warps sum these.
+        share = -(-4 * each // t.THREADS)
+        places = [thread * share + i for i in range(share)]
+        found = [(x < 4 * each).select(t.load_shared(base + t.least(x, 4 * each - 1) * 4), t.number(0)) for x in places]
+        whole = functools.reduce(operator.add, found)
+        run = whole
+        for step in (1, 2, 4, 8, 16):
+            run = run + (lane >= step).select(t.shuffle_up(run, step), t.number(0))
+        t.ptx("st.shared.b32 [$0], $1;", base + (4 * each + warp) * 4, run, where=lane > 30)
+        mgpu.utils.warpgroup_barrier()
+        for other in range(3):
+            run = run + (warp > other).select(t.load_shared(base + (4 * each + other) * 4), t.number(0))
+        run = run - whole
+        for place, x in zip(places, found, strict=True):
+            t.ptx("st.shared.b32 [$0], $1;", base + place * 4, run, where=place < 4 * each)
+            run = run + x
+        mgpu.utils.warpgroup_barrier()
+        return t.made_of([x + t.load_shared(base + (step * 4 + warp) * 4) for step, x in enumerate(counts)])
+
+    return run(scratch, words)
+
+
+def of_parts(numbers: list[jax.Array], scratch, parts: int) -> list[list[jax.Array]]:
+    """List int32 numbers of each program of the cluster, of up to four numbers; ``scratch``: shared memory, int32 [4]."""
+    one = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_splat())
+    if parts == 1:
+        return [numbers]
+
+    @plgpu.inline_mgpu(arg_types=(_ref(), (_splat(),) * len(numbers)), return_type=((one,) * len(numbers),) * parts)
+    def run(ctx, scratch, numbers):
+        base = t.number(t.address(scratch))
+        for at, x in enumerate(numbers):
+            t.ptx("st.shared.b32 [$0], $1;", base + 4 * at, t.number(t.value(x)), where=t.thread() < 1)
+        t.meet_cluster()
+        found = []
+        for peer in range(parts):
+            mine = t.number(t.ptx("mapa.shared::cluster.u32 $0, $1, $2;", base, t.number(peer), result=t.i32()))
+            found.append(
+                tuple(
+                    t.number(t.ptx("ld.shared::cluster.b32 $0, [$1];", mine + 4 * at, result=t.i32()))
+                    for at in range(len(numbers))
+                )
+            )
+        t.meet_cluster()
+        return tuple(found)
+
+    return [list(x) for x in run(scratch, tuple(numbers))]

@@ -1,0 +1,97 @@
+"""The best entries of score rows through Mosaic GPU: a row lies in the registers of one program, or of a cluster of up to 8.
+
+Nothing is read twice, and no candidate leaves the registers: each step of the search is a sum over the cluster.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels._mosaic_gpu import arrays
+from pallas_kernels._mosaic_gpu.pallas import plgpu
+from pallas_kernels._mosaic_gpu.search import MOST, PEERS, places, threshold_of
+from pallas_kernels._triton.kth_search import order_key
+from pallas_kernels.numerics import finite_or_zero
+
+ALONE = 2**13  # entries of a row for which one program is enough
+PARTS = 8  # programs of a cluster, at most
+
+
+def _body(*refs, joining, budget, traced, most, slots, capacity, heads, size, parts):
+    # score [L, S], or logits [L, G, S] and lse [L, N, G] if joining; budget [n] if traced; then list, keep [L, K], count [L].
+    score_ref, lse_ref, budget_ref = refs[0], refs[1 : 1 + joining], refs[1 + joining : 1 + joining + traced]
+    list_ref, keep_ref, count_ref, words, peers = refs[1 + joining + traced :]
+    row, part = lax.axis_index("x"), lax.axis_index("part") if parts > 1 else jnp.int32(0)
+    asked = budget_ref[0][budget(row)] if traced else jnp.int32(budget)
+    wanted = jnp.minimum(jnp.maximum(asked, 0), most)
+    slot = part * size + arrays.counted(size)
+
+    def score(line):
+        return arrays.load(score_ref, jnp.where(slot < slots, line * slots + slot, -1), -jnp.inf)
+
+    def total(head, parts_of):
+        at = arrays.counted(arrays.size_of(parts_of))
+        lse = arrays.load(lse_ref[0], jnp.where(at < parts_of, (row * parts_of + at) * heads + head, -1), -jnp.inf)
+        top = finite_or_zero(jnp.max(lse))
+        return finite_or_zero(top + jnp.log(jnp.sum(jnp.exp(lse - top))))
+
+    if joining:
+        shares = (score(row * heads + head) - total(head, lse_ref[0].shape[1]) for head in range(heads))
+        key = order_key(functools.reduce(jnp.maximum, shares))
+    else:
+        key = order_key(score(row))
+    threshold, ties, chosen = threshold_of(key, wanted, parts, peers)
+    keep, place = places(key, threshold, ties, part, parts, words, peers)
+    arrays.store(list_ref, jnp.where(keep & (place < chosen), row * capacity + place, -1), slot)
+    own = arrays.size_of(-(-capacity // parts))
+    at = part * own + arrays.counted(own)
+    inside = at < capacity
+    arrays.store(list_ref, jnp.where(inside & (at >= chosen), row * capacity + at, -1), arrays.spread(0, own))
+    arrays.store(keep_ref, jnp.where(inside, row * capacity + at, -1), (at < chosen).astype(jnp.int32))
+    arrays.put(count_ref, jnp.where(part < 1, row, -1), chosen)
+
+
+def parts_for(slots: int) -> int:
+    """Choose the programs of a row's cluster."""
+    return next((n for n in (1, 2, 4) if slots <= n * ALONE), PARTS)
+
+
+def kth_select(score, budget, capacity, lse=None):
+    """Return slots, keep and count, as the operation does."""
+    (rows, heads), slots = score.shape[:2], score.shape[-1]
+    lists, parts = rows * heads, parts_for(slots)
+    size = arrays.size_of(-(-slots // parts))
+    traced = isinstance(budget, jax.Array)
+    if traced:
+        lines, columns = (1,) * (2 - budget.ndim) + budget.shape
+
+        def place(row):
+            b, h = lax.div(row, heads), lax.rem(row, heads)
+            return (b if lines > 1 else 0 * b) * columns + (h if columns > 1 else 0)
+
+    flat = [x.reshape(lists, *x.shape[2:]) for x in (score, lse) if x is not None]
+    listed, keep, count = arrays.program(
+        functools.partial(
+            _body, joining=len(flat) - 1, budget=place if traced else int(budget), traced=traced, most=min(capacity, slots),
+            slots=slots, capacity=capacity, heads=score.shape[2] if lse is not None else 1, size=size, parts=parts,
+        ),
+        [
+            jax.ShapeDtypeStruct((lists, capacity), jnp.int32),
+            jax.ShapeDtypeStruct((lists, capacity), jnp.bool_),
+            jax.ShapeDtypeStruct((lists,), jnp.int32),
+        ],
+        grid=(lists,),
+        parts=parts,
+        scratch=[plgpu.SMEM((size // 32 + 4,), jnp.int32), plgpu.SMEM((PEERS,), jnp.int32)],
+    )(*flat, *([budget.reshape(-1)] if traced else []))  # fmt: skip
+    return listed.reshape(rows, heads, -1), keep.reshape(rows, heads, -1), count.reshape(rows, heads)
+
+
+def check(score, budget, capacity, lse=None):
+    """Raise ``NotImplementedError`` for other GPUs, for rows that no cluster holds, and for sizes that need 64 bits."""
+    arrays.check_hopper()
+    slots = score.shape[-1]
+    if not 1 <= slots <= PARTS * MOST or capacity > PARTS * MOST or max(score.size, score.size // slots * capacity) >= 2**31:
+        raise NotImplementedError(f"got score {score.shape} and {capacity=}, expected rows of 1 to {PARTS * MOST}")

@@ -1,0 +1,190 @@
+"""Prompts that are read layer by layer: the cache, and all that follows, is that of passes through all layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.decoding.layers import layer_methods
+from kvjax.decoding.reading_order import Order, RowBytes, reading_order
+from kvjax.methods import KVzip, SnapKV
+from kvjax.testing.model import TinyModel
+from tests.harness import ALL, any_example, example
+from tests.kvjax.test_kinds_of_models import KINDS
+from tests.kvjax.test_kinds_of_models import params as params_of_kind
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+TINY = TinyModel()
+LENGTHS = (37, 5, 16, 2, 21)
+SNAPKV = SnapKV(budget=12, obs_window=5)
+DEFAULT = ("snapkv", "keydiff")  # a choice for speed: groups of one row, and a block of its own with groups of two rows
+
+
+class Undivided(TinyModel):
+    """A model that cannot run one layer alone."""
+
+    @property
+    def run_layer(self):
+        raise AttributeError("run_layer")
+
+    def apply(self, *args, **options):
+        return TINY.apply(*args, **options)
+
+
+@functools.cache
+def params():
+    return TINY.random_params()
+
+
+def rows(lengths=LENGTHS):
+    rng = np.random.default_rng(5)
+    return [rng.integers(0, 60, n).tolist() for n in lengths]
+
+
+def read(methods, order, config=TINY, weights=None, lengths=LENGTHS, **options):
+    options = {"chunk_size": 8, "pad_multiple": 8, "max_new_tokens": 8} | options
+    weights = params() if weights is None else weights
+    return kvjax.prefill_each(weights, rows(lengths), methods=methods, config=config, order=order, **options)
+
+
+def equal(one, other, tolerance=1e-5):
+    """Two caches are equal, their numbers up to rounding."""
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for here, there in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert here.shape == there.shape and here.dtype == there.dtype
+        exact = not jnp.issubdtype(here.dtype, jnp.floating)
+        np.testing.assert_allclose(
+            np.asarray(here, np.float64), np.asarray(there, np.float64), atol=0 if exact else tolerance, rtol=0
+        )
+
+
+def check_equal(methods, config=TINY, weights=None, **options):
+    """The caches of both orders are equal; returns the last of those that were read layer by layer."""
+    both = [read(methods, order, config, weights, **options) for order in ("layers", "chunks")]
+    for one, other in zip(*both, strict=True):
+        equal(one, other)
+    return both[0][-1]
+
+
+def refuses(name):
+    return bool(any_example(name).reread_tokens(40))
+
+
+OTHERS = [
+    x for x in ALL if x.values[0] not in ("headkv", "duoattention") and not refuses(x.values[0])
+]  # two are for another model
+METHODS = [pytest.param(*x.values, marks=[*x.marks, *[pytest.mark.slow] * (x.values[0] not in DEFAULT)]) for x in OTHERS]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_both_orders_make_the_same_cache(name):
+    """Ragged rows in groups, most of a single row; and one row alone."""
+    cache = check_equal([any_example(name)])
+    assert np.isfinite(kvjax.generate(params(), cache, max_new_tokens=6, eos_token_ids=()).cache.logits).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [x for x in OTHERS if x.values[0] not in DEFAULT])
+def test_both_orders_make_the_same_cache_of_rows_together(name):
+    check_equal([any_example(name)], lengths=(37,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["snapkv", "quest", "chess", "keydiff"])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_both_orders_make_the_same_cache_of_every_kind_of_model(kind, name):
+    if name == "keydiff" and KINDS[kind].attention_sinks:
+        pytest.skip("KeyDiff")
+    check_equal([any_example(name)], KINDS[kind], params_of_kind(kind))
+
+
+def test_methods_that_share_a_prompt_share_each_layer():
+    """Full and Quest end with the same arrays; SnapKV and TOVA read the same storage."""
+    names = ("full", "quest", "snapkv", "tova")
+    caches = read([example(name) for name in names], "layers", share_storage=True)
+    for one, other in zip(caches, read([example(name) for name in names], "chunks"), strict=True):
+        equal(one, other)
+    assert caches[0].layers[1].cache.key is caches[1].layers[1].cache.key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["int8", "k8v4"])
+def test_codes_are_those_of_the_other_order(kv_dtype):
+    check_equal([SNAPKV], kv_dtype=kv_dtype)
+
+
+@pytest.mark.slow
+def test_budgets_can_be_mapped_and_parameters_differentiated():
+    prompt = jnp.asarray(rows((24, 24)))
+
+    def loss(weights, budget, order):
+        method = SnapKV(budget=budget, capacity=12, obs_window=5)
+        cache = kvjax.prefill(
+            weights, prompt, config=TINY, method=method, max_new_tokens=2, chunk_size=8, pad_multiple=8, order=order
+        )
+        return kvjax.decode_step(weights, cache, jnp.array([1, 2])).logits[:, :3].sum()
+
+    budgets = jnp.array([6, 9, 12])
+    got, want = (
+        jax.vmap(functools.partial(jax.value_and_grad(loss), order=order), (None, 0))(params(), budgets)
+        for order in ("layers", "chunks")
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), got, want)
+    assert len(set(np.asarray(want[0]).tolist())) == 3
+
+
+@pytest.mark.slow
+def test_bfloat16_differs_by_rounding_alone():
+    config = dataclasses.replace(TINY, dtype="bfloat16")
+    one, other = (read([SNAPKV], order, config, config.random_params())[0] for order in ("layers", "chunks"))
+    np.testing.assert_allclose(one.logits, other.logits, atol=0.1)
+    kept = [np.asarray(cache.layers[1].cache.position) for cache in (one, other)]
+    shared = [np.intersect1d(a, b).size / a.size for a, b in zip(*(x.reshape(-1, x.shape[-1]) for x in kept), strict=True)]
+    assert np.mean(shared) > 0.9
+
+
+def test_an_order_that_cannot_be_is_refused():
+    def refused(why, method, order, config=TINY):
+        with pytest.raises(ValueError, match=why):
+            read([method], order, config)
+
+    refused("order must be 'chunks' or None, got 'layers': KVzip reads the prompt a second time", KVzip(budget=8), "layers")
+    refused("order must be 'layers', 'chunks' or None, got 'rows'", SNAPKV, "rows")
+    refused("got 'layers': Undivided cannot run one layer alone", SNAPKV, "layers", Undivided())
+    (cache,) = read([SNAPKV], None, Undivided())
+    np.testing.assert_allclose(cache.logits, read([SNAPKV], "layers")[0].logits, atol=1e-5)
+
+
+def test_layers_come_first_where_that_takes_less_memory():
+    def order(name, batch, by=None, chunk_size=1024, row=None):
+        row = RowBytes(reading=(100,) * 32, kept=(10,) * 32, made=(10,) * 32, hidden=200) if row is None else row
+        methods = [layer_methods(example(name), TINY)]
+        return reading_order(methods, batch, 32768, chunk_size, by=by, row=lambda order: row)
+
+    layers = Order(chunk=1024, chunks=32, rows=1, groups=1, apart=True, by="layers")
+    assert order("snapkv", 1) == layers and layers.peak(1, RowBytes((1, 5), (2, 3), (2, 3), 7)) == 5 + 7 + 5
+    assert order("quest", 16) == order("snapkv", 16) == dataclasses.replace(layers, groups=16)
+    assert order("snapkv", 1, chunk_size=32768).by == order("snapkv", 1, by="chunks").by == "chunks"
+    keeps = RowBytes(reading=(100,) * 32, kept=(100,) * 32, made=(0,) * 32, hidden=200)
+    assert order("full", 1, row=keeps).by == "chunks" and order("full", 1, by="layers").by == "layers"
+    offloaded = kvjax.make("quest", num_dense_layers=0, offload=True)
+    assert reading_order([layer_methods(offloaded, TINY)], 4, 32768, 1024, row=lambda order: keeps).by == "chunks"
+
+
+def test_only_one_layer_is_stored_while_a_prompt_is_read():
+
+    def temporaries(order, layers):
+        config = TinyModel(num_layers=layers, max_position_embeddings=5000)
+        run = functools.partial(kvjax.prefill, config=config, method=SNAPKV, max_new_tokens=8, chunk_size=256, order=order)
+        shapes = jax.eval_shape(config.random_params), jax.ShapeDtypeStruct((1, 4096), jnp.int32)
+        return jax.jit(run).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    layer = 2 * 2 * 4096 * 8 * 4  # bytes of keys and values, and half as many of hidden states
+    assert temporaries("chunks", 6) - temporaries("layers", 6) > 4 * layer
