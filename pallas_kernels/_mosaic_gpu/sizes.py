@@ -71,8 +71,14 @@ class Sizes:
 
     @property
     def warpgroups(self) -> int:
-        """Warpgroups of a program, each of four warps: two, if their rings have three stages or more."""
-        return 2 if self._stages(2) > 2 else 1
+        """Warpgroups of a program, each of four warps: as many as registers and shared memory are enough for."""
+        most = 3 if max(self.halves, 2) * self.dim <= 256 else 2
+        return max((x for x in range(1, most + 1) if self._fits(x)), default=1)
+
+    def _fits(self, warpgroups: int) -> bool:
+        """Return whether so many have rings of two stages, in which there is room for sums, and for edges two times."""
+        stages = self._stages(warpgroups)
+        return stages > 1 and stages * self.stage >= self.group * (4 * self.dim + 16)
 
     @property
     def warps(self) -> int:
