@@ -17,8 +17,9 @@ from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model
 from kvjax.registry import classes, resolve
 
-SPARE = 2 << 30  # bytes for activations
+SPARE = 2 << 30  # bytes for what `memory_needed` does not count
 _MOST_TOKENS, _MOST_ROWS = 1 << 24, 1 << 14  # whatever has room for these is said to have room for no more
+_SOON = 1 << 20  # tried first, because some methods take seconds for the shapes of very long prompts
 
 
 def largest_budget(
@@ -46,7 +47,7 @@ def largest_budget(
         prompt_slots: tokens of the padded prompt.
         max_new_tokens: tokens that may follow.
         device_bytes: bytes of a device that may be used; None means all that are free now.
-        spare: bytes of these to leave for activations.
+        spare: bytes of these to leave for what is not counted.
         **sizes: ``chunk_size``, ``mesh``, ``kv_dtype`` and ``params``, as in `kvjax.memory_needed`. Parameters that are on
             the device already, beside its free bytes, must not be given.
 
@@ -76,7 +77,7 @@ def largest_budget(
     if found is None:
         raise MemoryError(
             f"not even the smallest budget of {name} fits, {least} tokens: got {gib(have)} of device memory, of which "
-            f"{gib(spare)} are for activations, and it needs {needed(least)}; shorten the prompt, take fewer rows, or "
+            f"{gib(spare)} are to spare, and it needs {needed(least)}; shorten the prompt, take fewer rows, or "
             "kv_dtype='int8'"
         )
     return found
@@ -103,7 +104,7 @@ def longest_prompt(
         batch: rows.
         max_new_tokens: tokens that may follow.
         device_bytes: bytes of a device that may be used; None means all that are free now.
-        spare: bytes of these to leave for activations.
+        spare: bytes of these to leave for what is not counted.
         step: tokens; the result is less than so many below the longest.
         **sizes: as in `largest_budget`.
 
@@ -139,7 +140,7 @@ def most_rows(
         prompt_slots: tokens of the padded prompt.
         max_new_tokens: tokens that may follow.
         device_bytes: bytes of a device that may be used; None means all that are free now.
-        spare: bytes of these to leave for activations.
+        spare: bytes of these to leave for what is not counted.
         **sizes: as in `largest_budget`; on a mesh the rows are a multiple of its axis ``data``.
 
     Returns:
@@ -195,7 +196,10 @@ def _most(needs: Callable[[int], int], have: int, least: int, most: int, step: i
     ``needs`` does not fall. It is nearly a straight line, so the next number to try is where the line through both ends has
     ``have`` bytes; every third is the middle.
     """
-    low, high, at_low, at_high = least, most, needs(least), needs(most)
+    low, high, at_low = least, min(most, _SOON), needs(least)
+    at_high = at_low if at_low > have else needs(high)
+    if at_high <= have:
+        low, high, at_low, at_high = high, most, at_high, needs(most)
     if at_low > have or at_high <= have:
         return None if at_low > have else most
     for turn in itertools.count(1):

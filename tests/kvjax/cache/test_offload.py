@@ -124,6 +124,15 @@ def test_offloaded_codes_equal_resident_codes(name, kind, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["quest", "tokenselect"])
+def test_both_orders_of_layers_and_chunks_leave_the_same_rows(name):
+    """By layers a layer is on the device while its prompt is read, by chunks in host memory."""
+    first, second = (chunked(make(name, offload=True), config=model(name), order=order) for order in ("layers", "chunks"))
+    assert memory_kinds(first) == memory_kinds(second)
+    np.testing.assert_array_equal(go_on(first).tokens, go_on(second).tokens)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", repeated([group(name) for name in OFFLOADED], but=("quest",)))
 def test_a_share_of_the_layers(name):
     """Only the last layers have their rows in host memory, and the tokens are the same."""
@@ -183,7 +192,7 @@ def test_the_least_share_that_fits(monkeypatch, needed):
 
     assert share(total(3 / 4)) == share(total(2 / 4) - 1) == 3 / 4
     assert share(total(0)) == 0 and share(total(1)) == 1
-    with pytest.raises(MemoryError, match=r"ParisKV with offload=True needs .* and 0.00 MiB for activations, got [\d.]+ MiB"):
+    with pytest.raises(MemoryError, match=r"ParisKV with offload=True needs .* and 0.00 MiB to spare, got [\d.]+ MiB"):
         share(total(1) - 1)
     for wrong in ("full", Periodic(evict=example("snapkv")), PerLayer(layers={}, default=example("snapkv"))):
         with pytest.raises(ValueError, match=r"a field offload, or a wrapper around one, got (Full|P\w+); .*: .*, ParisKV"):
