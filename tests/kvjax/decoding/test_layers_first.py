@@ -97,11 +97,9 @@ def test_both_orders_make_the_same_cache_of_rows_together(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["snapkv", "quest", "chess", "keydiff"])
+@pytest.mark.parametrize("name", ["snapkv", "chess", "streamingllm"])
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_both_orders_make_the_same_cache_of_every_kind_of_model(kind, name):
-    if name == "keydiff" and KINDS[kind].attention_sinks:
-        pytest.skip("KeyDiff")
     check_equal([any_example(name)], KINDS[kind], params_of_kind(kind))
 
 
@@ -145,9 +143,7 @@ def test_bfloat16_differs_by_rounding_alone():
     config = dataclasses.replace(TINY, dtype="bfloat16")
     one, other = (read([SNAPKV], order, config, config.random_params())[0] for order in ("layers", "chunks"))
     np.testing.assert_allclose(one.logits, other.logits, atol=0.1)
-    kept = [np.asarray(cache.layers[1].cache.position) for cache in (one, other)]
-    shared = [np.intersect1d(a, b).size / a.size for a, b in zip(*(x.reshape(-1, x.shape[-1]) for x in kept), strict=True)]
-    assert np.mean(shared) > 0.9
+    assert np.mean(one.layers[1].cache.position == other.layers[1].cache.position) > 0.9
 
 
 def test_an_order_that_cannot_be_is_refused():
@@ -164,15 +160,15 @@ def test_an_order_that_cannot_be_is_refused():
 
 def test_layers_come_first_where_that_takes_less_memory():
     def order(name, batch, by=None, chunk_size=1024, row=None):
-        row = RowBytes(reading=(100,) * 32, kept=(10,) * 32, hidden=200) if row is None else row
+        row = RowBytes(reading=(100,) * 32, kept=(10,) * 32, made=(10,) * 32, hidden=200) if row is None else row
         methods = [layer_methods(example(name), TINY)]
         return reading_order(methods, batch, 32768, chunk_size, by=by, row=lambda order: row)
 
     layers = Order(chunk=1024, chunks=32, rows=1, groups=1, apart=True, by="layers")
-    assert order("snapkv", 1) == layers and layers.peak(1, RowBytes((1, 5), (2, 3), 7)) == 5 + 7 + 5
+    assert order("snapkv", 1) == layers and layers.peak(1, RowBytes((1, 5), (2, 3), (2, 3), 7)) == 5 + 7 + 5
     assert order("quest", 16) == order("snapkv", 16) == dataclasses.replace(layers, groups=16)
     assert order("snapkv", 1, chunk_size=32768).by == order("snapkv", 1, by="chunks").by == "chunks"
-    keeps = RowBytes(reading=(100,) * 32, kept=(100,) * 32, hidden=200)
+    keeps = RowBytes(reading=(100,) * 32, kept=(100,) * 32, made=(0,) * 32, hidden=200)
     assert order("full", 1, row=keeps).by == "chunks" and order("full", 1, by="layers").by == "layers"
     offloaded = kvjax.make("quest", num_dense_layers=0, offload=True)
     assert reading_order([layer_methods(offloaded, TINY)], 4, 32768, 1024, row=lambda order: keeps).by == "chunks"
