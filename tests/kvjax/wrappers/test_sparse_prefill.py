@@ -31,12 +31,12 @@ KINDS = {
     "block_sparse": Pattern("block_sparse", blocks=3),
     "xattention": Pattern("xattention", share=0.6),
     "flexprefill": Pattern("flexprefill", share=0.5, tau=0.0, min_budget=2),  # never by blocks
-    "blasst": Pattern("blasst", factor=20.0),
+    "blasst": Pattern("blasst", factor=25.0),
 }
 MIXED = (
     *KINDS.values(),
     Pattern("flexprefill", share=0.5, tau=1.0, min_budget=4),
-    Pattern("blasst", factor=8.0),
+    Pattern("blasst", factor=14.0),
 )  # of the query heads of a layer
 
 
