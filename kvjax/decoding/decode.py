@@ -75,6 +75,9 @@ def run_step(
     )
 
 
+_PASS = 8192  # the most tokens of a pass of `run_extend`, of all rows together: it bounds the memory of activations
+
+
 def run_extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache:
     """Append right-padded tokens int32 [B, T], ``length`` int32 [B] of them real, in chunks that the method can take."""
     methods = layer_methods(cache.method, cache.model)
@@ -82,7 +85,7 @@ def run_extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache
     # A single token would look like a decode step, in which a method selects. But an `extend` attends to all kept tokens,
     # however long it is, so a single token gets a padding token after it.
     limits = [most for m in methods if (most := m.max_tokens(in_prompt=False)) is not None]
-    chunk = min([max(total, 2), *limits])
+    chunk = min([max(total, 2), max(_PASS // len(tokens), 8), *limits])
     chunks = -(-total // chunk)
     tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - total)))
     active = jnp.arange(chunks * chunk)[None] < length[:, None]
