@@ -13,7 +13,7 @@ from jax import Array, lax
 from kvjax.cache import Cache
 from kvjax.cache.offload import steps_between_syncs, sync
 from kvjax.decoding.history import Memory
-from kvjax.decoding.layers import guessing_layers, layer_methods, observe
+from kvjax.decoding.layers import guessing_layers, layer_methods, observe, on_model
 from kvjax.decoding.log_probs import LogProbs, Seen, log_probs
 from kvjax.decoding.passes import checked, layer_inputs
 from kvjax.decoding.recurrent import run_recurrent
@@ -42,6 +42,7 @@ def run_step(
     position = jnp.where(active, at, EMPTY)
     count = jnp.sum(active, axis=1, dtype=jnp.int32)
     length = cache.length + count if length is None else length
+    source = on_model(cache.method, cache.model).source
     signals: dict[int | None, Any] = {}  # by layer, what it hands to later layers
 
     def attend(layer: int, state: Any, *projections: Any, sinks: Array | None = None) -> tuple[Array, Any]:
@@ -52,7 +53,7 @@ def run_step(
         inputs = layer_inputs(cache.model, layer, method, q, k, v, position, tokens, shared, None, length, guess, sinks)
         if tokens.shape[1] > 1:  # several tokens attend to all that is stored
             return run_shared(type(method).attend, method, state, inputs)
-        inputs = dataclasses.replace(inputs, signal=signals.get(cache.method.source(layer, cache.model.num_layers)))
+        inputs = dataclasses.replace(inputs, signal=signals.get(source(layer, cache.model.num_layers)))
         out, state = run_shared(type(method).attend, method, state, inputs)
         signals[layer] = method.signal(state)
         return out, state

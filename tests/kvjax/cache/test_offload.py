@@ -192,7 +192,7 @@ def test_the_least_share_that_fits(monkeypatch, needed):
 
     assert share(total(3 / 4)) == share(total(2 / 4) - 1) == 3 / 4
     assert share(total(0)) == 0 and share(total(1)) == 1
-    with pytest.raises(MemoryError, match=r"ParisKV with offload=True needs .* and 0.00 MiB for activations, got [\d.]+ MiB"):
+    with pytest.raises(MemoryError, match=r"ParisKV with offload=True needs .* and 0.00 MiB to spare, got [\d.]+ MiB"):
         share(total(1) - 1)
     for wrong in ("full", Periodic(evict=example("snapkv")), PerLayer(layers={}, default=example("snapkv"))):
         with pytest.raises(ValueError, match=r"a field offload, or a wrapper around one, got (Full|P\w+); .*: .*, ParisKV"):
