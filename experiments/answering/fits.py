@@ -83,7 +83,7 @@ def list_fits(
     params = models.param_shapes(config, weight_dtype)
     weights = bytes_on_device(params)
     if have < weights + SPARE:
-        raise MemoryError(f"{model} has {gib(weights)} of weights, and {gib(SPARE)} are for activations, got {gib(have)}")
+        raise MemoryError(f"{model} has {gib(weights)} of weights, and {gib(SPARE)} are to spare, got {gib(have)}")
     for name in methods:
         find(name)  # refuses an unknown one
     names = methods or sorted(builtin(), key=lambda name: (name != "full", name))
@@ -146,7 +146,7 @@ def _lines(rows: Sequence[dict[str, Any]], length: int) -> list[str]:
 
 def _legend(model: str, config: ModelConfig, have: int, weights: int, length: int, tokens: int) -> list[str]:
     return [
-        f"{model} on {gib(have)}: {gib(weights)} of weights, {gib(SPARE)} for activations, "
+        f"{model} on {gib(have)}: {gib(weights)} of weights, {gib(SPARE)} to spare, "
         f"{gib(have - weights - SPARE)} for the cache; {tokens} tokens may follow a prompt.",
         f"Longest prompt: of one row, to {_STEP} tokens below; the model has {config.max_position_embeddings:,} positions. "
         f"Peak and after: the cache of one row of {length:,} tokens, while it is read and afterwards.",

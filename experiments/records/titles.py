@@ -11,7 +11,7 @@ from experiments.records.plotting import line_style
 from kvjax import registry
 
 # Papers whose method is `kvjax.wrappers.Prefill` at some knobs, by their names in `kvjax.wrappers.named.PATTERNS`.
-_TITLES = {"minference": "MInference", "xattention": "XAttention", "flexprefill": "FlexPrefill"}
+_TITLES = {"minference": "MInference", "xattention": "XAttention", "flexprefill": "FlexPrefill", "blasst": "BLASST"}
 
 # Methods that many figures have; each has a colour of its own, SOCKET the pale yellow. The others follow by name.
 _FIRST = ("chess", "sentencekv", "tokenselect", "mosaickv", "pariskv", "quest", "socket", "snapkv", "retroinfer", "keydiff",

@@ -17,7 +17,7 @@ from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model
 from kvjax.registry import classes, resolve
 
-SPARE = 2 << 30  # bytes for activations
+SPARE = 2 << 30  # bytes for what `memory_needed` does not count
 _MOST_TOKENS, _MOST_ROWS = 1 << 24, 1 << 14  # whatever has room for these is said to have room for no more
 _SOON = 1 << 20  # tried first, because some methods take seconds for the shapes of very long prompts
 
@@ -47,7 +47,7 @@ def largest_budget(
         prompt_slots: tokens of the padded prompt.
         max_new_tokens: tokens that may follow.
         device_bytes: bytes of a device that may be used; None means all that are free now.
-        spare: bytes of these to leave for activations.
+        spare: bytes of these to leave for what is not counted.
         **sizes: ``chunk_size``, ``mesh``, ``kv_dtype`` and ``params``, as in `kvjax.memory_needed`. Parameters that are on
             the device already, beside its free bytes, must not be given.
 
@@ -77,7 +77,7 @@ def largest_budget(
     if found is None:
         raise MemoryError(
             f"not even the smallest budget of {name} fits, {least} tokens: got {gib(have)} of device memory, of which "
-            f"{gib(spare)} are for activations, and it needs {needed(least)}; shorten the prompt, take fewer rows, or "
+            f"{gib(spare)} are to spare, and it needs {needed(least)}; shorten the prompt, take fewer rows, or "
             "kv_dtype='int8'"
         )
     return found
@@ -104,7 +104,7 @@ def longest_prompt(
         batch: rows.
         max_new_tokens: tokens that may follow.
         device_bytes: bytes of a device that may be used; None means all that are free now.
-        spare: bytes of these to leave for activations.
+        spare: bytes of these to leave for what is not counted.
         step: tokens; the result is less than so many below the longest.
         **sizes: as in `largest_budget`.
 
@@ -140,7 +140,7 @@ def most_rows(
         prompt_slots: tokens of the padded prompt.
         max_new_tokens: tokens that may follow.
         device_bytes: bytes of a device that may be used; None means all that are free now.
-        spare: bytes of these to leave for activations.
+        spare: bytes of these to leave for what is not counted.
         **sizes: as in `largest_budget`; on a mesh the rows are a multiple of its axis ``data``.
 
     Returns:

@@ -200,7 +200,7 @@ def offload_share(
         max_new_tokens: tokens that may follow.
         chunk_size: as in `kvjax.prefill`.
         device_bytes: bytes of a device that the cache may use; None means all that are free now.
-        spare: bytes of these to leave for activations.
+        spare: bytes of these to leave for what is not counted.
         mesh: as in `memory_needed`.
         kv_dtype: as in `kvjax.prefill`.
 
@@ -242,7 +242,7 @@ def offload_share(
     layers = 1 + bisect.bisect_left(range(1, config.num_layers + 1), True, key=fits)
     if layers > config.num_layers:
         raise MemoryError(
-            f"{name} with offload=True needs {needed(config.num_layers)}, and {gib(spare)} for activations, got "
+            f"{name} with offload=True needs {needed(config.num_layers)}, and {gib(spare)} to spare, got "
             f"{gib(device_bytes)} of device memory; shorten the prompt or take fewer rows"
         )
     return layers / config.num_layers

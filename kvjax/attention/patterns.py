@@ -16,6 +16,7 @@ KINDS = {  # and the fields that each kind reads
     "block_sparse": ("blocks",),
     "xattention": ("share",),
     "flexprefill": ("share", "tau", "min_budget"),
+    "blasst": ("factor",),
 }
 # The names of kinds in MInference's files; no other kind is in them.
 IN_FILES = {"vertical_and_slash": "vertical_slash", "stream_llm": "a_shape", "block_sparse": "block_sparse"}
@@ -26,6 +27,7 @@ _NUMBERS = {
     "share": (float, Limits(above=0, most=1)),
     "tau": (float, Limits(least=0)),
     "min_budget": (int, Limits(least=1)),
+    "factor": (float, Limits(above=0)),
 }
 
 
@@ -36,7 +38,7 @@ class Pattern:
     Attributes:
         kind: "vertical_slash": the columns and the diagonals with most attention; "a_shape": the first and the newest tokens;
             "block_sparse": the best blocks of keys for each block of queries; "xattention" and "flexprefill": as many blocks,
-            or columns and diagonals, as hold a share of the attention in this text.
+            or columns and diagonals, as hold a share of the attention in this text; "blasst": blocks above a threshold.
         columns: with "vertical_slash" and "a_shape": keys that all queries see; at least 0.
         diagonals: with "vertical_slash" and "a_shape": distances at which a query sees keys, its own token included; at least
             1.
@@ -44,6 +46,7 @@ class Pattern:
         share: with "xattention" and "flexprefill": how much of the estimated attention to keep; above 0, and 1 keeps all.
         tau: with "flexprefill": the error of the estimate by blocks below which the head attends by blocks; 0 means never.
         min_budget: with "flexprefill": tokens, the fewest columns, diagonals, or keys in blocks; at least 1.
+        factor: with "blasst": the threshold times the tokens of the text; above 0.
 
     Raises:
         ValueError: another kind, a number out of these ranges, or a field that the kind does not read.
@@ -56,6 +59,7 @@ class Pattern:
     share: float = 0.9
     tau: float = 0.1
     min_budget: int = 1024
+    factor: float = 1000.0
 
     def __post_init__(self) -> None:
         check_value("Pattern: kind", self.kind, (str,), Limits(choices=tuple(KINDS)), static=True)
@@ -77,6 +81,8 @@ class Pattern:
                 return self.blocks * block >= slots
             case "xattention":
                 return self.share >= 1 or 2 * block >= slots  # the first and the own block are attended for certain
+            case "blasst":
+                return 2 * block >= slots
             case "flexprefill":
                 return self.share >= 1 or self.min_budget >= slots
         return max(self.columns, self.diagonals) >= slots

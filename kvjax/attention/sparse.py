@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.attention.estimates import antidiagonal_scores, block_means, divergence, kept_by_share, mean_logits
+from kvjax.attention.estimates import antidiagonal_scores, block_means, divergence, kept_by_share, mean_logits, not_skipped
 from kvjax.attention.patterns import Pattern
 from kvjax.protocol.typing import pytree
 from kvjax.selection import among_best
@@ -120,7 +120,10 @@ class SparsePrompt:
         votes = jnp.zeros((2, batch, heads, group, slots), jnp.float32)
         if self._has("vertical_slash", "flexprefill"):
             votes = jnp.stack(self._votes(query, key, start, length))
-        by_block, by_share = each(lambda x: x.kind in ("block_sparse", "xattention")), each(lambda x: x.kind == "flexprefill")
+        by_block, by_share = (
+            each(lambda x: x.kind in ("block_sparse", "xattention", "blasst")),
+            each(lambda x: x.kind == "flexprefill"),
+        )
         if self._has("flexprefill"):
             aware = self._estimate_error(query, key, votes[0], total, length) < each(lambda x: x.tau)
             by_block = by_block | (by_share & aware)
@@ -158,7 +161,7 @@ class SparsePrompt:
         distances, _ = compact(passed, key_blocks)
         count = lax.dynamic_slice_in_dim(jnp.cumsum(passed, axis=3, dtype=jnp.int32), own, blocks, 3)
         first = jnp.zeros_like(count)
-        if self._has("block_sparse", "xattention", "flexprefill"):
+        if self._has("block_sparse", "xattention", "flexprefill", "blasst"):
             marks, most_blocks = self._best_blocks(query, key, own, total, each)
             at = own + jnp.arange(blocks, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
             flat = (at - compact(marks, most_blocks)[0]).reshape(batch, heads, group, -1)
@@ -277,7 +280,7 @@ class SparsePrompt:
                     return min(-(-pattern.min_budget // size), key_blocks)
             return 0
 
-        most = key_blocks if self._has("xattention", "flexprefill") else max(map(least, self.heads))
+        most = key_blocks if self._has("xattention", "flexprefill", "blasst") else max(map(least, self.heads))
         share = each(lambda x: x.share)
         if self._has("block_sparse", "flexprefill"):
             slot = jnp.arange(max(tokens, slots), dtype=jnp.int32)[None]
@@ -297,6 +300,9 @@ class SparsePrompt:
             found = antidiagonal_scores(query, key, own * size, total, size, self.stride)
             enough = kept_by_share(found, certain, share[..., None])
             marks = marks | (each(lambda x: x.kind == "xattention")[..., None, None] & enough)
+        if self._has("blasst"):
+            heavy = not_skipped(query, key, own * size, total, size, each(lambda x: x.factor)) | certain
+            marks = marks | (each(lambda x: x.kind == "blasst")[..., None, None] & heavy)
         return marks & (back > 0), most
 
 

@@ -14,6 +14,8 @@ from kvjax.protocol.observation import newest_queries, window_votes
 from kvjax.protocol.slots import SlotMethod, check_budget, count_all
 from kvjax.protocol.typing import pytree, static, traced
 from kvjax.selection import top_slots
+from pallas_kernels import axes
+from pallas_kernels.numerics import ceil_share
 
 
 @pytree
@@ -37,21 +39,39 @@ class FromJudge(SlotMethod):
     The list stays as it is where Full decodes one token alone, and without `kvjax.Verified` as the prompt, or the last
     `kvjax.extend`, has made it.
 
-    **Source**: "SpecAttn" (arXiv:2602.07223), which selects the draft's tokens by the attention of the verification.
+    **Source**: "Vegas" (arXiv:2602.07223, ICML 2026; first called SpecAttn), which selects the draft's tokens by the
+    attention of the verification; platformxlab/vegas 7bf9d1e. As it is published, with a depth of 6:
+    ``FromJudge(budget=4096, share=0.07, one_list=True, last_too=True, obs_window=1, num_recent=16)``.
 
-    **Departures**: each KV head has one list, by the sum over its group, and by the first token of a pass, which is always
-    kept; the newest tokens are always attended. Over slots that are divided over devices, and in a pass over more than 8
-    tokens, all of its tokens ask, rejected ones too.
+    **Departures**: by default each KV head has a list of its own and the pass's first token asks, which is always kept. Vegas
+    has one list for the layer (``one_list``), by the mean over all query heads and over the pass's first and last token
+    (``last_too``), of a share of all tokens and at least 256 (``share``); after a prompt its last token asks. The newest
+    ``num_recent`` tokens are always attended, where Vegas attends to those behind the pass's first token;
+    half of them cannot be listed. Vegas ranks in bfloat16, and renews its list after every token that Full decodes alone.
+    Without ``last_too`` all of a pass's tokens ask, rejected ones too, over slots that are divided over devices, and in a
+    pass over more than 8 tokens.
     """
 
     budget: int | Array = traced("tokens attended per KV head, all included", default=1024, least=1, within="capacity")
     capacity: int = static("tokens allocated for them; None = budget", default=None, least=1)
     num_recent: int = static("newest tokens, always attended; more than twice the depth", default=64, least=2)
 
+    obs_window: int = static("last prompt tokens, whose attention makes the first list", default=32, least=1)  # pyright: ignore[reportGeneralTypeIssues]
+    share: float | None = static(
+        "tokens listed, as a share of all, within the capacity; None: as the budget says", default=None, above=0, most=1
+    )
+    one_list: bool = static("whether all KV heads of a layer attend to one list", default=False)
+    last_too: bool = static("whether the last token of a pass asks beside the first", default=False)
+
     PAPER: ClassVar[str] = "arXiv:2602.07223"
-    obs_window = 32  # last prompt tokens, whose attention makes the first list
+
+    least_listed = 256  # by a share
 
     observes = 2
+
+    @property
+    def asks_ends(self) -> bool:
+        return self.last_too
 
     def check(self) -> None:
         check_budget(self, self.num_recent + 1, f"num_recent={self.num_recent} newest tokens and one more")
@@ -84,5 +104,10 @@ class FromJudge(SlotMethod):
         slot = jnp.arange(cache.num_slots, dtype=jnp.int32)[None, None]
         old = cache.valid & (slot < cache.cursor[:, None, None] - self.num_recent // 2)
         most = self.capacity - self.num_recent
-        slots, used = top_slots(mass, old, self.budget - self.num_recent, min(most, cache.num_slots))
+        if self.one_list:
+            mass = jnp.broadcast_to(axes.total(mass.sum(axis=1, keepdims=True)), mass.shape)
+        listed = self.budget - self.num_recent
+        if self.share is not None:
+            listed = jnp.clip(ceil_share(jnp.float32(self.share), cache.cursor), self.least_listed, most)[:, None]
+        slots, used = top_slots(mass, old, listed, min(most, cache.num_slots))
         return Listed(slots=slots, used=used)

@@ -8,7 +8,8 @@ from typing import Any, cast
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.attention.over_cache import attend_slots, attend_stored
+from kvjax.attention.over_cache import attend_all, attend_slots, attend_stored, mass_of
+from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerCache, LayerSpec, LayerStorage
 from kvjax.cache.divided import FEW
 from kvjax.exact.rewind import rewound
@@ -119,8 +120,11 @@ class VerifiedLayer(LayerMethod):
         query, cache = inputs.append_to(full.cache)
         draft, several = cast("SlotMethod", self.draft), inputs.position.shape[1] > 1
         observes = self.shares and 0 < draft.observes <= inputs.position.shape[1]
+        if observes and several and draft.asks_ends:
+            out, lse = with_sinks(*attend_all(query, cache, inputs.position), inputs.sinks)
+            mass = mass_of(*_ends(query, inputs.position, lse, cache))
         # Sinks change the softmax after its sum over slots, so a mass that is summed with it would leave them out.
-        if observes and several and cache.parts == 1 and inputs.position.shape[1] <= FEW and inputs.sinks is None:
+        elif observes and several and cache.parts == 1 and inputs.position.shape[1] <= FEW and inputs.sinks is None:
             out, _, mass = attend_slots(query, cache.resident(), mass=True, position=inputs.position)
         else:
             out, mass = attend_stored(query, cache, inputs.position, observes, sinks=inputs.sinks)
@@ -246,6 +250,15 @@ class VerifiedLayer(LayerMethod):
 
     def settle(self, state: Any, made: Any) -> Any:
         return with_draft(state, self.draft.settle(draft_of(state), made))
+
+
+def _ends(query: Array, position: Array, lse: Array, cache: LayerStorage) -> tuple[Array, LayerStorage, Array, Array]:
+    """Take a pass's first and last real token: the arguments of `mass_of`."""
+    last = jnp.maximum(jnp.sum(position >= 0, axis=1, dtype=jnp.int32) - 1, 0)
+    at = jnp.stack([jnp.zeros_like(last), last], axis=1)
+    group = at[:, None, None]
+    ends = jnp.take_along_axis(query, group[..., None], axis=3), jnp.take_along_axis(lse, group, axis=3)
+    return ends[0], cache, jnp.take_along_axis(position, at, axis=1), ends[1]
 
 
 def with_draft(state: Any, draft: Any) -> Any:

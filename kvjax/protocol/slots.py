@@ -68,6 +68,7 @@ class SlotAttention(LayerMethod):
     obs_window = 0  # the number of the prompt's last queries that `compress` gets
     reads = Reads()  # what `compress` gets of the prompt besides
     observes = 0  # `update` gets the attention mass of its tokens if there are at least so many; 0: never
+    asks_ends = False  # True: the mass of a pass (`kvjax.Verified`) comes from its first and its last token
     moves_slots = False  # True: `update` moves slots, so no index of another method may point to them
     packs = False  # True: `compress` returns a `kvjax.cache.packed_keys.ThinCache`, whose keys have other channels
     sparse_prompt: SparsePrompt | None = None  # sparse attention over the prompt; None means dense attention

@@ -38,7 +38,11 @@ class Prefill(Around):
       the best by the softmax of the product of means. The best are as many as have ``share`` of the sum over all blocks of
       queries of the chunk, and at least ``min_budget`` tokens for each block of queries.
 
-    The work of the last two patterns depends on the text: the kernel's time does, but its lists have room for everything.
+    * "blasst": for each block of queries the first block, its own, and the blocks of keys that flash attention may not skip:
+      a block is skipped if each query's largest logit in it is below its largest in the blocks up to there by more than the
+      log of the text's tokens over ``factor``.
+
+    The work of the last three patterns depends on the text: the kernel's time does, but its lists have room for everything.
     The lists take 4 * N * P bytes per query head, N blocks of queries in a chunk and P of keys in the cache. In blocks of 128
     tokens this is 8 MiB for 32 query heads and a prompt of 128K tokens in chunks of 8192, and 32 MiB in chunks of 32768. The
     scores are as large. "xattention" also holds up to 64 MiB of sums and as much of logits, "flexprefill" lists of 128K
@@ -62,11 +66,17 @@ class Prefill(Around):
     sizes. XAttention and FlexPrefill use blocks of 128 tokens, so ``block=128``, and FlexPrefill's window is a block,
     ``window=128``.
 
+    "BLASST: Dynamic BLocked Attention Sparsity via Softmax Thresholding" (arXiv:2512.12087), whose threshold is inverse to
+    the length; 1000 is TensorRT-LLM's example of a factor for prompts.
+
     **Departures**: diagonals are widened to blocks that begin at multiples of ``block``; the released kernel begins them at
     the diagonal. For a diagonal without neighbours it reads one block, and this kernel two. With "block_sparse" the own
     block is always among the best. The released code prefills a prompt at once, so that the last queries of the prompt
     choose for the whole prompt; here the last queries of each chunk choose for their chunk. Where a chunk is shorter than the
     window all of its queries vote.
+
+    BLASST skips softmax and values within the kernel, which has the logits. Here plain JAX computes them once to list the
+    blocks, and the kernel again: it shows what BLASST's prompts lose and skip, and is no faster than a dense prompt.
 
     Of equally heavy entries that a share needs, all are taken. XAttention's code has one ``share`` for each head of
     Llama-3.1-8B, by its dynamic programme; here `Pattern` takes one for each head, and nothing finds them.

@@ -1,297 +1,249 @@
-"""The steps of `decode.attend` that Pallas has no operations for: functions that are made for a kernel's sizes.
+"""The steps of `decode.attend` that Pallas has no operations for, as functions that are made for a kernel's sizes.
 
-`loader` is of the warpgroup that copies, `query_loader` and `merger` of the one that multiplies.
+`copier` and `multiplier` are of one warp, which waits for no other; `merger` joins what all warps of a list have summed.
 """
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels._mosaic_gpu import threads as t
-from pallas_kernels._mosaic_gpu.pallas import arith, ir, mgpu, plgpu, vector
+from pallas_kernels._mosaic_gpu import warps as w
+from pallas_kernels._mosaic_gpu.attention_step import attend_step
+from pallas_kernels._mosaic_gpu.pallas import arith, ir, mgpu, plgpu
+from pallas_kernels._mosaic_gpu.sizes import ENTRIES, Lists, Sizes
 from pallas_kernels.numerics import LOG2_E
 
-ROWS = 64  # of the product: query heads of a KV head, times queries
-BLOCK = 64  # entries of a block, of 128 channels or more: the least that `wgmma` sums over
-COPIERS = 2  # warpgroups that copy, a half of each block: what a thread does for a row limits them
-RING = 96  # KiB of keys in shared memory, and as many of values
-UNSEEN = 2**31 - 1  # the position of a slot that no query sees
+REF, SCALAR = plgpu.RefType(), plgpu.Layout.WG_SPLAT
 
 
-@dataclasses.dataclass(frozen=True)
-class Lists:
-    """Which rows of the cache a program reads, in blocks of entries.
-
-    Attributes:
-        operands: arrays.
-        entries: of refs of ``operands``, row and KV head to the number of entries, and scalars that the next two get.
-        row: inside of `plgpu.inline_mgpu`, of scalars, an entry and what was loaded for it to its row of the cache, or -1.
-        load: inside, of refs, scalars and an entry to int32 numbers, loaded two blocks ahead; a bias is the last one.
-        loads: how many.
-        biased: whether there is a bias, a float32 that is added to the logits.
-        block_number: of refs, row, KV head, number and size of blocks to how many are read, and a function from 0, 1, ... to
-            these; None: all are.
-    """
-
-    operands: tuple[jax.Array, ...]
-    entries: Callable[..., tuple[Any, tuple[Any, ...]]]
-    row: Callable[..., Any]
-    load: Callable[..., list[Any]] | None = None
-    loads: int = 0
-    biased: bool = False
-    block_number: Callable[..., Any] | None = None
+def scalar(x):
+    """Return the number of an array without axes."""
+    return t.number(t.value(x))
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Static sizes of a kernel: KV heads, rows of a query, channels, slots, programs in a cluster, clusters, queries."""
-
-    heads: int
-    group: int
-    dim: int
-    slots: int
-    splits: int
-    clusters: int
-    queries: int
-    dtype: Any
-
-    @property
-    def block(self) -> int:
-        """Entries of a block: 16 KiB of keys, or more."""
-        return max(BLOCK, 128 * BLOCK // self.dim)
-
-    @property
-    def each(self) -> int:
-        """Rows of a block that a thread copies 16 bytes of."""
-        return self.block * self.dim // (8 * t.THREADS * COPIERS)
-
-    @property
-    def stages(self) -> int:
-        """Blocks of the ring, of which all but one are on their way."""
-        return RING * 1024 // (2 * self.block * self.dim)
-
-    @property
-    def ahead(self) -> int:
-        """Blocks on their way."""
-        return self.stages - 1
-
-    def places(self):
-        """Yield, for each row of a block that this thread copies, the row, its chunk of 16 bytes and where that lies."""
-        chunks = self.dim // 8
-        chunk, first = t.thread(COPIERS) % chunks, t.thread(COPIERS) // chunks
-        for step in range(self.each):
-            row = first + step * (t.THREADS * COPIERS // chunks)
-            tile = row // 8 * (self.dim // 64) + chunk // 8
-            yield t.signed(row), t.signed(chunk), t.signed(tile * 1024 + row % 8 * 128 + ((chunk % 8) ^ (row % 8)) * 16)
+def numbers(count, dtype):
+    """Return the type of arrays that have ``count`` numbers for each thread."""
+    return plgpu.ShapeDtypeStruct((t.THREADS * count,), dtype, layout=t.own(count))
 
 
-def tiled():
-    """Return the transforms of memory that `wgmma` reads: tiles of 8 rows and 64 numbers, swizzled by 128 bytes."""
-    return plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+def column(n: Sizes):
+    """Return the first channel of a row that this lane has, see `attention_step`."""
+    return t.signed(w.lane() % 4) * (2 if n.kind is None else 4)
 
 
-def loader(n: Sizes, lists: Lists, position: bool):
-    """Return the steps of the warpgroup that copies, as functions that are called in the kernel."""
-    ref, tile, scalar = plgpu.RefType(), plgpu.RefType(tiled()), plgpu.Layout.WG_SPLAT
-    rows_type = plgpu.ShapeDtypeStruct((t.THREADS * n.each,), jnp.int32, layout=t.own(n.each))
-    bits_type = plgpu.ShapeDtypeStruct((t.THREADS,), jnp.int32, layout=t.own(1))
+def copier(n: Sizes, lists: Lists, position: bool):
+    """Return functions that load what tells the rows of a step, copy these rows into the ring, and wait for them."""
+    loads = bool(lists.loads)
 
-    own, some = t.own(n.each), (rows_type,) * lists.loads
+    def entry(start):
+        return start + t.signed(w.thread() // w.LANES * ENTRIES + w.lane() % ENTRIES)
 
     def fetch(refs, scalars):
-        """Load what tells the rows of a block; nothing waits for it yet."""
+        """Load what tells the row of this lane's entry; nothing waits for it yet."""
 
-        @plgpu.inline_mgpu(arg_types=((ref,) * len(refs), (scalar,) * len(scalars)), return_type=some)
+        @plgpu.inline_mgpu(
+            arg_types=((REF,) * len(refs), (SCALAR,) * len(scalars)), return_type=numbers(lists.loads, jnp.int32)
+        )
         def run(ctx, refs, scalars):
-            start, *scalars = (t.number(t.value(x)) for x in scalars)
-            found = [lists.load(refs, scalars, start + row) for row, *_ in n.places()]
-            return tuple(t.made_of(list(x)) for x in zip(*found, strict=True))
+            start, *scalars = map(scalar, scalars)
+            return t.made_of(lists.load(refs, scalars, entry(start)))
 
-        return run(refs, scalars) if some else ()
+        return (run(refs, scalars),) if loads else ()
 
-    def resolve(loaded, scalars):
-        """Find the rows of a block."""
+    def copy(stored, ring, loaded, scalars, base, stage):
+        """Begin to copy the rows of a step and their positions, and write its biases."""
+        types = tuple((REF,) * len(x) for x in stored)
 
-        @plgpu.inline_mgpu(arg_types=((own,) * lists.loads, (scalar,) * len(scalars)), return_type=rows_type)
-        def run(ctx, loaded, scalars):
-            start, *scalars = (t.number(t.value(x)) for x in scalars)
-            loaded = zip(*map(t.numbers_of, loaded), strict=True) if loaded else [()] * n.each
-            return t.made_of([lists.row(scalars, start + row, x) for (row, *_), x in zip(n.places(), loaded, strict=True)])
+        @plgpu.inline_mgpu(arg_types=(types, REF, (t.own(lists.loads),) * loads, (SCALAR,) * len(scalars), SCALAR, SCALAR))
+        def run(ctx, stored, ring, loaded, scalars, base, stage):
+            start, *scalars = map(scalar, scalars)
+            loaded = t.numbers_of(loaded[0]) if loads else []
+            row, place = lists.row(scalars, entry(start), loaded), n.place(ring, scalar(stage))
+            first = t.element(scalar(base), n.slots, t.number(0))
+            write_tags(stored, place, row, loaded, first)
+            chunks = n.width // 16  # of 16 bytes, which a lane copies at once
+            at_once, chunk, lead = w.LANES // chunks, t.signed(w.lane() % chunks), t.signed(w.lane() // chunks)
+            sources = [t.at(t.at(t.address(x), first, n.width), chunk, 16) for x in stored[0]]
+            to = place + lead * n.pitch + chunk * 16
+            for step in range(0, ENTRIES, at_once):
+                taken = w.lane_value(row, lead + step)
+                for offset, source in zip((step, ENTRIES + step), sources, strict=True):
+                    w.copy_async(to, t.at(source, taken, n.width), 16, taken >= 0, offset * n.pitch)
+            w.end_step()
 
-        return run(loaded, scalars)
+        run(stored, ring, loaded, scalars, base, stage)
 
-    @plgpu.inline_mgpu(arg_types=(ref, ref, tile, tile, own, scalar))
-    def copy(ctx, key, value, key_ring, value_ring, rows, base):
-        for source, ring in ((key, key_ring), (value, value_ring)):
-            source, ring = t.address(source), t.number(t.address(ring))
-            for (_, chunk, place), row in zip(n.places(), t.numbers_of(rows), strict=True):
-                hidden, head = row < 0, t.element(t.number(t.value(base)), n.slots * n.dim, chunk * 8)
-                index = arith.addi(head, t.element(hidden.select(t.number(0), row), n.dim, t.number(0)))
-                size = hidden.select(t.number(0), t.number(16))  # a row that is not read becomes zeros
-                t.ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", ring + place, t.at(source, index, 2), size)
-        t.ptx("cp.async.commit_group;")
+    def write_tags(stored, place, row, loaded, first):
+        """Write what is not negative for an entry that holds a token: its position, or without positions its row."""
+        tag, mine = place + t.signed(w.lane()) * 4, w.lane() < ENTRIES
+        if position:
+            source = t.at(t.at(t.address(stored[1][0]), first, 4), row, 4)
+            w.copy_async(tag, source, 4, mine & (row >= 0), n.tags)
+        w.store_shared(tag, [row], mine & (row < 0) if position else mine, n.tags)
+        if lists.biased:
+            bias = t.number(arith.bitcast(w.f32(), t.value(loaded[-1])), None) * LOG2_E
+            w.store_shared(tag, [bias], mine, n.biases)
+        halves = t.number(0)
+        for i, scale in enumerate(stored[2]):
+            word, second = w.word_of(t.at(t.at(t.address(scale), first, 2), row, 2))
+            w.copy_async(tag, word, 4, mine & (row >= 0), n.scales + 4 * ENTRIES * i)
+            halves = halves + second.select(t.number(1 << i), t.number(0))
+        if stored[2]:
+            w.store_shared(tag, [halves], mine, n.scales + 8 * ENTRIES)
 
-    @plgpu.inline_mgpu(arg_types=(ref, own, scalar), return_type=rows_type)
-    def positions(ctx, position, rows, base):
-        base = t.at(t.address(position), t.element(t.number(t.value(base)), n.slots, t.number(0)), 4)
-        return t.made_of([t.load_int(t.at(base, (row < 0).select(t.number(0), row), 4)) for row in t.numbers_of(rows)])
+    @plgpu.inline_mgpu()
+    def arrive(ctx):
+        """Wait until the oldest step has arrived, and no lane reads the one before it."""
+        w.wait_for_step(n.stages - 2)
 
-    @plgpu.inline_mgpu(arg_types=((own,) * 3, t.own(1), ref, scalar), return_type=bits_type)
-    def settle(ctx, arrays, bits, tags, write):
-        """Write the tags of a block, of its rows, positions and biases; note which rows are hidden."""
-        (bits,), tags = t.numbers_of(bits), t.number(t.address(tags))
-        bits, write = bits << n.each, t.number(t.value(write)) > 0
-        numbers = zip(*map(t.numbers_of, arrays), strict=True)
-        for step, ((row, chunk, _), (place, at, bias)) in enumerate(zip(n.places(), numbers, strict=True)):
-            hidden = (place | at) < 0 if position else place < 0
-            bits = bits + hidden.select(t.number(1 << step), t.number(0))
-            if n.queries:
-                tag, kind = hidden.select(t.number(UNSEEN), at), "b32"
-            else:
-                bias = t.number(arith.bitcast(ir.F32Type.get(), t.value(bias)), None) if lists.biased else t.float_number(0)
-                kind, tag = "f32", hidden.select(t.float_number(-math.inf), bias * LOG2_E)
-            t.ptx(f"st.shared.{kind} [$0], $1;", tags + row * 4, tag, where=write & (chunk < 1))
-        return t.made_of([bits])
-
-    def ready(later):
-        """Wait for a block after which ``later`` more are on their way, of which all but the newest may have their bits."""
-        first = n.each * min(later, n.ahead - 2)
-
-        @plgpu.inline_mgpu(arg_types=(tile, tile, t.own(1)))
-        def run(ctx, key_ring, value_ring, bits):
-            t.ptx(f"cp.async.wait_group {later};")
-            if position:  # what was copied of slots that hold no token may be anything
-                (bits,), zero = t.numbers_of(bits), t.number(0)
-                for step, (_, _, place) in enumerate(n.places()):
-                    hidden = ((bits >> (first + step)) & 1) > 0
-                    for ring in (key_ring, value_ring):
-                        where = t.number(t.address(ring)) + place
-                        t.ptx("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", where, zero, where=hidden)
-            mgpu.utils.commit_shared()
-
-        return run
-
-    return fetch, resolve, copy, positions, settle, ready
+    return fetch, copy, arrive
 
 
-def query_loader(n: Sizes):
-    """Return functions that load the query [64, D] and each row's own position [64] into registers."""
-    ref, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT
-    products = plgpu.ShapeDtypeStruct((ROWS, n.dim), n.dtype, layout=plgpu.Layout.WGMMA)
-    by_row = plgpu.ShapeDtypeStruct((ROWS,), jnp.int32, layout=plgpu.Layout.WGMMA.reduce(1))
+def multiplier(n: Sizes, scale: float, biased: bool):
+    """Return functions that load the query and the positions of its rows, that begin, and that attend to a step.
 
-    def filled(layout, shape, load, is_signed):
-        registers = np.empty(layout.registers_shape(shape), dtype=object)
-        for index, where in zip(layout.thread_idxs(shape), np.ndindex(registers.shape), strict=True):
-            row, *column = (t.number(arith.index_castui(t.i32(), x)) for x in index)
-            registers[where] = load(t.least(row, n.group - 1), *column)
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=is_signed)
-
-    @plgpu.inline_mgpu(arg_types=(ref, scalar), return_type=products)
-    def query(ctx, source, base):
-        source, base = t.address(source), t.number(t.value(base)) * n.group
-        pair = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(n.dtype))
-
-        def load(row, column):
-            bits = t.value(t.load_int(t.at(source, t.element(base + row, n.dim, column), 2)))
-            return vector.bitcast(pair, vector.broadcast(ir.VectorType.get((1,), t.i32()), bits))
-
-        return filled(mgpu.WGMMA_LAYOUT, (ROWS, n.dim), load, None)
-
-    @plgpu.inline_mgpu(arg_types=(ref, scalar), return_type=by_row)
-    def asked(ctx, source, base):
-        source, base = t.address(source), t.number(t.value(base)) * n.queries
-
-        def load(row):
-            found = t.load_int(t.at(source, base + row % n.queries, 4))
-            return vector.broadcast(ir.VectorType.get((1,), t.i32()), t.value(found))
-
-        return filled(mgpu.WGMMA_ROW_LAYOUT, (ROWS,), load, True)
-
-    return query, asked
-
-
-def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, peers: int):
-    """Return functions that put a program's sums where its cluster reads them, and that merge these of ``peers`` programs.
-
-    ``beside`` parts in global memory enter the same sums; of several clusters of a list, in the first.
+    Arrays between them are those that `attention_step.attend_step` lists.
     """
-    ref, tile, scalar = plgpu.RefType(), plgpu.RefType(tiled()), plgpu.Layout.WG_SPLAT
-    by_row, whole = plgpu.Layout.WGMMA.reduce(1), n.group * n.dim
+    tiles = n.dim // 8
+    counts = n.halves * 2 * tiles, n.halves, n.halves  # sums, maximum, total
 
-    @plgpu.inline_mgpu(arg_types=(tile, plgpu.Layout.WGMMA, by_row, by_row))
+    def rows():
+        return [t.signed(w.lane() // 4) + 8 * half for half in range(n.halves)]
+
+    @plgpu.inline_mgpu(arg_types=(REF, SCALAR), return_type=numbers(n.halves * tiles, jnp.int32))
+    def query(ctx, source, base):
+        source, base = t.address(source), scalar(base) * n.group
+        places = [t.at(source, t.element(base + t.least(x, n.group - 1), n.dim, column(n)), 2) for x in rows()]
+        first = [8 * i if n.kind is None else 16 * (i // 2) + 2 * (i % 2) for i in range(tiles)]
+        return t.made_of([t.load_int(t.at(x, t.number(i), 2)) for x in places for i in first])
+
+    @plgpu.inline_mgpu(arg_types=(REF, SCALAR), return_type=numbers(n.halves, jnp.int32))
+    def asked(ctx, source, row):
+        source, row = t.address(source), scalar(row) * n.queries
+        return t.made_of([t.load_int(t.at(source, row + divmod_unsigned(x + n.first, n.queries)[1], 4)) for x in rows()])
+
+    def begin():
+        starts = zip(counts, (0.0, -math.inf, 0.0), strict=True)
+        return tuple(plgpu.layout_cast(jnp.full((t.THREADS * x,), y, jnp.float32), t.own(x)) for x, y in starts)
+
+    def add(ring, query, asked, state, stage):
+        own = (t.own(n.halves * tiles), (t.own(n.halves),) * len(asked), tuple(map(t.own, counts)))
+
+        @plgpu.inline_mgpu(arg_types=(REF, *own, SCALAR), return_type=tuple(numbers(x, jnp.float32) for x in counts))
+        def run(ctx, ring, query, asked, state, stage):
+            place, given = n.place(ring, scalar(stage)), t.numbers_of(asked[0]) if asked else None
+            before = [t.numbers_of(x, floats=True) for x in state]
+            after = attend_step(n, scale, biased, place, t.numbers_of(query), given, *before)
+            return tuple(t.made_of(x, floats=True) for x in after)
+
+        return run(ring, query, asked, state, stage)
+
+    return query, asked, begin, add
+
+
+def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, threads: int, joining: bool = False):
+    """Return functions that put a warp's sums into its ring, and that merge those of all warps of a cluster.
+
+    ``beside`` parts in global memory enter the same sums; of several clusters of a list, in the first. ``joining``: there is
+    nothing else.
+    """
+    whole, ring_bytes = n.group * n.dim, n.stages * n.stage
+    several = n.splits > 1 and not joining
+    edges, joined_edges = 4 * whole, 4 * whole + 8 * n.group  # where maxima and denominators lie
+
+    @plgpu.inline_mgpu(arg_types=(REF, *(t.own(n.halves * x) for x in (n.dim // 4, 1, 1))))
     def publish(ctx, ring, sums, maximum, total):
-        ring = t.number(t.address(ring))
-        mgpu.utils.warpgroup_barrier()  # other warps may still read keys
+        place, sums_at = n.place(ring), column(n)
+        sums, maximum, total = (t.numbers_of(x, floats=True) for x in (sums, maximum, total))
+        w.meet_warp()
+        for half in range(n.halves):
+            row = t.signed(w.lane() // 4) + 8 * half
+            to, mine = place + (row * n.dim + sums_at) * 4, row < n.group
+            of_half = sums[half * n.dim // 4 : (half + 1) * n.dim // 4]
+            if n.kind is None:
+                for i in range(n.dim // 8):
+                    w.store_shared(to, of_half[2 * i : 2 * i + 2], mine, 32 * i)
+            else:
+                for i in range(n.dim // 16):  # even channels, then odd ones
+                    four = of_half[4 * i : 4 * i + 4]
+                    w.store_shared(to, [four[0], four[2], four[1], four[3]], mine, 64 * i)
+            denominator = w.over_quad(total[half], lambda x, y: x + y)
+            w.store_shared(place + row * 8, [maximum[half], denominator], mine & (sums_at < 1), edges)
+        w.meet_block()
 
-        def store(x, index, first=0):
-            row, *column = (t.number(arith.index_castui(t.i32(), i)) for i in index)
-            place = (row * n.dim + column[0]) * 4 if column else row * 8 + 4 * (whole + first)
-            t.ptx("st.shared.f32 [$0], $1;", ring + place, x, where=row < n.group)
-
-        sums.foreach(lambda x, index: store(x, index))
-        maximum.foreach(lambda x, index: store(x, index))
-        total.foreach(lambda x, index: store(x, index, 1))
-        mgpu.utils.warpgroup_barrier() if peers == 1 else t.meet_cluster()
-
-    def published(ring, row, at):
-        """List maximum, denominator and four sums of each program of the cluster."""
-        f32 = ir.F32Type.get()
-        for peer in range(peers):
-            mine = t.number(t.ptx("mapa.shared::cluster.u32 $0, $1, $2;", ring, t.number(peer), result=t.i32()))
-            pair = t.ptx("ld.shared::cluster.v2.f32 {$0, $1}, [$2];", mine + row * 8 + 4 * whole, result=(f32,) * 2)
-            four = t.ptx("ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];", mine + at * 4, result=(f32,) * 4)
-            yield [t.number(x, None) for x in (*pair, *four)]
+    def published(places, row, at, edges, far):
+        """List maximum, denominator and four sums of what lies at each place, of this block or of another one."""
+        for place in places:
+            edge = w.load_shared(place + row * 8, (w.f32(),) * 2, edges, far)
+            yield edge + w.load_shared(place + at * 4, (w.f32(),) * 4, far=far)
 
     def stored(refs, row, at, base, cluster):
         """List the same of each part in global memory."""
-        zero = t.float_number(0)
+        zero = t.float_number(0.0)
         for part in range(beside):
             where = base * (beside * n.group) + row + part * n.group
             lse = t.load_float(t.at(t.address(refs[1]), where, 4), "float32")
             some, index = (lse > -math.inf) & (cluster < 1), [t.element(where, n.dim, at % n.dim + i) for i in range(4)]
             places = [t.at(t.address(refs[0]), x, jnp.dtype(beside_dtype).itemsize) for x in index]
             four = [some.select(t.load_float(x, beside_dtype), zero) for x in places]
-            yield [some.select(lse * LOG2_E, t.float_number(-math.inf)), some.select(t.float_number(1), zero), *four]
+            yield [some.select(lse * LOG2_E, t.float_number(-math.inf)), some.select(t.float_number(1.0), zero), *four]
 
-    @plgpu.inline_mgpu(arg_types=((tile,) * bool(peers), ref, ref, (ref,) * (2 * bool(beside)), (scalar,) * 3))
+    def quarters(first, count):
+        """List for this thread where each of its groups of four numbers of the output begins, its row, and whether it is."""
+        for step in range(-(-count // threads)):
+            index = t.signed(w.thread()) + step * threads
+            mine = (index < count) & (first + index < whole // 4)
+            at = t.least(first + index, whole // 4 - 1) * 4
+            yield at, divmod_unsigned(at, n.dim)[0], mine
+
+    @plgpu.inline_mgpu(arg_types=((REF,) * (not joining), REF, REF, (REF,) * (2 * bool(beside)), (SCALAR,) * 3))
     def merge(ctx, ring, out, lse, refs, where):
-        base, cluster, split = (t.number(t.value(x)) for x in where)
-        to, each = base * n.clusters + cluster, -(-whole // 4 // max(peers, 1))
-        for step in range(-(-each // t.THREADS)):
-            index = t.signed(t.thread()) + step * t.THREADS
-            at = split * each + index
-            mine = (index < each) & (at < whole // 4)
-            at = t.least(at, whole // 4 - 1) * 4
-            row, column = (t.signed(x) for x in divmod_unsigned(at, n.dim))
-            found = [
-                *(published(t.number(t.address(ring[0])), row, at) if peers else ()),
-                *stored(refs, row, at, base, cluster),
-            ]
-            top = functools.reduce(lambda x, y: (x > y).select(x, y), [x for x, *_ in found])
-            shift = (top > -math.inf).select(top, t.float_number(0))
-            shares = [(x - shift).exp2(approx=True) for x, *_ in found]
-            total, *sums = (sum(share * part[i] for share, part in zip(shares, found, strict=True)) for i in range(1, 6))
-            divisor = (total > 0.0).select(total, t.float_number(1))
-            store_four(t.address(out), t.element(to, whole, at), [x / divisor for x in sums], out_dtype, mine)
-            whole_lse = (shift + total.log2(approx=True)) * (1 / LOG2_E)
-            t.ptx(
-                "st.global.f32 [$0], $1;", t.at(t.address(lse), to * n.group + row, 4), whole_lse, where=mine & (column < 1)
-            )
+        base, cluster, split = map(scalar, where)
+        first, count, offset, places = t.number(0), whole // 4, edges, []
+        if not joining:
+            own = t.number(t.address(ring[0]))
+            places = [own + i * ring_bytes for i in range(n.warps)]
+        if several:
+            for at, row, mine in quarters(first, count):
+                top, total, four = joined(published(places, row, at, edges, far=False))
+                w.store_shared(own + at * 4, four, mine)
+                w.store_shared(own + row * 8, [top, total], mine, joined_edges)
+            t.meet_cluster()
+            count, offset = -(-count // n.splits), joined_edges
+            first = split * count
+            places = [w.far_address(own, peer) for peer in range(n.splits)]
+        for at, row, mine in quarters(first, count):
+            found = [*published(places, row, at, offset, several), *stored(refs, row, at, base, cluster)]
+            top, total, four = joined(found)
+            divisor, to = (total > 0.0).select(total, t.float_number(1.0)), base * n.clusters + cluster
+            store_four(t.address(out), t.element(to, whole, at), [x / divisor for x in four], out_dtype, mine)
+            log = ((top > -math.inf).select(top, t.float_number(0.0)) + total.log2(approx=True)) * (1 / LOG2_E)
+            begins = divmod_unsigned(at, n.dim)[1] < 1
+            t.ptx("st.global.f32 [$0], $1;", t.at(t.address(lse), to * n.group + row, 4), log, where=mine & begins)
+        if several:
+            t.meet_cluster()  # before the memory that others read is given back
 
     return publish, merge
 
 
+def joined(found):
+    """Join parts of a softmax, each its maximum to base 2, its denominator and sums, to one."""
+    found = list(found)
+    top = functools.reduce(w.most, [x for x, *_ in found])
+    shift = (top > -math.inf).select(top, t.float_number(0.0))
+    shares = [(x - shift).exp2(approx=True) for x, *_ in found]
+    scaled = [[share * x for x in part[1:]] for share, part in zip(shares, found, strict=True)]
+    total, *sums = (functools.reduce(lambda x, y: x + y, same) for same in zip(*scaled, strict=True))
+    return top, total, sums
+
+
 def divmod_unsigned(x, divisor):
-    """Return quotient and remainder of a number that is not negative."""
+    """Return quotient and remainder of a number that is not negative, with signs."""
     x = t.number(t.value(x), signed=False)
-    return x // divisor, x % divisor
+    return t.signed(x // divisor), t.signed(x % divisor)
 
 
 def store_four(base, index, numbers, dtype, where):

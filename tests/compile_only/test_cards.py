@@ -82,6 +82,21 @@ def test_a_kernel_fits_the_shared_memory_or_is_refused_by_its_check(name, sizes,
         assert "triton" in machine.compile(lambda arrays, run=run: run(**arrays), arguments(drawn)).as_text(), shape
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("shape", [(4, 128, "bfloat16"), (8, 64, "bfloat16"), (16, 256, "float16")])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("dense_decode", x) for x in ({}, {"T": 3}, {"kind": "int8"})]
+    + [("gather_attention", x) for x in ({}, {"P": 16}, {"kind": "float8_e4m3fn"})],
+)
+def test_decode_attention_in_mosaic_gpu_assembles(name, sizes, shape):
+    """For an H100 alone: Mosaic takes a device that is not there for one of compute capability 9.0."""
+    drawn = sized(name, **with_heads(sizes, shape))
+    run = functools.partial(public(name), **drawn.options, implementation="pallas_mosaic_gpu")
+    compiled = needs("h100").compile(lambda arrays: run(**arrays), arguments(drawn))
+    assert "mosaic_gpu" in compiled.as_text()
+
+
 @every_kernel
 def test_every_card_takes_the_shapes_of_8b_models(name, sizes):
     chosen = chooser(name, **with_heads(sizes, SHAPES[0]))

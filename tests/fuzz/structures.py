@@ -257,6 +257,7 @@ def _prefill(method: Any, rng: np.random.Generator) -> Method:
     kind, numbers = str(rng.choice(list(KINDS))), {
         "columns": int(rng.choice((columns, EVERYTHING))), "diagonals": diagonals, "blocks": blocks,
         "share": float(rng.uniform(0.05, 1)), "tau": float(rng.choice((0, 0.3, 1))), "min_budget": columns,
+        "factor": float(rng.choice((5, 20, 1000))),
     }  # fmt: skip
     pattern = Pattern(kind, **{name: numbers[name] for name in KINDS[kind]})
     return Prefill(

@@ -98,7 +98,7 @@ DIVIDED = {"key", "value", "position", "low", "high", "ids", "rows"}  # the arra
 def _pattern(at, kind):
     numbers = {
         "columns": 1 + at % 3, "diagonals": 2 + at % 4, "blocks": 1 + at % 2,
-        "share": 0.3 + 0.04 * at, "tau": float(at % 2), "min_budget": 2,
+        "share": 0.3 + 0.04 * at, "tau": float(at % 2), "min_budget": 2, "factor": 10.0 + at,
     }  # fmt: skip
     return Pattern(kind, **{name: numbers[name] for name in patterns.KINDS[kind]})
 

@@ -14,7 +14,7 @@ def seen_keys(q, k, pattern, window, num_sink, num_recent, block, chunk, stride)
     Args:
         q: the head's queries.
         k: the keys.
-        pattern: (kind, columns, diagonals, blocks, share, tau, min_budget), as `kvjax.wrappers.Pattern`.
+        pattern: (kind, columns, diagonals, blocks, share, tau, min_budget, factor), as `kvjax.wrappers.Pattern`.
         window: last queries of a chunk, which vote.
         num_sink: first keys that are columns for certain.
         num_recent: shortest distances that are diagonals for certain.
@@ -22,7 +22,7 @@ def seen_keys(q, k, pattern, window, num_sink, num_recent, block, chunk, stride)
         chunk: tokens read at once.
         stride: tokens of an antidiagonal's piece.
     """
-    kind, num_columns, num_diagonals, num_blocks, share, tau, min_budget = pattern
+    kind, num_columns, num_diagonals, num_blocks, share, tau, min_budget, factor = pattern
     if kind == "xattention":
         blocks = adaptive_prompt.xattention_blocks(q, k, share, block, stride)
         return [{i for i in range(t + 1) if i // block in blocks[t // block]} for t in range(len(q))]
@@ -31,6 +31,10 @@ def seen_keys(q, k, pattern, window, num_sink, num_recent, block, chunk, stride)
         stop = min(start + chunk, len(q))
         if kind == "block_sparse":
             seen += [_of_blocks(q[:stop], k, t, num_blocks, block, start) for t in range(start, stop)]
+            continue
+        if kind == "blasst":
+            blocks = adaptive_prompt.blasst_blocks(q[:stop], k, factor, block, start)
+            seen += [{i for i in range(t + 1) if i // block in blocks[t // block]} for t in range(start, stop)]
             continue
         if kind == "flexprefill" and adaptive_prompt.estimate_error(q[:stop], k, window, block, start) < tau:
             blocks = adaptive_prompt.flexprefill_blocks(q[:stop], k, share, -(-min_budget // block), block, start)

@@ -7,7 +7,7 @@ from jax import lax
 
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.decode import attend, check_machine
-from pallas_kernels._mosaic_gpu.steps import Lists
+from pallas_kernels._mosaic_gpu.sizes import Lists
 
 
 def dense_decode(
@@ -62,7 +62,7 @@ def dense_decode(
 
 
 def check(query, key, value, *, rotation=None, mass=False, **_):
-    """Raise ``NotImplementedError`` for other GPUs, dtypes and widths, codes, keys to rotate, and the mass of slots."""
+    """Raise ``NotImplementedError`` for dtypes and widths, codes of 4 bits, keys to rotate, and the mass of slots."""
     check_machine(query, key, value)
     if rotation is not None or mass:
         raise NotImplementedError("got a rotation or mass, expected neither")

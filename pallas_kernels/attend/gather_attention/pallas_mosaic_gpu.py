@@ -2,7 +2,7 @@
 
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.decode import attend, check_machine
-from pallas_kernels._mosaic_gpu.steps import Lists
+from pallas_kernels._mosaic_gpu.sizes import Lists
 
 
 def gather_attention(
@@ -36,7 +36,7 @@ def gather_attention(
 
 
 def check(query, key, value, slots, mask, *, bias=None, place=None, rows=None, logits=False, **_):
-    """Raise ``NotImplementedError`` for other GPUs, dtypes and widths, codes, empty lists, and options of `pallas_triton`."""
+    """Raise ``NotImplementedError`` for dtypes and widths, codes of 4 bits, empty lists, and options of `pallas_triton`."""
     check_machine(query, key, value)
     if not slots.shape[2]:
         raise NotImplementedError("got an empty list, expected at least one entry")

@@ -31,8 +31,13 @@ KINDS = {
     "block_sparse": Pattern("block_sparse", blocks=3),
     "xattention": Pattern("xattention", share=0.6),
     "flexprefill": Pattern("flexprefill", share=0.5, tau=0.0, min_budget=2),  # never by blocks
+    "blasst": Pattern("blasst", factor=25.0),
 }
-MIXED = (*KINDS.values(), Pattern("flexprefill", share=0.5, tau=1.0, min_budget=4))  # of the query heads of a layer
+MIXED = (
+    *KINDS.values(),
+    Pattern("flexprefill", share=0.5, tau=1.0, min_budget=4),
+    Pattern("blasst", factor=14.0),
+)  # of the query heads of a layer
 
 
 def compare(pattern, lengths, chunk=SMALL_PATTERNS["chunk"], poison=False, seed=3):
@@ -56,9 +61,9 @@ def compare(pattern, lengths, chunk=SMALL_PATTERNS["chunk"], poison=False, seed=
 def test_every_head_attends_as_its_pattern_says():
     """All patterns in one layer; a ragged batch, whose rows end in the first chunk and within a block of the second."""
     compare((MIXED, MIXED), (27, 9), poison=True)
-    q, k = (rotate_all(x[0], frequencies(8)) for x in random_tokens(3, 2, 2, 3, 28, 8)[:2])
+    q, k = (rotate_all(x[0], frequencies(8)) for x in random_tokens(3, 2, 2, 4, 28, 8)[:2])
     for at, x in enumerate(MIXED):
-        seen = minference.seen_keys(q[at // 3, at % 3], k[at // 3], dataclasses.astuple(x), **SMALL_PATTERNS)
+        seen = minference.seen_keys(q[at // 4, at % 4], k[at // 4], dataclasses.astuple(x), **SMALL_PATTERNS)
         assert any(len(keys) < t for t, keys in enumerate(seen)), "the setting leaves nothing out"
 
 

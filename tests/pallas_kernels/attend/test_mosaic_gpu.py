@@ -1,6 +1,7 @@
 """`dense_decode` and `gather_attention` through Mosaic GPU: lowered here, and on a Hopper GPU against float64 NumPy.
 
-Pallas does not interpret `plgpu.inline_mgpu`, so without such a GPU no number is computed.
+Pallas does not interpret `plgpu.inline_mgpu`, so without such a GPU no kernel runs as a whole. A warp in NumPy computes what
+a warp does in a step.
 """
 
 import functools
@@ -12,18 +13,22 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels import dispatch
+from pallas_kernels._mosaic_gpu import attention_step
 from pallas_kernels._mosaic_gpu.decode import ROOM, default_programs
+from pallas_kernels._mosaic_gpu.sizes import ENTRIES, Sizes
 from pallas_kernels.attend.dense_decode import dense_decode
 from pallas_kernels.attend.dense_decode import pallas_mosaic_gpu as dense_kernel
 from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.attend.gather_attention import pallas_mosaic_gpu as gather_kernel
+from pallas_kernels.formats.quantised import dequantise, quantise
 from pallas_kernels.machine import PALLAS_TRITON, assume_machine, current_machine
-from pallas_kernels.numerics import merge_partials
+from pallas_kernels.numerics import LOG2_E, merge_partials
 from tests.pallas_kernels.attend import test_dense_decode as dense
 from tests.pallas_kernels.attend import test_dense_decode_queries as queries
 from tests.pallas_kernels.attend import test_gather_attention as gather
 from tests.pallas_kernels.cases import SCALE, close, compiled, joined, one_by_one, softmax_attention
 from tests.pallas_kernels.operations import choose
+from tests.pallas_kernels.warp import Number, Warp
 
 NAME = "pallas_mosaic_gpu"
 ON_HOPPER = pytest.mark.skipif(current_machine().capability != (9, 0), reason="needs a GPU of compute capability 9.0")
@@ -53,13 +58,78 @@ def test_all_arguments_lower_for_an_h100():
     assert lowered(run, *args[:3], args[3][None], args[4]) == 1
 
 
+@pytest.mark.parametrize(
+    ("group", "dim", "dtype", "biased", "asked", "kind"),
+    [
+        (4, 128, "bfloat16", False, False, None),
+        (8, 64, "float16", True, False, None),
+        (16, 256, "bfloat16", False, True, None),
+        (20, 128, "bfloat16", True, True, "int8"),
+        (4, 64, "float16", False, False, "float8_e4m3fn"),
+    ],
+)
+def test_a_step_of_a_warp_equals_float64(group, dim, dtype, biased, asked, kind, monkeypatch):
+    """Two steps on the same entries; slots without a token hold NaN, and the rows that fill a half of the query anything."""
+    n = Sizes(heads=1, group=group, dim=dim, slots=1, dtype=jnp.dtype(dtype), shared=1 << 17, kind=kind)
+    rng, warp, place = np.random.default_rng(dim), Warp(1 << 16), 64
+    monkeypatch.setattr(attention_step, "t", warp)
+    monkeypatch.setattr(attention_step, "w", warp)
+    rows, tiles = 8 * n.halves, dim // 8
+    query, key, value = (rng.normal(size=(x, dim)).astype(n.dtype) for x in (rows, ENTRIES, ENTRIES))
+    position, bias = rng.integers(0, 50, ENTRIES, np.int32), rng.normal(size=ENTRIES).astype(np.float32) * biased
+    own = rng.integers(10, 60, rows, np.int32) if asked else np.full(rows, 50, np.int32)
+    position[[1, 6, 12]] = -1
+    seen, scales = (position >= 0) & (position <= own[:, None]), np.ones((2, ENTRIES), jnp.bfloat16)
+    if kind is not None:
+        codes = [quantise(jnp.asarray(x), kind) for x in (key, value)]
+        key, value = (np.array(dequantise(x), np.float64) for x in codes)
+    want = softmax_attention(query, key, value, seen, bias)[:2]
+    if kind is None:
+        key[[1, 6]], value[[1, 6, 12]] = np.nan, np.nan
+    else:
+        (key, value), scales = (np.array(x.codes) for x in codes), np.array([x.scale for x in codes])
+        scales[:, [1, 6, 12]] = np.nan
+    halves = rng.integers(0, 4, ENTRIES, np.int32)
+    words = [
+        np.where(halves & (1 << i), x.view(np.uint16).astype(np.int32) << 16, x.view(np.uint16)) for i, x in enumerate(scales)
+    ]
+    for start, pitch, stored in (
+        (0, n.pitch, key),
+        (ENTRIES * n.pitch, n.pitch, value),
+        (n.tags, 4, position[:, None]),
+        (n.biases, 4, bias[:, None] * np.float32(LOG2_E)),
+        *((n.scales + 4 * ENTRIES * i, 4, x[:, None].astype(np.int32)) for i, x in enumerate((*words, halves))),
+    ):
+        for i, x in enumerate(np.ascontiguousarray(stored).view(np.uint8)):
+            warp.memory[place + start + i * pitch :][: x.size] = x
+    row, column = np.arange(32) // 4, np.arange(32) % 4
+    words = query.view(np.int32).reshape(n.halves, 8, tiles // 2, 2, 4)
+    words = words if kind is None else words.reshape(n.halves, 8, tiles // 2, 4, 2).swapaxes(3, 4)
+    words = words.reshape(n.halves, 8, tiles, 4)[:, row, :, column].transpose(1, 2, 0).reshape(-1, 32)
+    asking = [Number(x[row]) for x in own.reshape(n.halves, 8)] if asked else None
+    state = [[warp.float_number(x)] * n.halves * many for x, many in ((0.0, 2 * tiles), (-np.inf, 1), (0.0, 1))]
+    for _ in range(2):
+        state = attention_step.attend_step(n, SCALE, biased, warp.number(place), [Number(x) for x in words], asking, *state)
+    sums, maximum, total = (np.stack([x.each for x in numbers]).reshape(n.halves, -1, 8, 4) for numbers in state)
+    total, maximum = total.sum(-1).reshape(-1, 1), maximum[..., :1].reshape(-1, 1)
+    out = sums.reshape(n.halves, tiles, 2, 8, 4).transpose(0, 3, 1, 4, 2)
+    out = (out if kind is None else out.reshape(n.halves, 8, tiles // 2, 2, 4, 2).transpose(0, 1, 2, 4, 5, 3)).reshape(
+        rows, dim
+    )
+    got = out / np.where(total > 0, total, 1), (maximum + np.log2(total / 2))[:, 0] / LOG2_E
+    close(got, want, "bfloat16")
+
+
 def test_programs_of_all_lists_run_at_once():
     shares = {(8, 32): (8, 1), (8, 2048): (2, 8), (64, 512): (2, 1), (128, 32): (1, 1), (2000, 9): (1, 1), (1, 1): (1, 1)}
-    for (lists, blocks), expected in shares.items():
-        assert default_programs(lists, blocks) == expected
-    for lists in range(1, 140):
-        splits, clusters = default_programs(lists, 500)
-        assert lists * clusters <= max(ROOM[splits - 1], lists) and splits * clusters * lists > 66
+    with assume_machine("gpu", (9, 0)):
+        for (lists, blocks), expected in shares.items():
+            assert default_programs(lists, blocks) == expected
+        for lists in range(1, 140):
+            splits, clusters = default_programs(lists, 500)
+            assert lists * clusters <= max(ROOM[splits - 1], lists) and splits * clusters * lists > 66
+    with assume_machine("gpu", (8, 0)):
+        assert default_programs(8, 500) == (1, 13)
 
 
 def test_it_runs_where_pallas_has_no_triton_and_says_where_it_cannot(monkeypatch):
@@ -69,7 +139,7 @@ def test_it_runs_where_pallas_has_no_triton_and_says_where_it_cannot(monkeypatch
         assert choose("dense_decode", **wide) == choose("gather_attention", **listed) == NAME
         for name, sizes, words in (
             ("dense_decode", wide | {"dtype": "float32"}, "dtypes"),
-            ("dense_decode", wide | {"kind": "int8"}, "codes"),
+            ("dense_decode", wide | {"kind": "int4"}, "codes"),
             ("dense_decode", wide | {"D": 80}, "head_dim 64, 128 or 256"),
             ("dense_decode", wide | {"G": 13, "T": 5}, "at most 64"),
             ("dense_decode", wide | {"mass": True}, "mass"),
@@ -78,7 +148,11 @@ def test_it_runs_where_pallas_has_no_triton_and_says_where_it_cannot(monkeypatch
         ):
             with pytest.raises(NotImplementedError, match=words):
                 choose(name, implementation=NAME, **sizes)
-    with assume_machine("gpu", (8, 0)), pytest.raises(NotImplementedError, match="compute capability"):
+    with assume_machine("gpu", (8, 9)):
+        assert choose("dense_decode", **wide) == NAME
+        with pytest.raises(NotImplementedError, match="shared memory"):
+            choose("dense_decode", implementation=NAME, **wide | {"D": 256})
+    with assume_machine("gpu", (7, 5)), pytest.raises(NotImplementedError, match="compute capability"):
         choose("dense_decode", implementation=NAME, **wide)
 
 
@@ -167,6 +241,21 @@ def test_parts_beside_a_list():
     out = jnp.asarray(np.stack([out, np.full_like(out, np.nan)], axis=2), jnp.float32)
     lse = jnp.asarray(np.stack([lse, np.full_like(lse, -np.inf)], axis=2), jnp.float32)
     close(compiled(GATHER)(query, key, value, slots[..., :20], mask[..., :20], partials=(out, lse)), whole, "bfloat16")
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(("group", "dim", "dtype"), [(3, 64, "bfloat16"), (4, 128, "bfloat16"), (8, 256, "float16")])
+def test_codes_equal_float64(kind, group, dim, dtype):
+    """What is not listed, or holds no token, has scales of NaN, and codes too, where a code can be NaN."""
+    (query, key, value), rest, seen = dense.cache(group, group, dim, 333, dtype)
+    stored = [quantise(x, kind) for x in (key, value)]
+    want = softmax_attention(query, *(np.asarray(dequantise(x), np.float64) for x in stored), seen[:, :, None])[:2]
+    close(compiled(DENSE)(query, *stored, **rest), want, "bfloat16")
+    query, key, value, slots, mask, _ = gather.lists(group, group, dim, 200, dtype, slots=333)
+    stored = [quantise(x, kind) for x in (key, value)]
+    want = gather.gather_oracle(query, *(dequantise(x) for x in stored), slots, mask)[:2]
+    close(compiled(GATHER)(query, *stored, slots, mask), want, "bfloat16")
 
 
 @ON_HOPPER

@@ -1,0 +1,138 @@
+"""One warp attends to the rows of one step, which are in its ring: products of 16 x 8 numbers that sum over 16.
+
+A query has halves of 8 rows. Of each product with a half, lane l has two neighbouring columns, 2 (l % 4) and the next, of row
+l / 4. These are also the entries whose weights the lane then multiplies by values, so that weights need no other lane.
+
+Codes of 8 bits become numbers of 16 bits when they are in registers, where a lane then has four neighbouring channels of a
+row instead of two times two. So a product of codes sums over channels in another order, in which the query is loaded, and
+sums of values are of the even channels, then of the odd ones.
+"""
+
+import functools
+import math
+
+from pallas_kernels._mosaic_gpu import threads as t
+from pallas_kernels._mosaic_gpu import warps as w
+from pallas_kernels._mosaic_gpu.sizes import ENTRIES, TILES, Sizes
+from pallas_kernels.numerics import LOG2_E
+
+
+def attend_step(n: Sizes, scale: float, biased: bool, place, query, asked, sums, maximum, total):
+    """Attend to a stage of the ring at ``place``.
+
+    Args:
+        n: sizes.
+        scale: factor of the logits.
+        biased: whether the stage has biases.
+        place: a number, the address.
+        query: for each half of the query and each 8 channels an int32, which is two numbers: of channel 2 (l % 4) of the 8
+            and the next; for codes of channel 4 (l % 4) + 2 i of 16 and the next, where these 8 are number i of the 16.
+        asked: for each half a position; None: no slot is after the query.
+        sums: for each half and each 8 channels two sums of values; for codes of even channels of 16, then of odd ones.
+        maximum: for each half the largest logit, to base 2.
+        total: for each half the softmax denominator of what this lane saw.
+
+    Returns:
+        sums, maximum and total after the step.
+    """
+    tiles = n.dim // 8
+    positions, biases, (key_scales, value_scales) = _tags(n, place, biased)
+    logits = _logits(n, place, [query[h * tiles : (h + 1) * tiles] for h in range(n.halves)])
+    weights, decays, risen, totals = [], [], [], []
+    for half in range(n.halves):
+        seen = [x >= 0 if asked is None else (x >= 0) & (x <= asked[half]) for x in positions]
+        found = [x * (scale * LOG2_E) for tile in logits for x in tile[half]]
+        found = [x * y for x, y in zip(found, key_scales, strict=True)] if key_scales else found
+        found = [x if bias is None else x + bias for x, bias in zip(found, biases, strict=True)]
+        found = [s.select(x, t.float_number(-math.inf)) for s, x in zip(seen, found, strict=True)]
+        top = w.over_quad(functools.reduce(w.most, found), w.most)
+        risen.append(w.most(top, maximum[half]))
+        shift = (risen[-1] > -math.inf).select(risen[-1], t.float_number(0.0))
+        decays.append((maximum[half] - shift).exp2(approx=True))
+        shares = [(x - shift).exp2(approx=True) for x in found]
+        totals.append(total[half] * decays[-1] + sum(shares[1:], shares[0]))
+        if value_scales:
+            shares = [s.select(x * y, t.float_number(0.0)) for s, x, y in zip(seen, shares, value_scales, strict=True)]
+        weights.append([w.pair(*shares[2 * i : 2 * i + 2], n.dtype) for i in range(TILES)])
+    decayed = [[sums[2 * (h * tiles + i) + j] * decays[h] for j in (0, 1)] for h in range(n.halves) for i in range(tiles)]
+    return _add_values(n, place, positions, weights, decayed), risen, totals
+
+
+def _tags(n, place, biased):
+    """Load positions, biases, and scales of keys and of values, of this lane's entries."""
+    place = place + t.signed(w.lane() % 4) * 8
+
+    def load(kind, first):
+        return [x for i in range(TILES) for x in w.load_shared(place, (kind,) * 2, first + 32 * i)]
+
+    positions, biases = load(t.i32(), n.tags), load(w.f32(), n.biases) if biased else [None] * (2 * TILES)
+    if n.kind is None:
+        return positions, biases, (None, None)
+    words = [load(t.i32(), n.scales + 4 * ENTRIES * i) for i in range(3)]
+    scales = [[w.half_of(x, (y & (1 << i)) > 0) for x, y in zip(words[i], words[2], strict=True)] for i in (0, 1)]
+    return positions, biases, scales
+
+
+def _product(n, left, right, sums):
+    """Multiply all halves of the query, two at once, and add to ``sums``, two numbers of each half."""
+    added = []
+    for half in range(0, n.halves, 2):
+        low, high, *_ = *left[half : half + 2], [t.number(0)] * 2
+        more = *sums[half : half + 2], [t.float_number(0.0)] * 2
+        four = w.multiply((*more[0], *more[1]), (low[0], high[0], low[1], high[1]), right, n.dtype)
+        added += [four[:2], four[2:]]
+    return added[: n.halves]
+
+
+def _corner(n, place, by_entries):
+    """Return where this lane's row of four matrices of 8 entries and 16 bytes is: next to each other, or entries first."""
+    lane = w.lane()
+    some, other = t.signed(lane // 8 % 2), t.signed(lane // 16)
+    entries, chunk = (some, other) if by_entries else (other, some)
+    return place + (entries * 8 + t.signed(lane % 8)) * n.pitch + chunk * 16
+
+
+def _keys(n, place):
+    """Yield, for each 16 channels, the right side of products with keys: two int32 for each 8 entries."""
+    if n.kind is None:
+        corner = _corner(n, place, by_entries=False)
+        for k in range(n.dim // 16):
+            four = w.load_matrices(corner, 32 * k)
+            yield four[:2], four[2:]
+        return
+    corner = _corner(n, place, by_entries=True)
+    for k in range(n.dim // 32):
+        four = w.load_matrices(corner, 32 * k)
+        for two in (four[:2], four[2:]):
+            yield [[w.decode(x, i, i + 1, n.kind, n.dtype) for i in (0, 2)] for x in two]
+
+
+def _values(n, place, masks):
+    """Yield, for each 8 channels, the right side of products with values: two int32."""
+    corner = _corner(n, place + ENTRIES * n.pitch, by_entries=True)
+    for k in range(n.width // 32):
+        four = [x & masks[i % 2] for i, x in enumerate(w.load_matrices(corner, 32 * k, transposed=True))]
+        for two in (four[:2], four[2:]):
+            if n.kind is None:
+                yield two
+            else:
+                yield from ([w.decode(x, i, i + 2, n.kind, n.dtype) for x in two] for i in (0, 1))
+
+
+def _logits(n, place, query):
+    """Multiply queries and keys: for each 8 entries and each half two numbers."""
+    sums = [[[t.float_number(0.0)] * 2] * n.halves for _ in range(TILES)]
+    for k, keys in enumerate(_keys(n, place)):
+        left = [half[2 * k : 2 * k + 2] for half in query]
+        sums = [_product(n, left, right, x) for right, x in zip(keys, sums, strict=True)]
+    return sums
+
+
+def _add_values(n, place, positions, weights, sums):
+    """Add values with their weights; the row of a slot without a token may hold anything, so its bits become 0."""
+    tiles, none = n.dim // 8, t.number(0)
+    low, high = ((x >= 0).select(t.number(0xFFFF), none) for x in positions[::2]), positions[1::2]
+    masks = [x | (y >= 0).select(t.number(-0x10000), none) for x, y in zip(low, high, strict=True)]
+    for i, right in enumerate(_values(n, place, masks)):
+        sums[i::tiles] = _product(n, weights, right, sums[i::tiles])
+    return [x for two in sums for x in two]

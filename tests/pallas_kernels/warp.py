@@ -1,0 +1,103 @@
+"""A warp in NumPy, in the place of `pallas_kernels._mosaic_gpu.warps`: 32 lanes, shared memory, and products.
+
+Nothing interprets inline PTX. So what kernels compute with functions of `warps` runs here on a CPU, and only the functions
+themselves, one instruction each, are left to a GPU. Layouts of `mma` and `ldmatrix` are those of the PTX manual.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+
+LANES = 32
+_LANE = np.arange(LANES)
+_ROW, _COLUMN = _LANE // 4, _LANE % 4 * 2
+
+
+class Number:
+    """A number of each lane, int64 or float32, with the operators of Mosaic's arrays without axes."""
+
+    def __init__(self, each):
+        self.each = np.broadcast_to(each, (LANES,))
+
+    def select(self, yes, no):
+        return Number(np.where(self.each, yes.each, no.each))
+
+    def max(self, other):
+        return Number(np.maximum(self.each, other.each))
+
+    def exp2(self, approx):
+        return Number(np.exp2(self.each))
+
+
+def _operator(name):
+    def apply(self, other):
+        return Number(getattr(self.each, name)(other.each if isinstance(other, Number) else other))
+
+    return apply
+
+
+for _name in ("add", "radd", "sub", "mul", "floordiv", "mod", "and", "or", "lt", "le", "gt", "ge"):
+    setattr(Number, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+class Warp:
+    """The functions of `warps`, and of `threads` those that make numbers; ``memory``: shared memory, an array of bytes."""
+
+    def __init__(self, size):
+        self.memory = np.zeros(size, np.uint8)
+
+    number = staticmethod(lambda x: Number(np.int64(x)))
+    float_number = staticmethod(lambda x: Number(np.float32(x)))
+    lane = staticmethod(lambda: Number(_LANE))
+    signed = staticmethod(lambda x: x)
+    most = staticmethod(Number.max)
+    i32 = staticmethod(lambda: np.int32)
+    f32 = staticmethod(lambda: np.float32)
+
+    @staticmethod
+    def over_quad(x, combine):
+        for distance in (1, 2):
+            x = combine(x, Number(x.each[_LANE ^ distance]))
+        return x
+
+    @staticmethod
+    def decode(x, low, high, kind, dtype):
+        two = x.each.astype(np.int32).view(np.uint8).reshape(LANES, 4)[:, [low, high]].view(jnp.dtype(kind))
+        return _packed(two.astype(dtype).view(np.uint16))
+
+    @staticmethod
+    def half_of(word, second):
+        bits = np.where(second.each, word.each >> 16, word.each) & 0xFFFF
+        return Number(bits.astype(np.uint16).view(jnp.bfloat16).astype(np.float32))
+
+    @staticmethod
+    def pair(low, high, dtype):
+        return _packed(np.stack([low.each, high.each], 1).astype(dtype).view(np.uint16))
+
+    def load_shared(self, source, kinds, offset=0):
+        taken = [self.memory[x + offset :][: 4 * len(kinds)].view(np.uint32) for x in source.each]
+        return [Number(column.view(kind)) for column, kind in zip(np.stack(taken, 1), kinds, strict=True)]
+
+    def load_matrices(self, source, offset, transposed=False):
+        rows = np.stack([self.memory[x + offset :][:16].view(np.uint16) for x in source.each]).reshape(4, 8, 8)
+        return [_packed(x[_ROW[:, None], _COLUMN[:, None] + [0, 1]]) for x in (rows.mT if transposed else rows)]
+
+    @staticmethod
+    def multiply(sums, left, right, dtype):
+        tall, wide, out = np.zeros((2, 8, 2, 8)), np.zeros((2, 8, 8)), np.zeros((2, 8, 8))
+        for i in (0, 1):
+            for part in (0, 1):
+                wide[part, _COLUMN + i, _ROW] = _parted(right[part], dtype)[:, i]
+                out[part, _ROW, _COLUMN + i] = sums[2 * part + i].each
+                for half in (0, 1):
+                    tall[half, _ROW, part, _COLUMN + i] = _parted(left[2 * part + half], dtype)[:, i]
+        out += np.einsum("hrpk,pkc->hrc", tall, wide)
+        return [Number(out[half, _ROW, _COLUMN + i].astype(np.float32)) for half in (0, 1) for i in (0, 1)]
+
+
+def _packed(two):
+    """Make int32 numbers of two 16-bit numbers of each lane."""
+    return Number(np.ascontiguousarray(two).view(np.int32)[:, 0].astype(np.int64))
+
+
+def _parted(x, dtype):
+    return x.each.astype(np.int32).view(np.uint16).reshape(LANES, 2).view(dtype)
