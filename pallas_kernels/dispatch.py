@@ -104,11 +104,13 @@ class Implementation:
             NVIDIA GPU that kernels run on (`pallas_kernels.machine`).
         check: a function of the same arguments that reads only shapes and dtypes. Where ``run`` cannot take them, it raises
             ``NotImplementedError`` that names got and expected.
+        trial: whether it runs by its name alone, because its laws have not held on a device yet.
     """
 
     run: Callable[..., Any]
     platforms: tuple[str, ...] = ()
     check: Callable[..., None] = accept
+    trial: bool = False
 
 
 @contextlib.contextmanager
@@ -232,12 +234,15 @@ class Operation:
     def of(cls, name: str, *modules: ModuleType, logits: bool = False, in_place: bool = False) -> Operation:
         """Make an operation of the files in its folder, fastest first, of which the last is its ``reference``.
 
-        A file has a function of the operation's name, and a back end's has a function ``check`` (`Implementation`). The table
-        names it as the file, and the reference "xla".
+        A file has a function of the operation's name, and a back end's has a function ``check``, and ``TRIAL = True`` if
+        it is on trial (`Implementation`). The table names it as the file, and the reference "xla".
         """
         *kernels, reference = modules
         names = {module.__name__.rpartition(".")[2]: module for module in kernels}
-        rows = {end: Implementation(getattr(x, name), BACK_ENDS[end], x.check) for end, x in names.items()}
+        rows = {
+            end: Implementation(getattr(x, name), BACK_ENDS[end], x.check, getattr(x, "TRIAL", False))
+            for end, x in names.items()
+        }
         return cls(name, {**rows, XLA: Implementation(getattr(reference, name))}, logits, in_place)
 
     @property
@@ -299,6 +304,8 @@ class Operation:
                     raise NotImplementedError(f"needs {_KERNELS_NEED}, got {here}")
                 if name in _NEEDS and (why := why_missing(_NEEDS[name])):
                     raise NotImplementedError(f"needs {_NEEDS[name]}, got {why}")
+                if entry.trial and named is None:
+                    raise NotImplementedError("is on trial and runs by name alone")
                 if self.logits and entry.platforms and (cap := get_soft_cap()) is not None:
                     say_once(f"attention with a soft cap on its logits runs as plain JAX (implementation {XLA!r})")
                     raise NotImplementedError(f"needs logits without a soft cap, got a cap of {cap}")
