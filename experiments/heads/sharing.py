@@ -215,7 +215,7 @@ def _sharing(settings: SharingSettings) -> None:
         under = ("" if other is None else f"{pairs[other, layer]:.2f}" for other in seen)
         rows.append((str(layer), "dense" if layer in dense else "yes" if layer in told["anchors"] else "", *under))
     print("\n".join(markdown_rows(rows)))
-    print(f"\n{settings.out}: anchors={told['anchors']}")
+    print(f"\nanchors={tuple(told['anchors'])}, head_map={settings.out}")
 
 
 main = Job(_sharing, SharingSettings, compiles=True)

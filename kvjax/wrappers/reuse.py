@@ -50,8 +50,8 @@ class Reuse(Around):
     With ``steps`` above 1 an anchor selects in its first step and in every ``steps``-th step after it, and attends in between
     to its last list and to all tokens that came since. A row that gets several tokens at once (`kvjax.extend`) selects anew.
 
-    Anchors and a map of heads belong to a model; ``python -m experiments.heads.sharing`` measures both and writes a file. The
-    commands take it for both knobs, and `read_anchors` and `read_head_map` read it.
+    Anchors and a map of heads belong to a model. ``python -m experiments.heads.sharing`` measures both. It prints the anchors
+    and writes a file, which commands take for ``head_map`` and `read_head_map` reads.
 
     ``method`` selects slots in each step and keeps every token: `Quest`, `ParisKV`, `RetrievalAttention`, `PQCache`,
     `SOCKET`, `InfiniGen`, `Oracle`, or `Twilight` and `DenseBelow` around them. Other methods are refused when the wrapper is
@@ -215,32 +215,20 @@ class Reuse(Around):
         )
 
 
-def read_anchors(path: str | pathlib.Path, config: Model) -> tuple[int, ...]:
-    """Read the knob ``anchors`` of `Reuse` from a file of ``experiments.heads.sharing``.
+def read_head_map(path: str | pathlib.Path, config: Model) -> tuple[tuple[int, ...], ...]:
+    """Read the knob ``head_map`` of `Reuse` from a file of ``experiments.heads.sharing``.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file holds something else.
     """
-    return tuple(_read(path)["anchors"])
-
-
-def read_head_map(path: str | pathlib.Path, config: Model) -> tuple[tuple[int, ...], ...]:
-    """Read the knob ``head_map`` of `Reuse`, as `read_anchors` does."""
-    return tuple(map(tuple, _read(path)["head_map"]))
-
-
-def _read(path: str | pathlib.Path) -> dict[str, Any]:
     file = pathlib.Path(path)
     if not file.is_file():
-        raise FileNotFoundError(f"no anchors in {file}: expected a file, which experiments.heads.sharing writes")
+        raise FileNotFoundError(f"no map of heads in {file}: expected a file, which experiments.heads.sharing writes")
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return {name: found[name] for name in ("anchors", "head_map")}
+        return tuple(map(tuple, json.loads(file.read_text(encoding="utf-8"))["head_map"]))
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f'{file} holds no anchors, expected {{"anchors": [...], "head_map": [...]}}, got: {error}'
-        ) from error
+        raise ValueError(f'{file} must hold {{"head_map": [[...], ...]}}, got: {error!r:.80}') from error
 
 
 @answers("method")
