@@ -61,7 +61,9 @@ class Reading:
         in_turn = order.by == "layers" or (order.chunks == 1 and not method.reread_tokens(order.slots))
         reading, hosts = add_parts([*after, *self._read(layers, in_turn, shares)]), [one.reading.host for one in layers]
         # Rows in host memory stay where they are when a layer is finished.
-        host = max(hosts) + self._hidden() * order.offloaded if in_turn else sum(hosts)
+        host = max(hosts) if in_turn else sum(hosts)
+        if order.by == "layers" and order.offloaded:  # what is finished, and hidden states
+            host += add_parts(after).host + self._hidden()
         reading, hidden = dataclasses.replace(reading, host=host), 0 if order.offloaded else self._hidden()
         beside = max(finishing(*one) for one in stored.values())
         taken = self._pass(method, methods, list(first.values()))

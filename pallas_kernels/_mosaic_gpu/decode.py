@@ -1,4 +1,4 @@
-"""Decode attention on a Hopper GPU, where each warp attends alone.
+"""Decode attention on NVIDIA GPUs from Ampere on, where each warp attends alone.
 
 A warp takes 16 entries of a list at a time. It copies their keys and values by `cp.async` into a ring of its own in shared
 memory, some steps ahead, multiplies them by the query with `mma`, and keeps the sums in registers. No warp waits for another

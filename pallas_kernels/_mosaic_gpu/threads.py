@@ -21,7 +21,7 @@ def i32():
     return ir.IntegerType.get_signless(32)
 
 
-def number(value, signed=True):
+def number(value, signed: bool | None = True):
     """Make a number of a value, or of a constant int32."""
     if isinstance(value, int):
         value = mgpu.utils.c(value, i32())

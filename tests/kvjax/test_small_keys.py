@@ -65,8 +65,10 @@ def test_shadowkv_takes_72_bytes_per_token_and_kv_head():
     full, here, away = (
         kvjax.memory_needed(method, LLAMA, **sizes) for method in (kvjax.methods.Full(), ShadowKV(), ShadowKV(offload=True))
     )
-    values = 32 * 8 * 131072 * 256
-    assert away.host == 2 * values  # as long as the prompt is read, keys too
+    values, hidden = 32 * 8 * 131072 * 256, 131072 * LLAMA.hidden_size * 2
+    assert away.host == values + hidden
+    by_chunks = kvjax.memory_needed(ShadowKV(offload=True), LLAMA, **sizes, order="chunks")
+    assert by_chunks.host == 2 * values  # as long as the prompt is read, keys too
     assert here.device < full.device and away.device < full.device / 5
 
 
@@ -80,7 +82,7 @@ def test_think_takes_420_bytes_per_token_and_kv_head():
     thinner = state_of(stages).cache
     assert size(thinner.older) == 8 * (1024 * (160 + 256 + 4) + 77 * 4) + 4
     sizes = {"batch": 1, "prompt_slots": 8192, "max_new_tokens": 64}
-    full, thin = (kvjax.memory_needed(method, LLAMA, **sizes).device for method in (kvjax.methods.Full(), ThinK()))
+    full, thin = (kvjax.memory_needed(method, LLAMA, **sizes).after for method in (kvjax.methods.Full(), ThinK()))
     assert 0.8 * full < thin < 0.83 * full
 
 

@@ -4,11 +4,11 @@ from typing import Annotated
 
 from jax import Array
 
-from pallas_kernels.attend.past_attention import cudnn, reference
+from pallas_kernels.attend.past_attention import cudnn, pallas_mosaic_gpu, reference
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.signature import LOOP, declared, forward
 
-PAST_ATTENTION = Operation.of("past_attention", cudnn, reference, logits=True)
+PAST_ATTENTION = Operation.of("past_attention", cudnn, pallas_mosaic_gpu, reference, logits=True)
 
 
 @declared(PAST_ATTENTION, derivative=LOOP)
@@ -29,7 +29,8 @@ def past_attention(
     Args:
         query: already rotated; float32, bfloat16 or float16.
         count: in [0, S], the slots that the row's queries see; other slots may hold any finite value.
-        implementation: "cudnn" is flash attention, for bfloat16 or float16.
+        implementation: "cudnn" and "pallas_mosaic_gpu" are flash attention, for bfloat16 or float16; the second on a Hopper
+            GPU, for D of 64 or 128 and S a multiple of 8.
 
     Returns:
         out [B, H, G, T, D] in the dtype of the query, and lse float32 [B, H, G, T], the log of the softmax denominator; 0

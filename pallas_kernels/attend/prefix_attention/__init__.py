@@ -4,11 +4,11 @@ from typing import Annotated
 
 from jax import Array
 
-from pallas_kernels.attend.prefix_attention import cudnn, reference
+from pallas_kernels.attend.prefix_attention import cudnn, pallas_mosaic_gpu, reference
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.signature import LOOP, declared, forward
 
-PREFIX_ATTENTION = Operation.of("prefix_attention", cudnn, reference, logits=True)
+PREFIX_ATTENTION = Operation.of("prefix_attention", cudnn, pallas_mosaic_gpu, reference, logits=True)
 
 
 @declared(PREFIX_ATTENTION, derivative=LOOP)
@@ -34,7 +34,8 @@ def prefix_attention(
             cache; if it is [B], all real ones do. The Python int 0 leaves out the pass over earlier slots.
         length: how many tokens of the chunk are real; padding may hold anything, NaN included. None means that all T are
             real.
-        implementation: "cudnn" is flash attention, for bfloat16 or float16.
+        implementation: "cudnn" and "pallas_mosaic_gpu" are flash attention, for bfloat16 or float16; the second on a Hopper
+            GPU, for D of 64 or 128 and S a multiple of 8.
 
     Returns:
         out [B, H, G, T, D] in the dtype of the query, and lse float32 [B, H, G, T], the log of the softmax

@@ -245,7 +245,7 @@ def test_memory_of_layers_that_differ():
     mosaic = example("mosaickv", offload=True, **OFFLOADED["mosaickv"])
     mixed = PerLayer(layers={0: kvjax.methods.Full()}, default=mosaic)
     sizes = {"batch": 2, "prompt_slots": 128, "max_new_tokens": 8}
-    whole, pieces = (memory_needed(mixed, TINY, **sizes, chunk_size=chunk) for chunk in (8192, 16))
+    whole, pieces = (memory_needed(mixed, TINY, **sizes, chunk_size=chunk, order="chunks") for chunk in (8192, 16))
     assert whole.host == pieces.host > 0
     with pytest.raises(ValueError, match="batch must be a whole number of at least 1, got 0"):
         memory_needed("pariskv", TINY, **{**sizes, "batch": 0})
@@ -330,7 +330,8 @@ def test_memory_is_counted_by_where_it_is(name):
     device, host = placed_bytes(chunked(method, config=config).layers)
     assert needed.device >= device and needed.host >= host
     if name == "pariskv":
-        assert needed.host == host and needed.staged >= host // config.num_layers
+        hidden = 3 * 48 * config.hidden_size * 4  # as long as the prompt is read
+        assert needed.host == host + hidden and needed.staged >= host // config.num_layers
 
 
 def test_too_little_memory_is_said_before_the_prompt_is_read(monkeypatch):

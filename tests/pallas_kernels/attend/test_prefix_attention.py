@@ -1,4 +1,7 @@
-"""A chunk of a prompt over what came before it, and over the slots of a cache, against float64 NumPy; cuDNN on a GPU."""
+"""A chunk of a prompt over what came before it, and over the slots of a cache, against float64 NumPy; cuDNN on a GPU.
+
+Pallas does not interpret the kernel of Mosaic GPU, so it is lowered here, and on a Hopper GPU it runs.
+"""
 
 import functools
 
@@ -9,18 +12,21 @@ import pytest
 
 from pallas_kernels.attend.past_attention import past_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention
-from tests.pallas_kernels.cases import NEEDS_GPU, SCALE, close, softmax_attention
+from pallas_kernels.machine import assume_machine
+from tests.pallas_kernels.attend.test_mosaic_gpu import lowered
+from tests.pallas_kernels.cases import NEEDS_GPU, ON_HOPPER, SCALE, close, one_by_one, softmax_attention
+from tests.pallas_kernels.operations import choose
 
-TOKENS, SLOTS = 16, 100
-every_case = pytest.mark.parametrize(
-    ("name", "dtype"), [("xla", "float32"), ("xla", "bfloat16"), pytest.param("cudnn", "bfloat16", marks=NEEDS_GPU)]
-)
+TOKENS, SLOTS = 16, 104
+KERNELS = pytest.param("cudnn", "bfloat16", marks=NEEDS_GPU), pytest.param("pallas_mosaic_gpu", "bfloat16", marks=ON_HOPPER)
+every_case = pytest.mark.parametrize(("name", "dtype"), [("xla", "float32"), ("xla", "bfloat16"), *KERNELS])
+MOSAIC = functools.partial(prefix_attention, scale=SCALE, implementation="pallas_mosaic_gpu")
 
 
-def chunk(rows, heads=2, group=3, dim=32):
+def chunk(rows, heads=2, group=3, dim=64, tokens=TOKENS, slots=SLOTS):
     """Random queries of a chunk, and keys and values."""
     rng = np.random.default_rng(0)
-    shapes = (rows, heads, group, TOKENS, dim), (rows, heads, SLOTS, dim), (rows, heads, SLOTS, dim)
+    shapes = (rows, heads, group, tokens, dim), (rows, heads, slots, dim), (rows, heads, slots, dim)
     return [rng.normal(size=shape) for shape in shapes]
 
 
@@ -30,35 +36,80 @@ def expected(query, key, value, seen):
 
 @every_case
 def test_queries_see_the_first_slots_of_their_row(name, dtype):
-    arrays, count = [jnp.asarray(x, dtype) for x in chunk(3)], np.asarray([100, 37, 0], np.int32)
+    arrays, count = [jnp.asarray(x, dtype) for x in chunk(3)], np.asarray([104, 37, 0], np.int32)
     run = jax.jit(functools.partial(past_attention, scale=SCALE, implementation=name))
     out, lse = run(*arrays, count=count)
     assert not out[2].any() and (lse[2] == -jnp.inf).all()
     close((out, lse), expected(*arrays, (np.arange(SLOTS) < count[:, None])[:, None, None, None]), dtype)
 
 
-@every_case
-@pytest.mark.parametrize(
-    ("start", "length"),
-    [(0, None), (jnp.int32(0), [16, 7]), (jnp.int32(84), None), (jnp.asarray([3, 95], jnp.int32), [16, 5])],
-    ids=["whole prompt", "first chunk", "last chunk", "rows of their own"],
-)
-def test_token_t_sees_slots_up_to_its_own(name, dtype, start, length):
-    query, key, value = chunk(2)
-    real = np.full(2, TOKENS) if length is None else np.asarray(length)
-    first = np.broadcast_to(np.asarray(start), (2,))
-    for row in range(2):  # what follows the real tokens is not looked at
+def agrees(name, dtype, arrays, start, length):
+    """Compare with float64; behind the real tokens keys, values and queries are NaN, and so is memory that is free."""
+    query, key, value = arrays
+    rows, tokens = len(query), query.shape[3]
+    real, first = np.full(rows, tokens) if length is None else np.asarray(length), np.broadcast_to(np.asarray(start), (rows,))
+    for row in range(rows):
+        query[row, :, :, real[row] :] = np.nan
         for x in (key, value):
-            x[row, :, first[row] + real[row] : first[row] + TOKENS] = np.nan
-    arrays = [jnp.asarray(x, dtype) for x in (query, key, value)]
+            x[row, :, first[row] + real[row] : first[row] + tokens] = np.nan
+    arrays = [jnp.asarray(x, dtype) for x in arrays]
     run = functools.partial(prefix_attention, scale=SCALE, implementation=name)
     run = functools.partial(run, start=start) if isinstance(start, int) else run
     start = {} if isinstance(start, int) else {"start": start}
     length = None if length is None else jnp.asarray(length, jnp.int32)
+    jnp.full((1 << 22,), jnp.nan).delete()
     out, lse = jax.jit(run)(*arrays, length=length, **start)
-    token = np.arange(TOKENS)
-    seen = np.arange(SLOTS) <= (first[:, None] + token)[..., None]
+    token = np.arange(tokens)
+    seen = np.arange(key.shape[2]) <= (first[:, None] + token)[..., None]
     seen = (seen & (token < real[:, None])[..., None])[:, None, None]
-    close((out, lse), expected(*arrays, seen), dtype)
+    close((out, lse), expected(np.nan_to_num(query), *arrays[1:], seen), "float32" if dtype == "float32" else "bfloat16")
     for row, end in enumerate(real):
         assert not out[row, :, :, end:].any() and (lse[row, :, :, end:] == -jnp.inf).all()
+
+
+@every_case
+@pytest.mark.parametrize(
+    ("start", "length"),
+    [(0, None), (jnp.int32(0), [16, 7]), (jnp.int32(88), None), (jnp.asarray([3, 99], jnp.int32), [16, 5])],
+    ids=["whole prompt", "first chunk", "last chunk", "rows of their own"],
+)
+def test_token_t_sees_slots_up_to_its_own(name, dtype, start, length):
+    agrees(name, dtype, chunk(2), start, length)
+
+
+@ON_HOPPER
+@pytest.mark.parametrize(
+    ("rows", "heads", "group", "dim", "tokens", "slots", "start", "length", "dtype"),
+    [
+        (2, 2, 4, 128, 1000, 3000, jnp.asarray([1999, 0], jnp.int32), [1000, 137], "bfloat16"),
+        (3, 1, 4, 64, 203, 208, 0, [203, 0, 77], "float16"),
+        (1, 2, 1, 128, 513, 1032, jnp.int32(512), None, "bfloat16"),
+        (1, 1, 8, 64, 130, 704, jnp.int32(574), None, "bfloat16"),
+        (1, 1, 5, 128, 300, 304, 0, None, "bfloat16"),
+        (1, 1, 1, 128, 1, 8, jnp.int32(7), [0], "bfloat16"),
+    ],
+)
+def test_tiles_of_all_kinds_equal_float64(rows, heads, group, dim, tokens, slots, start, length, dtype):
+    agrees("pallas_mosaic_gpu", dtype, chunk(rows, heads, group, dim, tokens, slots), start, length)
+
+
+@ON_HOPPER
+def test_queries_and_places_are_mapped():
+    query, key, value = (jnp.asarray(x, "bfloat16") for x in chunk(2, group=4, dim=128, tokens=200, slots=504))
+    one_by_one(
+        lambda query, start: MOSAIC(query, key, value, start=start),
+        *((query * (i + 1), jnp.int32(100 * i)) for i in range(3)),
+    )
+
+
+def test_it_lowers_for_an_h100_and_says_where_it_cannot_run():
+    shape, one = jax.ShapeDtypeStruct, (2, 2, 3)
+    for dim, tokens in ((128, 203), (64, 16)):
+        arrays = [shape((*lead, dim), "bfloat16") for lead in ((*one, tokens), (2, 2, 504), (2, 2, 504))]
+        assert lowered(MOSAIC, *arrays, start=shape((2,), "int32"), length=shape((2,), "int32")) == 1
+    with assume_machine("gpu", (9, 0)):
+        for sizes, words in (({"D": 80}, "head_dim 80"), ({"P": 4, "T": 9}, "got 13 slots"), ({"scale": -0.1}, "positive")):
+            with pytest.raises(NotImplementedError, match=words):
+                choose("prefix_attention", implementation="pallas_mosaic_gpu", **{"D": 64} | sizes)
+    with assume_machine("gpu", (8, 0)), pytest.raises(NotImplementedError, match="compute capability"):
+        choose("prefix_attention", implementation="pallas_mosaic_gpu", D=64)
