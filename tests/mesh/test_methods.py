@@ -115,7 +115,7 @@ def test_a_long_prompt_is_divided():
     mesh = AbstractMesh((4,), ("slots",))
     for method, share in ((SnapKV(budget=4, obs_window=2), 4), (small(StreamingLLM, budget=6, chunk=8), 1)):
         whole, part = (memory_needed(method, CONFIG, mesh=over, **sizes).device for over in (None, mesh))
-        assert whole / share <= part <= 1.2 * whole / share
+        assert whole / share <= part <= 1.5 * whole / share
 
 
 def test_specs_split_layers_and_tables_over_the_model_axis():
