@@ -12,10 +12,12 @@ from kvjax import head_scores, registry
 from kvjax.methods.budgets import SHARE
 from kvjax.protocol.method import Method
 from kvjax.wrappers import patterns
+from kvjax.wrappers.reuse import read_head_map
 
 _GROUPS = {"papers": PAPERS, "baselines": BASELINES, "all": METHODS}
 _SHARES: Mapping[str, tuple[type, ...]] = {"budget": (str, float), "capacity": (str,)}  # types of a share of the length
-_FILES = {"scores": head_scores, "pattern": patterns}  # knobs that may be the path of a file, and what reads it
+# Knobs that may be the path of a file, and what reads it.
+_FILES = {"scores": head_scores, "pattern": patterns, "head_map": read_head_map}
 
 
 @dataclasses.dataclass(frozen=True)

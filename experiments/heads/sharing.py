@@ -9,8 +9,8 @@ is the share of the attention which head g of layer m keeps if it takes the list
 steps. The anchors, one layer in ``every``, are the layers that have the largest sum of agreements, each layer under the last
 anchor before it and with its best head, weighted by how much its attention turns the hidden states
 (`experiments.heads.layers`). A dynamic programme finds them, as in microsoft/kascade 695b8c9, which takes the smallest
-agreement of a prompt's queries where this takes their mean. The file has ``{"anchors": [...], "heads": [[...], ...]}``, the
-knobs of `kvjax.wrappers.Reuse`, and the agreement of each pair of layers with the best heads.
+agreement of a prompt's queries where this takes their mean. The file has the knobs of `kvjax.wrappers.Reuse`,
+``{"anchors": [...], "head_map": [[...], ...]}``, and the agreement of each pair of layers with the best heads.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def shared(agreement: np.ndarray, importance: np.ndarray, every: int, dense: lis
         before = [at for at in anchors if at < layer]
         own = layer in anchors or layer in dense or not before
         heads.append(list(range(agreement.shape[3])) if own else agreement[before[-1], layer].argmax(axis=0).tolist())
-    return {"anchors": anchors, "heads": heads, "agreement": np.round(pairs, 3).tolist()}
+    return {"anchors": anchors, "head_map": heads, "agreement": np.round(pairs, 3).tolist()}
 
 
 def _sharing(settings: SharingSettings) -> None:
@@ -211,10 +211,11 @@ def _sharing(settings: SharingSettings) -> None:
     pairs = np.asarray(told["agreement"])
     rows = [("layer", "anchor", *(f"under layer -{d}" for d in _DISTANCES))]
     for layer in range(count):
-        under = (f"{pairs[layer - d, layer]:.2f}" if layer >= d and layer not in dense else "" for d in _DISTANCES)
+        seen = [layer - d if layer >= d and not {layer, layer - d} & {*dense} else None for d in _DISTANCES]
+        under = ("" if other is None else f"{pairs[other, layer]:.2f}" for other in seen)
         rows.append((str(layer), "dense" if layer in dense else "yes" if layer in told["anchors"] else "", *under))
     print("\n".join(markdown_rows(rows)))
-    print(f"\n{settings.out}: anchors={told['anchors']}")
+    print(f"\nanchors={tuple(told['anchors'])}, head_map={settings.out}")
 
 
 main = Job(_sharing, SharingSettings, compiles=True)

@@ -19,7 +19,7 @@ A second reading and its reverse cost three times the first reading or more.
 Kim et al., "KVzip" (arXiv:2505.23416).
 
 **Departures**: those of `KVzip`, which has the same texts and the same bound on what a head keeps. Attention of the reverse
-pass is computed in blocks of queries, so that no map of all probabilities is in memory.
+pass is computed in blocks of queries, so that no map of all probabilities is in memory. Heads cannot be divided over devices.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from kvjax.methods.rereading import Rereading
 from kvjax.protocol.method import Inputs, Prompt, Reading
 from kvjax.protocol.slots import SlotState
 from kvjax.protocol.typing import not_none, pytree, static
+from pallas_kernels import axes
 from pallas_kernels.attend.prefix_attention import prefix_attention
 from pallas_kernels.numerics import finite_or_zero, product_precision
 from pallas_kernels.soft_cap import capped
@@ -56,6 +57,8 @@ class KVgrad(Rereading):
     probes = True
 
     def reread(self, states: tuple[SlotState, ...], reading: Reading) -> tuple[SlotState, ...]:
+        if axes.is_split(axes.MODEL):  # a device's part of a sum over heads has another derivative than the sum
+            raise ValueError("KVgrad cannot run where a mesh divides the heads, got devices on the axis 'model'")
         caches = tuple(state.cache.resident() for state in states)
 
         def read(index: Array | int, size: int, scores: tuple[Array, ...]) -> tuple[Array, ...]:

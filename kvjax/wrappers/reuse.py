@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
 from typing import Any, ClassVar
 
 import jax
@@ -43,12 +45,13 @@ class Reuse(Around):
     number 0, ``every``, 2 * ``every`` and so on are *anchors*, or the layers that ``anchors`` lists. In a decode step an
     anchor selects as ``method`` does. The layers behind it, up to the next anchor, attend to the same slots, each with its
     own keys, values and queries; they keep no metadata. KV head h takes the list of the anchor's KV head h, or of
-    ``heads[layer][h]``. What ``method`` leaves dense stays dense.
+    ``head_map[layer][h]``. What ``method`` leaves dense stays dense.
 
     With ``steps`` above 1 an anchor selects in its first step and in every ``steps``-th step after it, and attends in between
     to its last list and to all tokens that came since. A row that gets several tokens at once (`kvjax.extend`) selects anew.
 
-    Anchors and heads belong to a model; ``python -m experiments.heads.sharing`` measures both, as lists of JSON.
+    Anchors and a map of heads belong to a model. ``python -m experiments.heads.sharing`` measures both. It prints the anchors
+    and writes a file, which commands take for ``head_map`` and `read_head_map` reads.
 
     ``method`` selects slots in each step and keeps every token: `Quest`, `ParisKV`, `RetrievalAttention`, `PQCache`,
     `SOCKET`, `InfiniGen`, `Oracle`, or `Twilight` and `DenseBelow` around them. Other methods are refused when the wrapper is
@@ -67,7 +70,7 @@ class Reuse(Around):
     every: int = static("layers that one selection serves", default=4, least=1)
     steps: int = static("tokens that one selection serves", default=1, least=1)
     anchors: tuple[int, ...] | None = static("layers that select; None = by `every`", default=None, least=0)
-    heads: tuple[tuple[int, ...], ...] | None = static(
+    head_map: tuple[tuple[int, ...], ...] | None = static(
         "per layer the anchor's KV head for each; None = h", default=None, least=0
     )
 
@@ -101,11 +104,11 @@ class Reuse(Around):
         if self.anchors is not None and not set(self.anchors) <= set(runs):
             which = f"below {count}" if len(runs) == count else f"that attend to the whole context, {list(runs)}"
             raise ValueError(f"Reuse: anchors must be layers {which}, got {list(self.anchors)}")
-        if self.heads is not None:
-            sizes, most = [len(row) for row in self.heads], max(max(row, default=0) for row in self.heads)
+        if self.head_map is not None:
+            sizes, most = [len(row) for row in self.head_map], max(max(row, default=0) for row in self.head_map)
             if sizes != [model.num_kv_heads] * count or most >= model.num_kv_heads:
                 raise ValueError(
-                    f"Reuse: heads must have {model.num_kv_heads} KV heads below {model.num_kv_heads} for each of the "
+                    f"Reuse: head_map must have {model.num_kv_heads} KV heads below {model.num_kv_heads} for each of the "
                     f"model's {count} layers, got {len(sizes)} rows of {sorted(set(sizes))} entries up to {most}"
                 )
 
@@ -137,7 +140,7 @@ class Reuse(Around):
             return inner
         if self.source(layer, num_layers) is None:
             return Reuse(method=inner, every=1, steps=self.steps)
-        return Follower(method=inner, heads=None if self.heads is None else self.heads[layer])
+        return Follower(method=inner, heads=None if self.head_map is None else self.head_map[layer])
 
     def signal(self, state: SlotState) -> Selection | None:
         return None if state.aux.dense else self._extended(state.cache, state.aux)
@@ -210,6 +213,22 @@ class Reuse(Around):
             mask=jnp.concatenate([chosen.mask, mask], axis=2),
             bias=bias,
         )
+
+
+def read_head_map(path: str | pathlib.Path, config: Model) -> tuple[tuple[int, ...], ...]:
+    """Read the knob ``head_map`` of `Reuse` from a file of ``experiments.heads.sharing``.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file holds something else.
+    """
+    file = pathlib.Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"no map of heads in {file}: expected a file, which experiments.heads.sharing writes")
+    try:
+        return tuple(map(tuple, json.loads(file.read_text(encoding="utf-8"))["head_map"]))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f'{file} must hold {{"head_map": [[...], ...]}}, got: {error!r:.80}') from error
 
 
 @answers("method")

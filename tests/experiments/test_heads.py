@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments.answering import LoadedModel
+from experiments.answering import LoadedModel, choices_of
 from experiments.benchmarks import Example
 from experiments.heads import heads, layers, sharing
 from kvjax.methods import HeadKV, Quest, SnapKV
@@ -147,9 +147,9 @@ def test_agreement_of_layers_equals_float64():
         ]
         assert got[one, other, h, g] == pytest.approx(np.mean(shares), abs=1e-4)
     told = sharing.shared(got.astype(np.float64), np.ones(4), 2, [0])
-    assert told["anchors"][0] == 1 and len(told["anchors"]) == 2 and [len(row) for row in told["heads"]] == [2] * 4
+    assert told["anchors"][0] == 1 and len(told["anchors"]) == 2 and [len(row) for row in told["head_map"]] == [2] * 4
     inner = Quest(budget=12, page_size=4, num_dense_layers=1)
-    reuse = Reuse(method=inner, anchors=tuple(told["anchors"]), heads=tuple(map(tuple, told["heads"])))
+    reuse = Reuse(method=inner, anchors=tuple(told["anchors"]), head_map=tuple(map(tuple, told["head_map"])))
     cache = kvjax.prefill(params, prompts, config=CONFIG, method=reuse, max_new_tokens=4, pad_multiple=1)
     assert np.isfinite(kvjax.decode_step(params, cache, np.array([3, 5])).logits).all()
     with pytest.raises(ValueError, match="keep every token .*SnapKV"):
@@ -164,4 +164,8 @@ def test_sharing_is_measured_on_a_model(tmp_path, capsys):
         assert sharing.main([*given, "--method", method, "--out", str(tmp_path / "sharing.json")]) == 0
         assert "under layer -1" in capsys.readouterr().out
         told = json.loads((tmp_path / "sharing.json").read_text())
+        text = f"reuse({method}, anchors=({told['anchors'][0]}, 3), head_map={tmp_path / 'sharing.json'})"
+        if "quest" in method:
+            made = choices_of(text)[0].at(256, None, CONFIG).method
+            assert made.anchors == (2, 3) and made.head_map == tuple(map(tuple, told["head_map"]))
         assert len(told["agreement"]) == 4 and told["anchors"][0] == (2 if "quest" in method else 0)

@@ -118,7 +118,10 @@ VARIANTS = {
 # The loop of "verified" has two passes of the model, so it has other sums: see `check_verified`.
 SUBJECTS = [name for name in (*NAMES, *WRAPPERS, *VARIANTS) if name not in ("knorm", "verified")]
 OF_MESHES = {
-    **dict.fromkeys(("data=1 model=8", "data=2 model=4", "data=8 model=1"), SUBJECTS),
+    **dict.fromkeys(
+        ("data=1 model=8", "data=2 model=4"), [x for x in SUBJECTS if x != "kvgrad"]
+    ),  # whose gradient it refuses
+    "data=8 model=1": SUBJECTS,
     **dict.fromkeys(("slots=4", "slots=2 model=4", "data=2 slots=4"), (*CROSSES, *BOUNDED)),
 }
 IN_TURNS = {  # a mesh and a method
@@ -648,6 +651,8 @@ def check_refusals():
         method = any_example(name)
         with refused("cannot run over the mesh's axis 'slots'.*Full, Quest"):
             kvjax.prefill(given, [[1, 2]], config=CONFIG, method=method, max_new_tokens=8)
+    with refused("KVgrad cannot run where a mesh divides the heads"):
+        kvjax.prefill(spread("data=2 model=4"), [[1, 2, 3, 4], [5, 6, 7]], config=CONFIG, method=example("kvgrad"))
     with refused("Quest: offload must be False where the mesh's axis 'slots'"):
         kvjax.prefill(given, [[1, 2]], config=CONFIG, method=example("quest", offload=True), max_new_tokens=8)
     with refused("sweep does not run where the mesh's axis 'slots'"):

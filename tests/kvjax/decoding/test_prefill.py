@@ -138,7 +138,7 @@ def test_passes_hold_at_most_chunk_size_tokens_in_equal_groups():
     assert order(keydiff, 16, 32768, 1024) == Order(chunk=128, chunks=256, rows=8, groups=2, apart=True)
     assert order(keydiff, 16, 32768, 64).rows == 1
     offloaded = kvjax.make("quest", num_dense_layers=0, offload=True)
-    assert order(offloaded, 16, 32768, 1024) == dataclasses.replace(together, rows=16)
+    assert order(offloaded, 16, 32768, 1024) == dataclasses.replace(together, rows=16, offloaded=True)
 
 
 def test_a_batch_needs_one_whole_prompt_and_what_all_rows_keep():

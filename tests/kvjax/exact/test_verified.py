@@ -338,7 +338,7 @@ def test_a_text_names_it():
 def test_memory_counts_both_storages():
     sizes = {"batch": 2, "prompt_slots": 64, "max_new_tokens": 16}
     alone, shared, beside = (
-        kvjax.memory_needed(x, model(), **sizes).device
+        kvjax.memory_needed(x, model(), **sizes).after
         for x in (Full(), verified(Full()), verified(SnapKV(budget=16, obs_window=5)))
     )
     row = 2 * model().num_kv_heads * (2 * model().head_dim * 4 + 4)  # key, value and position of a token in two rows

@@ -28,7 +28,7 @@ HEADS = ((0, 0), (0, 1), (1, 0), (0, 1), (1, 1))
 # Knobs, and the layer whose list each layer takes; layer 0 is dense.
 SETTINGS = {
     "every": ({"every": 2}, (None, 1, 1, 3, 3)),
-    "heads": ({"every": 2, "steps": 3, "heads": HEADS}, (None, 1, 1, 3, 3)),
+    "heads": ({"every": 2, "steps": 3, "head_map": HEADS}, (None, 1, 1, 3, 3)),
     "anchors": ({"anchors": (2, 3)}, (None, 1, 2, 3, 3)),
     "steps": ({"every": 1, "steps": 3}, (None, 1, 2, 3, 4)),
     "both": ({"every": 4, "steps": 6}, (None, 1, 1, 1, 1)),
@@ -57,7 +57,7 @@ def test_layers_and_later_tokens_attend_as_the_loops_say(name):
             made = t - step % knobs.get("steps", 1)
             chosen = [sorted(range(t + 1))] * 2
             if source is not None:
-                own = HEADS[layer] if "heads" in knobs and source != layer else (0, 1)
+                own = HEADS[layer] if "head_map" in knobs and source != layer else (0, 1)
                 lists = [quest.pick(q[source, row], k[source, row], h, made, 12, 4) for h in own]
                 chosen = [sorted(x | set(range(made + 1, t + 1))) for x in lists]
             want = attend_to(q[layer, row], k[layer, row], v[layer, row], t, chosen)
@@ -109,8 +109,8 @@ def test_what_does_not_fit_the_model_is_refused():
     tiny = TinyModel(num_layers=4)
     for told, knobs in (
         ("anchors .*below 4, got .*7", {"anchors": (0, 7)}),
-        ("heads .*2 KV heads .*4 layers, got 1 rows", {"heads": ((0, 1),)}),
-        ("heads .*entries up to 5", {"heads": ((0, 5),) * 4}),
+        ("head_map .*2 KV heads .*4 layers, got 1 rows", {"head_map": ((0, 1),)}),
+        ("head_map .*entries up to 5", {"head_map": ((0, 5),) * 4}),
     ):
         with pytest.raises(ValueError, match=told):
             check_sizes(Reuse(method=INNER, **knobs), tiny)
