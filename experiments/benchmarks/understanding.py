@@ -21,11 +21,10 @@ import ast
 import datetime
 import difflib
 import importlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments.benchmarks.records import ROWS, Record, object_of, read_records
+from experiments.benchmarks.records import ROWS, Record, object_of, parse_json, read_records
 from experiments.tasks import Example, check_name
 
 _ROOMS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
@@ -125,7 +124,7 @@ def _babilong(record: Record, path: Path) -> Example:
     task = next((name for name in names if name in BABILONG_LABELS), names[0])
     with record.named():
         check_name("task of BABILong", task, BABILONG_LABELS)
-    asked, target = record.text("question"), record.text("target")
+    asked, target = record.text("question"), record.reference("target")
     question = f"\n\nQuestion: {asked.strip()}\nAnswer by the facts in the text alone, briefly."
     classes = (asked, *BABILONG_LABELS[task])
     return Example(f"babilong_{task}", record.text("input"), question, "", (target,), 20, "babilong", classes=classes)
@@ -135,7 +134,10 @@ def _oolong(record: Record, path: Path) -> Example:
     answer, kind = record.text("answer"), record.text("answer_type")
     with record.named("answer"):
         try:
-            gold = datetime.datetime.strptime(answer, _DATE) if "datetime" in answer else ast.literal_eval(answer)[0]
+            listed = [datetime.datetime.strptime(answer, _DATE)] if "datetime" in answer else ast.literal_eval(answer)
+            if not isinstance(listed, list):
+                raise TypeError(f"got {type(listed).__name__}")
+            gold = listed[0]
         except (ValueError, SyntaxError, TypeError, IndexError, KeyError, RecursionError, MemoryError) as error:
             raise ValueError(f"expected a Python list of one answer or a date {_DATE}, got {answer!r:.60}") from error
     question, labels = f"\n\n{record.text('question')}", {"answer": kind.rpartition(".")[2].lower()}
@@ -145,15 +147,17 @@ def _oolong(record: Record, path: Path) -> Example:
 
 def _mrcr(record: Record, path: Path) -> Example:
     prompt = record.get("prompt", (str, list), "messages, or their JSON text")
-    with record.named("prompt"):
-        messages = json.loads(prompt) if isinstance(prompt, str) else prompt
-        if not isinstance(messages, list) or len(messages) < 2:
-            raise ValueError(f"expected at least 2 messages, got {prompt!r:.60}")
+    where = f"{record.where}: field 'prompt'"
+    messages = (
+        parse_json(record.text("prompt").encode(), where, "a JSON list of messages") if isinstance(prompt, str) else prompt
+    )
+    if not isinstance(messages, list) or len(messages) < 2:
+        raise ValueError(f"{where}: expected at least 2 messages, got {prompt!r:.60}")
     turns = [object_of(f"{record.where}, message {at}", message) for at, message in enumerate(messages, 1)]
     texts = [f"{turn.text('role').capitalize()}: {turn.text('content')}" for turn in turns[:-1]]
     question, start = f"\n\n{turns[-1].text('content')}", record.text("random_string_to_prepend")
     labels = {"needles": record.get("n_needles", int, "a whole number")} if record.has("n_needles") else {}
-    answers = (record.text("answer"),)
+    answers = (record.reference("answer"),)
     return Example("mrcr", "\n\n".join(texts), question, "", answers, 1024, "mrcr", classes=(start,), labels=labels)
 
 
