@@ -68,8 +68,12 @@ def babilong_score(prediction: str, example: Example) -> float:
     # The suite also cuts at "Question" here, in a text without capitals.
     text = prediction.lower().split(".")[0].split("<context>")[0].split("<example>")[0]
     found, target = {label for label in labels if label in text and label not in question}, example.answers[0].lower()
-    wanted = target.split(",") if len(target) > 3 else [target]  # qa8 asks for several; "e,n" of qa19 is one label
-    return float(len(found) == len(wanted) and found.issuperset(wanted))
+    parts = _labels(target)
+    return float(len(found) == len(parts) and found.issuperset(parts))
+
+
+def _labels(target: str) -> list[str]:
+    return target.split(",") if len(target) > 3 else [target]  # qa8 asks for several; "e,n" of qa19 is one label
 
 
 def oolong_answer(prediction: str) -> str:
@@ -125,6 +129,9 @@ def _babilong(record: Record, path: Path) -> Example:
     with record.named():
         check_name("task of BABILong", task, BABILONG_LABELS)
     asked, target = record.text("question"), record.reference("target")
+    labels = [label.lower() for label in BABILONG_LABELS[task]]
+    if not {*_labels(target.lower())} <= {*labels}:
+        raise record.error(f"field 'target': expected labels of {task} ({', '.join(labels)}), got {target!r:.60}")
     question = f"\n\nQuestion: {asked.strip()}\nAnswer by the facts in the text alone, briefly."
     classes = (asked, *BABILONG_LABELS[task])
     return Example(f"babilong_{task}", record.text("input"), question, "", (target,), 20, "babilong", classes=classes)

@@ -83,6 +83,7 @@ def test_prompts_hold_the_fields_of_their_suites(tmp_path):
         ("mrcr", AGAIN | {"prompt": "["}, "field 'prompt': expected a JSON list of messages, got what is damaged"),
         ("mrcr", AGAIN | {"prompt": "[" * 100_000}, "field 'prompt': expected a JSON list of messages, got what is damaged"),
         ("mrcr", AGAIN | {"answer": " "}, "field 'answer': expected a reference, got ' '"),
+        ("babilong", ROOM | {"target": "roof"}, "field 'target': expected labels of qa1 .*, got 'roof'"),
         ("babilong", ROOM | {"target": ""}, "field 'target': expected a reference, got ''"),
         ("oolong", log("'spam'", "LABEL"), "expected a Python list of one answer"),
         ("mrcr", AGAIN | {"prompt": [{"role": "user"}] * 2}, "message 1: expected a field 'content'"),
