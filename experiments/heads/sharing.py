@@ -137,8 +137,8 @@ def agreements(cache: Cache) -> Array:
     pairs = [state for state in cache.layers if isinstance(state, Pair)]
     chosen, weight = (jnp.stack([getattr(pair, name) for pair in pairs]).astype(jnp.float32) for name in ("chosen", "weight"))
     kept = jnp.einsum("lbhs,mbgs->lmhgb", chosen, weight, precision="highest")
-    own = jnp.einsum("mbgs,mbgs->mgb", chosen, weight, precision="highest")
-    return (kept / own[None, :, None]).mean(axis=-1)
+    most = jnp.einsum("mbgs,mbgs->mgb", chosen, weight, precision="highest")
+    return (kept / most[None, :, None]).mean(axis=-1)
 
 
 def measured(params: Any, config: Any, method: Method, prompts: Any, steps: int) -> np.ndarray:
@@ -198,8 +198,8 @@ def shared(agreement: np.ndarray, importance: np.ndarray, every: int, apart: lis
     heads = []
     for layer in range(len(agreement)):
         before = [at for at in anchors if at < layer]
-        own = layer in anchors or layer in apart or not before
-        heads.append(list(range(agreement.shape[3])) if own else agreement[before[-1], layer].argmax(axis=0).tolist())
+        alone = layer in anchors or layer in apart or not before
+        heads.append(list(range(agreement.shape[3])) if alone else agreement[before[-1], layer].argmax(axis=0).tolist())
     return {"anchors": anchors, "head_map": heads, "agreement": np.round(pairs, 3).tolist()}
 
 
@@ -216,16 +216,16 @@ def _sharing(settings: SharingSettings) -> None:
     prompts = encode_prompts(model, settings).wholes
     agreement = measured(model.params, model.config, method, prompts, settings.steps)
     importance = 1 - np.asarray(attention_similarity(model.params, prompts, model.config))
-    told = shared(agreement, importance, settings.every, apart)
-    write_bytes(settings.out, (json.dumps(told) + "\n").encode())
-    pairs = np.asarray(told["agreement"])
+    choices = shared(agreement, importance, settings.every, apart)
+    write_bytes(settings.out, (json.dumps(choices) + "\n").encode())
+    pairs = np.asarray(choices["agreement"])
     rows = [("layer", "anchor", *(f"under layer -{d}" for d in _DISTANCES))]
     for layer in range(count):
         seen = [layer - d if layer >= d and not {layer, layer - d} & {*apart} else None for d in _DISTANCES]
         under = ("" if other is None else f"{pairs[other, layer]:.2f}" for other in seen)
-        rows.append((str(layer), "left out" if layer in apart else "yes" if layer in told["anchors"] else "", *under))
+        rows.append((str(layer), "left out" if layer in apart else "yes" if layer in choices["anchors"] else "", *under))
     print("\n".join(markdown_rows(rows)))
-    print(f"\nanchors={tuple(told['anchors'])}, head_map={settings.out}")
+    print(f"\nanchors={tuple(choices['anchors'])}, head_map={settings.out}")
 
 
 main = Job(_sharing, SharingSettings, compiles=True)

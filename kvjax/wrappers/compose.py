@@ -176,7 +176,7 @@ class Stages(SlotMethod):
             raise ValueError(f"Stages: retrieve must choose in each layer alone, {type(retrieve).__name__} chooses for all")
         if evict.packs:
             name = type(evict).__name__
-            other = "evict must be a method that keeps whole keys" if evict.evicts else f"it must come last: retrieve={name}()"
+            other = "evict must keep whole keys" if evict.evicts else f"it must come last: retrieve={name}()"
             raise ValueError(f"Stages: {name} stores keys in channels of its own, which no method can read; {other}")
         first = {evict.reads.moments_from, retrieve.reads.moments_from} - {None}
         if len(first) > 1:
