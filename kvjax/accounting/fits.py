@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.accounting.memory import Needed, free_bytes, memory_needed
 from kvjax.accounting.phases import gib
-from kvjax.protocol.fields import number, shown
+from kvjax.protocol.fields import number, positive_int, shown
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model
 from kvjax.registry import classes, resolve
@@ -117,7 +117,7 @@ def longest_prompt(
             memory_needed(method, config, batch=batch, prompt_slots=tokens, max_new_tokens=max_new_tokens, **sizes)
         )
 
-    have = _have("longest_prompt", device_bytes, sizes.get("mesh"))
+    have, step = _have("longest_prompt", device_bytes, sizes.get("mesh")), positive_int("step", step)
     least = _least(lambda tokens: resolve(method, tokens), _MOST_TOKENS)
     return _unbounded(_most(needs, have, least, _MOST_TOKENS, step), _MOST_TOKENS)
 

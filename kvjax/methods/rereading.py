@@ -58,9 +58,11 @@ class Rereading(AppendOnly):
         check_budget(self, self.num_sink + 1, f"num_sink={self.num_sink} first tokens and one more")
 
     def check_sizes(self, model: Model) -> None:
-        if self.probes and not getattr(model, "can_probe", False):
-            who = type(self).__name__
-            raise ValueError(f"{who} reads what attention writes: expected a model with can_probe = True, got {model!r:.60}")
+        if self.probes and not (can := getattr(model, "can_probe", False)):
+            raise ValueError(
+                f"{type(self).__name__} reads what attention writes: expected a model with can_probe = True, got "
+                f"{type(model).__name__} with can_probe = {can}; KVzip with plus=False takes it"
+            )
         worst = max((*self.ask, *self.ask_later, *self.answer), default=0)
         if worst >= model.vocab_size:
             who = type(self).__name__

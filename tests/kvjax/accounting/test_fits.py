@@ -84,3 +84,5 @@ def test_the_longest_prompt_and_the_most_rows_fit(method, mesh):
 def test_a_bounded_cache_takes_any_prompt():
     given = {"device_bytes": 1 << 22, "spare": 0, **NEW}
     assert longest_prompt(KeyDiff(budget=64), CONFIG, batch=1, **given) is None
+    with pytest.raises(ValueError, match="step must .* at least 1, got 0"):
+        longest_prompt("full", CONFIG, batch=1, step=0, **given)

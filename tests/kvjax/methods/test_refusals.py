@@ -10,6 +10,7 @@ from kvjax.methods import FreeKV, InfLLM, KVzip, ParisKV, RetroInfer, SelfExtend
 from kvjax.methods.mosaickv.method import MosaicKV
 from kvjax.protocol.method import LayerSpec
 from tests.harness import example
+from tests.models.test_latent import CONFIG as LATENT
 
 SIZES = {"batch": 1, "num_kv_heads": 1, "group_size": 1, "prompt_slots": 64, "max_new_tokens": 8}
 
@@ -30,6 +31,7 @@ def init(method, dim):
         ("budget .*block_size=128", lambda: InfLLM(budget=127)),
         ("budget .*num_sink=4", lambda: KVzip(budget=4)),
         ("offload", lambda: KVzip(offload=True)),
+        ("KVzip.* ModelConfig with can_probe = False; .*plus=False", lambda: KVzip(plus=True).check_sizes(LATENT)),
         ("capacity", lambda: MosaicKV(fraction=0.1, capacity=0.05)),
         ("buffer", lambda: MosaicKV(buffer=20)),
         # A rank of no channel.
