@@ -60,6 +60,12 @@ class Record:
             check_unicode(value)
         return value
 
+    def reference(self, name: str) -> str:
+        """Return the text in a field; ValueError if the field holds no text, or a blank one."""
+        text = self.text(name)
+        with self.named(name):
+            return reference_text(text)
+
     def texts(self, name: str, *, decimals: bool = False) -> tuple[str, ...]:
         """Return a field as texts; the field may hold a text, a number, or a list of texts and numbers.
 
@@ -106,7 +112,7 @@ def named_after(path: Path, suite: str, tasks: Iterable[str], name: str = "") ->
     return name
 
 
-def _parsed(data: bytes, where: str, expected: str) -> Any:
+def parse_json(data: bytes, where: str, expected: str) -> Any:
     """Parse JSON in UTF-8, with or without a byte-order mark; ValueError if an object has a key twice, too."""
     try:
         return json.loads(data.decode("utf-8-sig"), object_pairs_hook=_object)
@@ -128,7 +134,7 @@ def _jsonl(path: Path) -> Iterator[Record]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 where = f"{path}, line {number}"
-                yield object_of(where, _parsed(line, where, "a JSON object"))
+                yield object_of(where, parse_json(line, where, "a JSON object"))
 
 
 def object_of(where: str, value: Any) -> Record:
@@ -141,7 +147,7 @@ def object_of(where: str, value: Any) -> Record:
 def _json(path: Path) -> Iterator[Record]:
     """Read a list of rows, or the default form of pandas: columns that map row numbers to values."""
     expected = "a JSON list of rows, or columns that map row numbers to values"
-    value = _parsed(path.read_bytes(), str(path), expected)
+    value = parse_json(path.read_bytes(), str(path), expected)
     if isinstance(value, list):
         for number, entry in enumerate(value, 1):
             yield object_of(f"{path}, entry {number}", entry)
@@ -150,7 +156,7 @@ def _json(path: Path) -> Iterator[Record]:
         keys = dict.fromkeys(key for column in value.values() for key in column.keys())
         rows = {key: {name: column[key] for name, column in value.items()} for key in keys}
     except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path}: expected {expected}, got neither ({error!r})") from error
+        raise ValueError(f"{path}: expected {expected}, got {shown(value)}") from error
     yield from (Record(f"{path}, row {key}", row) for key, row in rows.items())
 
 

@@ -21,11 +21,10 @@ import ast
 import datetime
 import difflib
 import importlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments.benchmarks.records import ROWS, Record, object_of, read_records
+from experiments.benchmarks.records import ROWS, Record, object_of, parse_json, read_records
 from experiments.tasks import Example, check_name
 
 _ROOMS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
@@ -69,8 +68,12 @@ def babilong_score(prediction: str, example: Example) -> float:
     # The suite also cuts at "Question" here, in a text without capitals.
     text = prediction.lower().split(".")[0].split("<context>")[0].split("<example>")[0]
     found, target = {label for label in labels if label in text and label not in question}, example.answers[0].lower()
-    wanted = target.split(",") if len(target) > 3 else [target]  # qa8 asks for several; "e,n" of qa19 is one label
-    return float(len(found) == len(wanted) and found.issuperset(wanted))
+    parts = _labels(target)
+    return float(len(found) == len(parts) and found.issuperset(parts))
+
+
+def _labels(target: str) -> list[str]:
+    return target.split(",") if len(target) > 3 else [target]  # qa8 asks for several; "e,n" of qa19 is one label
 
 
 def oolong_answer(prediction: str) -> str:
@@ -125,7 +128,10 @@ def _babilong(record: Record, path: Path) -> Example:
     task = next((name for name in names if name in BABILONG_LABELS), names[0])
     with record.named():
         check_name("task of BABILong", task, BABILONG_LABELS)
-    asked, target = record.text("question"), record.text("target")
+    asked, target = record.text("question"), record.reference("target")
+    labels = [label.lower() for label in BABILONG_LABELS[task]]
+    if not {*_labels(target.lower())} <= {*labels}:
+        raise record.error(f"field 'target': expected labels of {task} ({', '.join(labels)}), got {target!r:.60}")
     question = f"\n\nQuestion: {asked.strip()}\nAnswer by the facts in the text alone, briefly."
     classes = (asked, *BABILONG_LABELS[task])
     return Example(f"babilong_{task}", record.text("input"), question, "", (target,), 20, "babilong", classes=classes)
@@ -135,7 +141,10 @@ def _oolong(record: Record, path: Path) -> Example:
     answer, kind = record.text("answer"), record.text("answer_type")
     with record.named("answer"):
         try:
-            gold = datetime.datetime.strptime(answer, _DATE) if "datetime" in answer else ast.literal_eval(answer)[0]
+            listed = [datetime.datetime.strptime(answer, _DATE)] if "datetime" in answer else ast.literal_eval(answer)
+            if not isinstance(listed, list):
+                raise TypeError(f"got {type(listed).__name__}")
+            gold = listed[0]
         except (ValueError, SyntaxError, TypeError, IndexError, KeyError, RecursionError, MemoryError) as error:
             raise ValueError(f"expected a Python list of one answer or a date {_DATE}, got {answer!r:.60}") from error
     question, labels = f"\n\n{record.text('question')}", {"answer": kind.rpartition(".")[2].lower()}
@@ -145,15 +154,17 @@ def _oolong(record: Record, path: Path) -> Example:
 
 def _mrcr(record: Record, path: Path) -> Example:
     prompt = record.get("prompt", (str, list), "messages, or their JSON text")
-    with record.named("prompt"):
-        messages = json.loads(prompt) if isinstance(prompt, str) else prompt
-        if not isinstance(messages, list) or len(messages) < 2:
-            raise ValueError(f"expected at least 2 messages, got {prompt!r:.60}")
+    where = f"{record.where}: field 'prompt'"
+    messages = (
+        parse_json(record.text("prompt").encode(), where, "a JSON list of messages") if isinstance(prompt, str) else prompt
+    )
+    if not isinstance(messages, list) or len(messages) < 2:
+        raise ValueError(f"{where}: expected at least 2 messages, got {prompt!r:.60}")
     turns = [object_of(f"{record.where}, message {at}", message) for at, message in enumerate(messages, 1)]
     texts = [f"{turn.text('role').capitalize()}: {turn.text('content')}" for turn in turns[:-1]]
     question, start = f"\n\n{turns[-1].text('content')}", record.text("random_string_to_prepend")
     labels = {"needles": record.get("n_needles", int, "a whole number")} if record.has("n_needles") else {}
-    answers = (record.text("answer"),)
+    answers = (record.reference("answer"),)
     return Example("mrcr", "\n\n".join(texts), question, "", answers, 1024, "mrcr", classes=(start,), labels=labels)
 
 

@@ -54,7 +54,8 @@ def paraphrase(rows: Sequence[Mapping[str, Any]]) -> Any:
     }
     if not points:
         raise ValueError(
-            "a plot of paraphrase needs tasks of the group paraphrased, which Full solves, and their literal twins"
+            "a plot of paraphrase needs tasks of the group paraphrased, which Full solves, and their literal twins, got "
+            f"{', '.join(dict.fromkeys(str(row['name']) for row in rows)) or 'no scores'}"
         )
     several = len({setting[1:] for setting in points}) > 1
     title = {

@@ -36,7 +36,7 @@ from kvjax.cache import Cache
 from kvjax.methods.oracle import logits_of
 from kvjax.protocol.method import Cost, Inputs, LayerMethod, LayerSpec, Method
 from kvjax.protocol.slots import SlotMethod
-from kvjax.protocol.typing import pytree
+from kvjax.protocol.typing import method_layers, pytree
 from kvjax.rope import rotate
 from kvjax.wrappers.compose import answers, passes
 
@@ -137,19 +137,26 @@ def agreements(cache: Cache) -> Array:
     pairs = [state for state in cache.layers if isinstance(state, Pair)]
     chosen, weight = (jnp.stack([getattr(pair, name) for pair in pairs]).astype(jnp.float32) for name in ("chosen", "weight"))
     kept = jnp.einsum("lbhs,mbgs->lmhgb", chosen, weight, precision="highest")
-    own = jnp.einsum("mbgs,mbgs->mgb", chosen, weight, precision="highest")
-    return (kept / own[None, :, None]).mean(axis=-1)
+    most = jnp.einsum("mbgs,mbgs->mgb", chosen, weight, precision="highest")
+    return (kept / most[None, :, None]).mean(axis=-1)
 
 
 def measured(params: Any, config: Any, method: Method, prompts: Any, steps: int) -> np.ndarray:
-    """Decode ``steps`` tokens after each prompt, and average the agreements: float64 [L, L, H, H]."""
+    """Decode ``steps`` tokens after each prompt, and average the agreements.
+
+    Returns:
+        float64 [L, L, H, H], 0 for layers that have a window or no attention.
+    """
     tokens, lengths = kvjax.pad_tokens(prompts)
     cache = kvjax.prefill(params, tokens, lengths=lengths, config=config, method=Paired(method=method), max_new_tokens=steps)
     total = np.zeros(())
     for _ in range(steps):
         cache = kvjax.decode_step(params, cache, jnp.argmax(cache.logits, axis=-1).astype(jnp.int32))
         total = total + np.asarray(agreements(cache), np.float64)
-    return total / steps
+    runs, count = list(method_layers(config)), config.num_layers
+    every = np.zeros((count, count, *total.shape[2:]))
+    every[np.ix_(runs, runs)] = total / steps
+    return every
 
 
 def best_anchors(worth: np.ndarray, count: int) -> tuple[int, ...]:
@@ -174,16 +181,16 @@ def best_anchors(worth: np.ndarray, count: int) -> tuple[int, ...]:
     return tuple(reversed(anchors))
 
 
-def shared(agreement: np.ndarray, importance: np.ndarray, every: int, dense: list[int]) -> dict[str, Any]:
+def shared(agreement: np.ndarray, importance: np.ndarray, every: int, apart: list[int]) -> dict[str, Any]:
     """Choose anchors and heads; see the module docstring.
 
     Args:
         agreement: float64 [L, L, H, H].
         importance: float64 [L], the weight of each layer.
         every: layers to an anchor.
-        dense: layers that do not select, and are left out.
+        apart: layers that do not select, and are left out.
     """
-    selecting = [layer for layer in range(len(agreement)) if layer not in dense]
+    selecting = [layer for layer in range(len(agreement)) if layer not in apart]
     pairs = agreement.max(axis=2).mean(axis=2)  # each head with the best head of the other layer
     among = np.ix_(selecting, selecting)
     chosen = best_anchors(pairs[among] * importance[selecting][None], -(-len(selecting) // every))
@@ -191,8 +198,8 @@ def shared(agreement: np.ndarray, importance: np.ndarray, every: int, dense: lis
     heads = []
     for layer in range(len(agreement)):
         before = [at for at in anchors if at < layer]
-        own = layer in anchors or layer in dense or not before
-        heads.append(list(range(agreement.shape[3])) if own else agreement[before[-1], layer].argmax(axis=0).tolist())
+        alone = layer in anchors or layer in apart or not before
+        heads.append(list(range(agreement.shape[3])) if alone else agreement[before[-1], layer].argmax(axis=0).tolist())
     return {"anchors": anchors, "head_map": heads, "agreement": np.round(pairs, 3).tolist()}
 
 
@@ -201,21 +208,24 @@ def _sharing(settings: SharingSettings) -> None:
     (choice,) = choices_of(settings.method)
     method = choice.at(settings.length, model.tokenizer, model.config).method
     count = model.config.num_layers
-    inner = [method.for_layer(layer, count) for layer in range(count)]
-    dense = [layer for layer, each in enumerate(inner) if each.composable and not cast("SlotMethod", each).selects]
+    inner = {layer: method.for_layer(layer, count) for layer in method_layers(model.config)}
+    idle = [layer for layer, each in inner.items() if each.composable and not cast("SlotMethod", each).selects]
+    apart = [layer for layer in range(count) if layer not in inner or layer in idle]
+    if len(apart) == count:
+        raise ValueError(f"expected a method that selects in a layer of {settings.model}, got {settings.method}")
     prompts = encode_prompts(model, settings).wholes
     agreement = measured(model.params, model.config, method, prompts, settings.steps)
     importance = 1 - np.asarray(attention_similarity(model.params, prompts, model.config))
-    told = shared(agreement, importance, settings.every, dense)
-    write_bytes(settings.out, (json.dumps(told) + "\n").encode())
-    pairs = np.asarray(told["agreement"])
+    choices = shared(agreement, importance, settings.every, apart)
+    write_bytes(settings.out, (json.dumps(choices) + "\n").encode())
+    pairs = np.asarray(choices["agreement"])
     rows = [("layer", "anchor", *(f"under layer -{d}" for d in _DISTANCES))]
     for layer in range(count):
-        seen = [layer - d if layer >= d and not {layer, layer - d} & {*dense} else None for d in _DISTANCES]
+        seen = [layer - d if layer >= d and not {layer, layer - d} & {*apart} else None for d in _DISTANCES]
         under = ("" if other is None else f"{pairs[other, layer]:.2f}" for other in seen)
-        rows.append((str(layer), "dense" if layer in dense else "yes" if layer in told["anchors"] else "", *under))
+        rows.append((str(layer), "left out" if layer in apart else "yes" if layer in choices["anchors"] else "", *under))
     print("\n".join(markdown_rows(rows)))
-    print(f"\nanchors={tuple(told['anchors'])}, head_map={settings.out}")
+    print(f"\nanchors={tuple(choices['anchors'])}, head_map={settings.out}")
 
 
 main = Job(_sharing, SharingSettings, compiles=True)

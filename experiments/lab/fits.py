@@ -1,4 +1,4 @@
-"""Prints the table of docs/fits.md: the longest prompt and the most rows by card and model, chunks first and layers first.
+"""Prints the table of docs/fits.md: the longest prompt and the most rows by card and model.
 
 `python -m experiments.lab.fits`: everything comes from `kvjax.memory_needed`, by shapes alone.
 """
@@ -27,7 +27,7 @@ MODELS = {  # a name, the model, the dtype of its weights, devices
 LENGTH, ROOM = 32768, 256  # tokens of the rows that are counted, and tokens that may follow
 
 
-def given(model: str) -> tuple[Any, dict[str, Any]]:
+def options(model: str) -> tuple[Any, dict[str, Any]]:
     """Return a model's description, and the further arguments of `kvjax.memory_needed`."""
     make, weight_dtype, devices = MODELS[model]
     config = make()
@@ -43,17 +43,12 @@ def given(model: str) -> tuple[Any, dict[str, Any]]:
 
 
 def cell(model: str, method: str, card: int) -> str:
-    """Compute the longest prompt of one row, in K tokens, and the most rows: in the order of chunks, and as prefill reads."""
-    config, more = given(model)
-    both = []
-    for order in ("chunks", None):
-        sizes = {"device_bytes": card * 1e9, "order": order, **more}
-        longest = longest_prompt(method, config, batch=1, step=1024, **sizes)
-        rows = most_rows(method, config, prompt_slots=LENGTH, **sizes)
-        both.append(["any" if x is None else f"{x:,}" for x in (longest and longest // 1024, rows)])
-    (long, many), (longer, more_rows) = both
-    told = [old if old == new else f"{old} → {new}" for old, new in ((long, longer), (many, more_rows))]
-    return "; ".join(told)
+    """Compute the longest prompt of one row, in K tokens, and the most rows of `LENGTH` tokens."""
+    config, more = options(model)
+    sizes = {"device_bytes": card * 1e9, **more}
+    longest = longest_prompt(method, config, batch=1, step=1024, **sizes)
+    rows = most_rows(method, config, prompt_slots=LENGTH, **sizes)
+    return "; ".join("any" if number is None else f"{number:,}" for number in (longest and longest // 1024, rows))
 
 
 def lines() -> Iterator[str]:
@@ -61,7 +56,7 @@ def lines() -> Iterator[str]:
     yield "| model | GB | " + " | ".join(METHODS) + " |"
     yield "|---" * (2 + len(METHODS)) + "|"
     for model in MODELS:
-        weights = bytes_on_device(given(model)[1]["params"])
+        weights = bytes_on_device(options(model)[1]["params"])
         for card in CARDS:
             if weights + SPARE < card * 1e9:
                 yield f"| {model} | {card} | " + " | ".join(cell(model, method, card) for method in METHODS) + " |"

@@ -51,16 +51,16 @@ def entries(request: Request, asks: str, share: float = 1.0, few: int = 0) -> Do
         count = steps + COMMON + few
         if few:
             named = rare[:few] if asks == "first" else rare[:1] * (rng.randint(1, few) if asks == "count" else few)
-            told = [(rng.choice(towns), thing) for thing in named]
+            facts = [(rng.choice(towns), thing) for thing in named]
         else:
             named = common[:1]
-            told = [(towns[0], thing) for thing in _often(rng, common, max(COMMON, round(share * count)))]
-        told += [(rng.choice(towns[1:]), rng.choice(common)) for _ in range(count - len(told))]
+            facts = [(towns[0], thing) for thing in _often(rng, common, max(COMMON, round(share * count)))]
+        facts += [(rng.choice(towns[1:]), rng.choice(common)) for _ in range(count - len(facts))]
         if share == 1:
-            told = [(rng.choice(towns), thing) for _, thing in told]
-        rng.shuffle(told)
-        amounts = [rng.randint(1, LARGEST) for _ in told]
-        mine = [(thing, amount) for (_, thing), amount in zip(told, amounts, strict=True) if thing in named]
+            facts = [(rng.choice(towns), thing) for _, thing in facts]
+        rng.shuffle(facts)
+        amounts = [rng.randint(1, LARGEST) for _ in facts]
+        mine = [(thing, amount) for (_, thing), amount in zip(facts, amounts, strict=True) if thing in named]
         answer = {"count": str(len(mine)), "sum": str(sum(amount for _, amount in mine))}.get(asks, mine[0][0])
         offered = [named[0], common[1]] if asks == "compare" else named
         asked = {
@@ -70,7 +70,7 @@ def entries(request: Request, asks: str, share: float = 1.0, few: int = 0) -> Do
         }
         question, prefix = (prompt.forms[f"{asks}{end}"].format(**asked) for end in ("", "_prefix"))
         questions = (Question(prompt.question.format(question=question), prefix, (answer,), f" {answer}."),)
-        lines = _lines(rng, prompt.forms["entry"], told, amounts)
+        lines = _lines(rng, prompt.forms["entry"], facts, amounts)
         return Document(request.task, prompt.context.format(context="\n".join(lines)), questions, prompt.tokens)
 
     prompt = request.prompt
@@ -84,10 +84,10 @@ def _often(rng: random.Random, common: Sequence[str], count: int) -> list[str]:
     return rng.sample([common[0]] * first + others, count)
 
 
-def _lines(rng: random.Random, form: str, told: Sequence[tuple[str, str]], amounts: Sequence[int]) -> list[str]:
+def _lines(rng: random.Random, form: str, facts: Sequence[tuple[str, str]], amounts: Sequence[int]) -> list[str]:
     """Write the entries, whose dates ascend."""
     day, lines = FIRST_DAY, []
-    for (town, thing), amount in zip(told, amounts, strict=True):
+    for (town, thing), amount in zip(facts, amounts, strict=True):
         day += datetime.timedelta(rng.randint(1, 2))
         date = f"{day.day} {MONTHS[day.month - 1]} {day.year}"
         lines.append(form.format(date=date, name=rng.choice(PEOPLE), town=town, amount=amount, thing=thing))

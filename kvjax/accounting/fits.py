@@ -48,8 +48,8 @@ def largest_budget(
         max_new_tokens: tokens that may follow.
         device_bytes: bytes of a device that may be used; None means all that are free now.
         spare: bytes of these to leave for what is not counted.
-        **sizes: ``chunk_size``, ``mesh``, ``kv_dtype`` and ``params``, as in `kvjax.memory_needed`. Parameters that are on
-            the device already, beside its free bytes, must not be given.
+        **sizes: ``chunk_size``, ``mesh``, ``kv_dtype``, ``order`` and ``params``, as in `kvjax.memory_needed`. Parameters
+            that are on the device already, beside its free bytes, must not be given.
 
     Returns:
         Tokens, at most ``prompt_slots + max_new_tokens``.

@@ -68,9 +68,9 @@ def check_fits(length: Array, max_new_tokens: int, model: Model, method: Method)
     again, most = method.reread_tokens(longest), model.max_position_embeddings
     if again and longest + again > most and not has_no_limit(method, model):
         raise ValueError(
-            f"{type(method).__name__} rereads the prompt in chunks of {again} tokens: {longest} + {again} = "
-            f"{longest + again} exceeds the model's max_position_embeddings={most}; shorten the prompt, or the "
-            "chunks"
+            f"{type(method).__name__} runs the model on {again} more tokens behind a prompt: {longest} + {again} = "
+            f"{longest + again} exceeds the model's max_position_embeddings={most}; shorten the prompt, or take fewer (knob "
+            "chunk or ahead)"
         )
 
 

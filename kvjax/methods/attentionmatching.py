@@ -105,10 +105,10 @@ class AttentionMatching(Rereading):
             (jnp.zeros(x.position.shape, jnp.float32), self._none(record)) for x, record in zip(caches, prompts, strict=True)
         )
         found = self.each_chunk(reading, read, tuple(none))
-        told = zip(caches, prompts, found, self.best(caches, tuple(score for score, _ in found)), strict=True)
+        layers = zip(caches, prompts, found, self.best(caches, tuple(score for score, _ in found)), strict=True)
         return tuple(
             SlotState(cache=cache, prompt=dataclasses.replace(prompt, kept=kept, asked=asked))
-            for cache, prompt, (_, asked), kept in told
+            for cache, prompt, (_, asked), kept in layers
         )
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[ThinCache, None]:

@@ -13,7 +13,9 @@ the residual stream a in every layer. Score of token i of a chunk for KV head h 
 where p_t,g is KVzip's softmax, and W_g the output projection of query head g. The slots with the best scores of all heads and
 layers stay, and the first ``num_sink`` tokens; with ``layerwise``, each layer keeps the best of its own heads.
 
-A second reading and its reverse cost three times the first reading or more.
+A second reading and its reverse cost three times the first reading or more. The reverse needs what every layer has computed
+on a chunk, about eight times the MLP's width for each token and layer. `kvjax.memory_needed` does not count it: with the
+default chunk 3.5 GiB for each row of an 8B model in 16 bits. A smaller ``chunk`` needs less.
 
 **Source**: "KVgrad" (openreview.net/forum?id=cg1wTCJjjk), read in the code of NVIDIA/kvpress 0.5.5, KVgradPress; it builds on
 Kim et al., "KVzip" (arXiv:2505.23416).
@@ -87,8 +89,8 @@ class KVgrad(Rereading):
 
         scores = self.each_chunk(reading, read, tuple(jnp.zeros(cache.position.shape, jnp.float32) for cache in caches))
         prompts = (not_none("prompt", state.prompt) for state in states)
-        told = zip(caches, prompts, self.best(caches, scores), strict=True)
-        return tuple(SlotState(cache=x, prompt=dataclasses.replace(prompt, kept=kept)) for x, prompt, kept in told)
+        layers = zip(caches, prompts, self.best(caches, scores), strict=True)
+        return tuple(SlotState(cache=x, prompt=dataclasses.replace(prompt, kept=kept)) for x, prompt, kept in layers)
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         return cache.compact(*self.kept(cache, prompt), room), None

@@ -86,8 +86,8 @@ class KVzip(Rereading):
 
         scores = self.each_chunk(reading, read, scores)
         prompts = (not_none("prompt", state.prompt) for state in states)
-        told = zip(caches, prompts, self.best(caches, scores), strict=True)
-        return tuple(SlotState(cache=x, prompt=dataclasses.replace(prompt, kept=kept)) for x, prompt, kept in told)
+        layers = zip(caches, prompts, self.best(caches, scores), strict=True)
+        return tuple(SlotState(cache=x, prompt=dataclasses.replace(prompt, kept=kept)) for x, prompt, kept in layers)
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         return cache.compact(*self.kept(cache, prompt), room), None

@@ -147,7 +147,7 @@ class Stages(SlotMethod):
     The metadata of the second method is made from the compressed cache, so it has no evicted slot. The second method may
     also keep every slot in fewer bytes: ``Stages(evict=SnapKV(...), retrieve=ThinK())``.
 
-    A method that drops channels of keys can only come last (ValueError).
+    A method that stores keys in channels of its own can only come last (ValueError).
     """
 
     evict: SlotMethod = traced("compresses the prompt")
@@ -176,7 +176,8 @@ class Stages(SlotMethod):
             raise ValueError(f"Stages: retrieve must choose in each layer alone, {type(retrieve).__name__} chooses for all")
         if evict.packs:
             name = type(evict).__name__
-            raise ValueError(f"Stages: {name} drops channels of keys, so it must come last: retrieve={name}()")
+            other = "evict must keep whole keys" if evict.evicts else f"it must come last: retrieve={name}()"
+            raise ValueError(f"Stages: {name} stores keys in channels of its own, which no method can read; {other}")
         first = {evict.reads.moments_from, retrieve.reads.moments_from} - {None}
         if len(first) > 1:
             raise ValueError(f"Stages: evict and retrieve must have one moments_from, got {sorted(map(str, first))}")
@@ -265,7 +266,8 @@ class DenseBelow(Around):
             )
         if self.method.packs:
             raise ValueError(
-                f"DenseBelow: {type(self.method).__name__} drops channels of keys, which cannot be undone below a length"
+                f"DenseBelow: {type(self.method).__name__} stores keys in channels of its own, which cannot be undone below "
+                "a length"
             )
 
     def select(self, cache: LayerStorage, aux: Any, step: Step) -> Selection | None:

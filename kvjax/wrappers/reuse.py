@@ -89,7 +89,7 @@ class Reuse(Around):
         if not method.selects:
             raise ValueError(f"Reuse: method must select slots in each step, but {name} attends to all that it keeps")
         if method.moves_slots or method.packs:
-            does = "moves slots while decoding" if method.moves_slots else "drops channels of keys"
+            does = "moves slots while decoding" if method.moves_slots else "stores keys in channels of its own"
             raise ValueError(
                 f"Reuse: {name} {does}, so a list of slots cannot serve later; method must leave slots as they are"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -169,3 +170,20 @@ def test_sharing_is_measured_on_a_model(tmp_path, capsys):
             made = choices_of(text)[0].at(256, None, CONFIG).method
             assert made.anchors == (2, 3) and made.head_map == tuple(map(tuple, told["head_map"]))
         assert len(told["agreement"]) == 4 and told["anchors"][0] == (2 if "quest" in method else 0)
+    assert sharing.main([*given, "--method", "full", "--out", str(tmp_path / "none.json")]) == 2
+    assert "selects in a layer" in capsys.readouterr().err and not (tmp_path / "none.json").exists()
+
+
+@pytest.mark.slow
+def test_layers_with_a_window_are_left_out(tmp_path, capsys):
+    """The last layer has a window: it is no anchor and follows none, and all layers keep their numbers."""
+    config = dataclasses.replace(CONFIG, vocab_size=5120, qkv_bias=True, windows=(16, None, None, 16))
+    write_model(tmp_path / "model", config)
+    given = ["--model", str(tmp_path / "model"), "--length", "256", "--samples", "2", "--steps", "2", "--every", "2"]
+    out = tmp_path / "sharing.json"
+    assert sharing.main([*given, "--method", "oracle(budget=16)", "--out", str(out)]) == 0
+    assert re.findall(r"\| (\d) \| left out \|", capsys.readouterr().out) == ["0", "3"]
+    told = json.loads(out.read_text())
+    assert told["anchors"] == [1] and len(told["head_map"]) == 4 and told["agreement"][1][3] == 0 < told["agreement"][1][2]
+    reuse = choices_of(f"reuse(oracle(budget=16), anchors=(1,), head_map={out})")[0].at(256, None, config).method
+    kvjax.prefill(random_params(config, jax.random.key(0)), [[1, 2, 3]], config=config, method=reuse)

@@ -44,7 +44,7 @@ def device(monkeypatch):
     return that_lacks_memory
 
 
-def test_methods_part_before_batches_are_halved(directory, tmp_path, device, capsys, monkeypatch):
+def test_methods_part_before_batches_are_halved(directory, tmp_path, device, capsys):
     """H2O alone needs much; the other methods keep their batches, and H2O its smaller ones."""
     tried = device(lambda names, rows: "h2o" in names and rows > 2)
     run = make(directory, tmp_path, **GIVEN)

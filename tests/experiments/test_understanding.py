@@ -211,7 +211,7 @@ def scored(method: str, **values: float) -> list[dict]:
     ]
 
 
-def test_a_kind_is_a_mean_over_the_tasks_that_full_solves_and_twins_count_together(tmp_path):
+def test_a_kind_is_a_mean_over_the_tasks_that_full_solves_and_twins_count_together():
     pytest.importorskip("matplotlib")
     full = scored(
         "full", assoc_kind=80, assoc_kind_literal=40, assoc_dish=20, assoc_dish_literal=90, log_most=70, log_first=60

@@ -80,7 +80,12 @@ def test_prompts_hold_the_fields_of_their_suites(tmp_path):
         ("oolong", log("spam", "LABEL"), "expected a Python list of one answer"),
         ("oolong", log("[datetime.date(2023, 13, 5)]", "DATE"), "expected a Python list of one answer or a date"),
         ("mrcr", AGAIN | {"prompt": "[]"}, "expected at least 2 messages"),
-        ("mrcr", AGAIN | {"prompt": "["}, "field 'prompt'"),
+        ("mrcr", AGAIN | {"prompt": "["}, "field 'prompt': expected a JSON list of messages, got what is damaged"),
+        ("mrcr", AGAIN | {"prompt": "[" * 100_000}, "field 'prompt': expected a JSON list of messages, got what is damaged"),
+        ("mrcr", AGAIN | {"answer": " "}, "field 'answer': expected a reference, got ' '"),
+        ("babilong", ROOM | {"target": "roof"}, "field 'target': expected labels of qa1 .*, got 'roof'"),
+        ("babilong", ROOM | {"target": ""}, "field 'target': expected a reference, got ''"),
+        ("oolong", log("'spam'", "LABEL"), "expected a Python list of one answer"),
         ("mrcr", AGAIN | {"prompt": [{"role": "user"}] * 2}, "message 1: expected a field 'content'"),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 
 import kvjax
 from kvjax import rope
-from kvjax.methods import H2O, Full, Quest, SnapKV, StreamingLLM
+from kvjax.methods import H2O, Full, OracleEviction, Quest, SnapKV, StreamingLLM
 from kvjax.protocol.families import Retrieval
 from kvjax.protocol.typing import pytree
 from kvjax.testing.model import TinyModel
@@ -133,6 +133,7 @@ def test_a_prompt_leaves_room_for_what_the_model_has_positions_for():
     ("name", "call"),
     [
         ("max_new_tokens=11 .*streamingllm, tokenselect", lambda: prefill([[1] * 150], max_new_tokens=11)),
+        ("on 11 more tokens .* 150 . 11 = 161 .*ahead", lambda: prefill([[1] * 150], method=OracleEviction(ahead=11))),
         ("lengths", lambda: prefill([[1]], lengths=[1])),  # which belong to an array
         ("lengths .*T=3", lambda: prefill(np.ones((2, 3), np.int32), lengths=[1, 4])),
         ("'ful' .*'full'", lambda: prefill([[1]], method="ful")),

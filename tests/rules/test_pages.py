@@ -49,6 +49,19 @@ def test_links_lead_to_files():
     assert not broken
 
 
+def headings(page):
+    """The names by which links find a page's headings, as GitHub and the site make them."""
+    lines = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", re.sub(r"\]\([^)]*\)", "", line).strip().lower()).replace(" ", "-") for line in lines}
+
+
+def test_links_lead_to_headings():
+    pages = {page.resolve(): page for page in [*PAGES, *DOCS.glob("notebook/*.md")]}
+    links = [(x, *link) for x in pages.values() for link in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", text_of(x))]
+    found = [(pages.get((page.parent / name).resolve() if name else page), page, anchor) for page, name, anchor in links]
+    assert not [f"{x.relative_to(ROOT)}: {anchor}" for to, x, anchor in found if to and anchor not in headings(to)]
+
+
 def test_paths_in_code_spans_exist():
     """Files that a command writes, and names with a part left open, do not count."""
     paths = re.compile(r"(?<![\w/.])(?:docs|experiments|kvjax|models|pallas_kernels|tests)/[\w/.-]+\.\w+\b(?!\()")

@@ -68,8 +68,8 @@ def _examples(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _means(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Average the rows of a folder over the tasks that count, for each setting that ran all of them at a length."""
-    told = [row for row in rows if row["method"] == BASELINE and row["name"] not in GROUPS["code"]]
-    full = {(row["length"], row["name"]): row["value"] for row in told}
+    full_rows = [row for row in rows if row["method"] == BASELINE and row["name"] not in GROUPS["code"]]
+    full = {(row["length"], row["name"]): row["value"] for row in full_rows}
     groups: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
     for row in rows:
         if full.get((row["length"], row["name"]), 0) >= COUNTED:
