@@ -495,13 +495,13 @@ def test_answers_that_were_cut_at_their_limit_and_methods_without_a_mean_are_nam
 
 def test_a_table_as_csv_has_the_papers_names_and_a_budget_in_every_row(tmp_path, capsys):
     """Of all records, whatever the method calls its budget."""
-    for name in ("main", "long-answers-4k"):
+    for name in ("qwen-16k", "long-answers-4k"):
         folder, out = RECORDS / "results" / name, tmp_path / "t.csv"
         assert main(["compare", str(folder), "--out", str(out)]) == 0
         rows = list(csv.DictReader(io.StringIO(out.read_text())))
         assert len(rows) == len(read_record(folder)["metrics"])
         assert all(int(row["budget"]) > 0 and row["title"] and float(row["score"]) >= 0 for row in rows)
-        assert {"CHESS", "R-KV", "Ada-KV", "Expected Attention"} <= {row["title"] for row in rows} or name != "main"
+        assert {"CHESS", "R-KV", "Ada-KV", "Expected Attention"} <= {row["title"] for row in rows} or name != "qwen-16k"
         assert all(json.loads(row["knobs"]).keys() or row["method"] == "full" for row in rows if row["knobs"])
     assert main(["compare", str(folder), "--format", "tsv"]) == 2 and "--format" in capsys.readouterr().err
 

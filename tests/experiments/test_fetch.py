@@ -30,6 +30,7 @@ LOADING = {  # a command line of every job that loads a model, without the model
     "experiments.heads.heads": [],
     "experiments.heads.layers": [],
     "experiments.heads.patterns": [],
+    "experiments.heads.sharing": [],
     "experiments.lab.insight.__main__": ["--length", "256"],
     "experiments.lab.fidelity.__main__": [],
     "experiments.lab.rollouts": [],

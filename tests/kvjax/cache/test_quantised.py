@@ -40,7 +40,12 @@ from tests.kvjax.cases import ask, go_on
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LENGTHS = np.array([40, 23, 9], np.int32)
-OWN = ("mosaickv", "shadowkv", "think")  # with a storage of their own; written out, because a test asks all methods
+OWN = (
+    "attentionmatching",
+    "mosaickv",
+    "shadowkv",
+    "think",
+)  # with a storage of their own; written out, because a test asks all methods
 LAYERS = [*ONE_LAYER, *(group(name) for name, x in WRAPPERS.items() if "codes" not in x.lacks and not x.drafts)]
 SIZES = {"batch": 2, "prompt_slots": 4096, "max_new_tokens": 64}
 
@@ -219,7 +224,8 @@ def test_unknown_dtypes_and_own_storages_are_refused():
         with pytest.raises(ValueError, match=f"{called} has a storage of its own and cannot run with kv_dtype='int8'"):
             kvjax.memory_needed(example(name), TINY, **SIZES, kv_dtype="int8")
     for wrap in (lambda x: Prefill(method=x), lambda x: Stages(evict=example("snapkv"), retrieve=x)):
-        said = "ThinK has .*; take kv_dtype=None, or a method other than MosaicKV, ShadowKV, ThinK: all others take it"
+        names = "AttentionMatching, MosaicKV, ShadowKV, ThinK"
+        said = f"ThinK has .*; take kv_dtype=None, or a method other than {names}: all others take it"
         with pytest.raises(ValueError, match=said):
             kvjax.memory_needed(wrap(example("think")), TINY, **SIZES, kv_dtype="int8")
     with assume_machine("tpu"), pytest.raises(ValueError, match="Quest: offload must be False with .* on a TPU, .* got True"):

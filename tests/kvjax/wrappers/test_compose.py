@@ -18,6 +18,7 @@ from kvjax.protocol.slots import SlotMethod
 from kvjax.protocol.typing import pytree
 from kvjax.wrappers import DenseBelow, PerLayer, Prefill, Stages, Twilight
 from kvjax.wrappers.compose import Answer, answers, passes
+from kvjax.wrappers.reuse import Follower
 from tests.harness import WRAPPERS, read, small, stored, tiny_params
 from tests.kvjax.cases import ONE, go_on
 
@@ -134,7 +135,7 @@ def test_wrappers_answer_every_declaration(kind):
 
 
 def test_every_wrapper_is_asked():
-    assert {type(method) for method in WRAPPERS.values()} | {kvjax.Verified, VerifiedLayer} == {*KINDS}
+    assert {type(method) for method in WRAPPERS.values()} | {kvjax.Verified, VerifiedLayer, Follower} == {*KINDS}
 
 
 def test_a_new_declaration_reaches_every_wrapper(monkeypatch):
