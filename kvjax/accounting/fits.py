@@ -60,7 +60,7 @@ def largest_budget(
         MemoryError: not even the smallest budget fits.
     """
     method, most = resolve(method, prompt_slots), prompt_slots + max_new_tokens
-    name, have = type(method).__name__, _have("largest_budget", device_bytes, sizes.get("mesh"))
+    name, have = type(method).__name__, _have("largest_budget", device_bytes, sizes.get("mesh"), spare)
     if with_budget(method, most) is None:
         known = ", ".join(cls.__name__ for cls in classes().values() if "budget" in cls.__dataclass_fields__)
         raise ValueError(
@@ -117,7 +117,7 @@ def longest_prompt(
             memory_needed(method, config, batch=batch, prompt_slots=tokens, max_new_tokens=max_new_tokens, **sizes)
         )
 
-    have, step = _have("longest_prompt", device_bytes, sizes.get("mesh")), positive_int("step", step)
+    have, step = _have("longest_prompt", device_bytes, sizes.get("mesh"), spare), positive_int("step", step)
     least = _least(lambda tokens: resolve(method, tokens), _MOST_TOKENS)
     return _unbounded(_most(needs, have, least, _MOST_TOKENS, step), _MOST_TOKENS)
 
@@ -155,7 +155,7 @@ def most_rows(
         )
         return spare + _bytes(needed)
 
-    have = _have("most_rows", device_bytes, mesh)
+    have = _have("most_rows", device_bytes, mesh, spare)
     found = _unbounded(_most(needs, have, 1, _MOST_ROWS), _MOST_ROWS)
     return found and found * groups
 
@@ -218,15 +218,16 @@ def _bytes(needed: Needed) -> int:
     return needed.peak + needed.weights
 
 
-def _have(who: str, device_bytes: float | None, mesh: Mesh | AbstractMesh | None) -> int:
+def _have(who: str, device_bytes: float | None, mesh: Mesh | AbstractMesh | None, spare: int) -> int:
     if device_bytes is None:
         device_bytes = free_bytes(mesh)
     if device_bytes is None:
         raise ValueError(f"{who}: this device does not say how much memory is free: pass device_bytes")
-    size = number(device_bytes)
-    if type(size) not in (int, float) or not math.isfinite(size):
-        raise ValueError(f"device_bytes must be a number of bytes such as 24e9, got {shown(device_bytes)}")
-    return int(size)
+    for name, given in (("device_bytes", device_bytes), ("spare", spare)):
+        size = number(given)
+        if type(size) not in (int, float) or not math.isfinite(size):
+            raise ValueError(f"{name} must be a number of bytes such as 24e9, got {shown(given)}")
+    return int(number(device_bytes))
 
 
 def _unbounded(found: int | None, most: int) -> int | None:

@@ -54,6 +54,8 @@ def test_a_budget_is_found_where_one_is():
     for wrong in ("24GB", float("nan"), float("inf")):
         with pytest.raises(ValueError, match="device_bytes"):
             largest_budget("quest", CONFIG, **{**sizes, "device_bytes": wrong})
+        with pytest.raises(ValueError, match="spare must be a number of bytes"):
+            largest_budget("quest", CONFIG, **{**sizes, "spare": wrong})
     assert largest_budget("quest", CONFIG, **{**sizes, "device_bytes": 2.0**30}) == largest_budget("quest", CONFIG, **sizes)
     with pytest.raises(ValueError, match="num_slots|prompt_slots"):
         largest_budget("quest", CONFIG, **{**sizes, "prompt_slots": 0})
