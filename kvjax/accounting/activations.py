@@ -81,7 +81,8 @@ def _passing(
             return now.attend(model, layer, states, given, sinks, Common(((0,),) * (layer + 1)))
 
         if whole is not None:
-            return whole.run_layer(params, layer, *arrays, attend, (state,))
+            (hidden,) = arrays
+            return whole.run_layer(params, layer, hidden, attend, (state,))
         sinks = jnp.zeros((heads, spec.group_size), jnp.float32) if has_sinks(model) else None
         return attend(layer, (state,), *arrays, sinks=sinks)
 

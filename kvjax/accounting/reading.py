@@ -105,5 +105,5 @@ class Reading:
 def _part(state: Stored, where: Hashable, shares: bool, batch: int = 1, rows: int = 1) -> Part:
     """Make the part of a state of ``rows`` rows for ``batch`` rows: every array has axis B first."""
     device, host, common = (size * batch // rows for size in (state.device, state.host, state.common))
-    shared = {(where, state.key): common} if shares and state.key is not None else {}
+    shared: dict[Hashable, int] = {(where, state.key): common} if shares and state.key is not None else {}
     return Part(device - sum(shared.values()), host, shared)

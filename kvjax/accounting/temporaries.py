@@ -80,11 +80,12 @@ def _inside(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
     """List the programs inside of an operation."""
     for value in params.values():
         for one in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(one, (core.Jaxpr, core.ClosedJaxpr)):
-                yield getattr(one, "jaxpr", one)
+            inner = getattr(one, "jaxpr", one)
+            if isinstance(inner, core.Jaxpr):
+                yield inner
 
 
-def _slices(eqn: Any, body: core.Jaxpr) -> int:
+def _slices(eqn: Any, body: Any) -> int:
     """Count the bytes of what a scan slices out of its operands for one turn."""
     if eqn.primitive.name != "scan":
         return 0

@@ -172,7 +172,8 @@ def biased(key: Array, value: Array, bias: Array, position: Array, room: int) ->
         limit=axes.most(jnp.sum(held, axis=2, dtype=jnp.int32).max(axis=1)),
         channels=None,
     )
-    return ThinCache(newer=empty_cache(*position.shape[:2], room, dim, key.dtype), older=older)
+    batch, heads, _ = position.shape
+    return ThinCache(newer=empty_cache(batch, heads, room, dim, key.dtype), older=older)
 
 
 def _width(channels: int, dim: int) -> int:

@@ -348,7 +348,7 @@ class _Run:
         return tuple(finished)
 
 
-def _piece(x: Array, start: Array, size: int, row: int | None = None) -> Array:
+def _piece(x: Array, start: Array | int, size: int, row: int | None = None) -> Array:
     """Slice ``size`` tokens from ``start`` on out of x [B, S, ...] in either memory, of one row or of all."""
     rows = (0, len(x)) if row is None else (row, 1)
     begin = (rows[0], start, *(0 for _ in x.shape[2:]))

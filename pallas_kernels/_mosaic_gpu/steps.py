@@ -16,7 +16,15 @@ from pallas_kernels._mosaic_gpu.pallas import arith, ir, mgpu, plgpu
 from pallas_kernels._mosaic_gpu.sizes import ENTRIES, Lists, Sizes
 from pallas_kernels.numerics import LOG2_E
 
-REF, SCALAR = plgpu.RefType(), plgpu.Layout.WG_SPLAT
+
+def a_ref():
+    """Return the type of a reference, which a JAX without Mosaic GPU lacks."""
+    return plgpu.RefType()
+
+
+def a_number():
+    """Return the type of a number that all threads have."""
+    return plgpu.Layout.WG_SPLAT
 
 
 def scalar(x):
@@ -45,7 +53,7 @@ def copier(n: Sizes, lists: Lists, position: bool):
         """Load what tells the row of this lane's entry; nothing waits for it yet."""
 
         @plgpu.inline_mgpu(
-            arg_types=((REF,) * len(refs), (SCALAR,) * len(scalars)), return_type=numbers(lists.loads, jnp.int32)
+            arg_types=((a_ref(),) * len(refs), (a_number(),) * len(scalars)), return_type=numbers(lists.loads, jnp.int32)
         )
         def run(ctx, refs, scalars):
             start, *scalars = map(scalar, scalars)
@@ -55,9 +63,11 @@ def copier(n: Sizes, lists: Lists, position: bool):
 
     def copy(stored, ring, loaded, scalars, base, stage):
         """Begin to copy the rows of a step and their positions, and write its biases."""
-        types = tuple((REF,) * len(x) for x in stored)
+        types = tuple((a_ref(),) * len(x) for x in stored)
 
-        @plgpu.inline_mgpu(arg_types=(types, REF, (t.own(lists.loads),) * loads, (SCALAR,) * len(scalars), SCALAR, SCALAR))
+        @plgpu.inline_mgpu(
+            arg_types=(types, a_ref(), (t.own(lists.loads),) * loads, (a_number(),) * len(scalars), a_number(), a_number())
+        )
         def run(ctx, stored, ring, loaded, scalars, base, stage):
             start, *scalars = map(scalar, scalars)
             loaded = t.numbers_of(loaded[0]) if loads else []
@@ -113,14 +123,14 @@ def multiplier(n: Sizes, scale: float, biased: bool):
     def rows():
         return [t.signed(w.lane() // 4) + 8 * half for half in range(n.halves)]
 
-    @plgpu.inline_mgpu(arg_types=(REF, SCALAR), return_type=numbers(n.halves * tiles, jnp.int32))
+    @plgpu.inline_mgpu(arg_types=(a_ref(), a_number()), return_type=numbers(n.halves * tiles, jnp.int32))
     def query(ctx, source, base):
         source, base = t.address(source), scalar(base) * n.group
         places = [t.at(source, t.element(base + t.least(x, n.group - 1), n.dim, column(n)), 2) for x in rows()]
         first = [8 * i if n.kind is None else 16 * (i // 2) + 2 * (i % 2) for i in range(tiles)]
         return t.made_of([t.load_int(t.at(x, t.number(i), 2)) for x in places for i in first])
 
-    @plgpu.inline_mgpu(arg_types=(REF, SCALAR), return_type=numbers(n.halves, jnp.int32))
+    @plgpu.inline_mgpu(arg_types=(a_ref(), a_number()), return_type=numbers(n.halves, jnp.int32))
     def asked(ctx, source, row):
         source, row = t.address(source), scalar(row) * n.queries
         return t.made_of([t.load_int(t.at(source, row + divmod_unsigned(x + n.first, n.queries)[1], 4)) for x in rows()])
@@ -132,7 +142,7 @@ def multiplier(n: Sizes, scale: float, biased: bool):
     def add(ring, query, asked, state, stage):
         own = (t.own(n.halves * tiles), (t.own(n.halves),) * len(asked), tuple(map(t.own, counts)))
 
-        @plgpu.inline_mgpu(arg_types=(REF, *own, SCALAR), return_type=tuple(numbers(x, jnp.float32) for x in counts))
+        @plgpu.inline_mgpu(arg_types=(a_ref(), *own, a_number()), return_type=tuple(numbers(x, jnp.float32) for x in counts))
         def run(ctx, ring, query, asked, state, stage):
             place, given = n.place(ring, scalar(stage)), t.numbers_of(asked[0]) if asked else None
             before = [t.numbers_of(x, floats=True) for x in state]
@@ -154,7 +164,7 @@ def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, threads: in
     several = n.splits > 1 and not joining
     edges, joined_edges = 4 * whole, 4 * whole + 8 * n.group  # where maxima and denominators lie
 
-    @plgpu.inline_mgpu(arg_types=(REF, *(t.own(n.halves * x) for x in (n.dim // 4, 1, 1))))
+    @plgpu.inline_mgpu(arg_types=(a_ref(), *(t.own(n.halves * x) for x in (n.dim // 4, 1, 1))))
     def publish(ctx, ring, sums, maximum, total):
         place, sums_at = n.place(ring), column(n)
         sums, maximum, total = (t.numbers_of(x, floats=True) for x in (sums, maximum, total))
@@ -199,7 +209,9 @@ def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, threads: in
             at = t.least(first + index, whole // 4 - 1) * 4
             yield at, divmod_unsigned(at, n.dim)[0], mine
 
-    @plgpu.inline_mgpu(arg_types=((REF,) * (not joining), REF, REF, (REF,) * (2 * bool(beside)), (SCALAR,) * 3))
+    @plgpu.inline_mgpu(
+        arg_types=((a_ref(),) * (not joining), a_ref(), a_ref(), (a_ref(),) * (2 * bool(beside)), (a_number(),) * 3)
+    )
     def merge(ctx, ring, out, lse, refs, where):
         base, cluster, split = map(scalar, where)
         first, count, offset, places = t.number(0), whole // 4, edges, []

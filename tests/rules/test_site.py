@@ -37,7 +37,7 @@ CLAIMS = {
         "Quest: 4 of 4 right",
         "SnapKV: 0 of 4 right",
         "5 settings in 1 group",
-        "9.9 GiB in all",
+        "8.5 GiB in all",
         "tokens read, 4711042 found",
     ],  # fmt: skip
     "write_your_own_method": ["9 settings in 1 group", "Spread(budget=96, capacity=96"],

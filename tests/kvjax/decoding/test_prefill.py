@@ -47,11 +47,10 @@ def prompts(lengths):
 
 
 def read(method, chunk_size, lengths=LENGTHS):
-    """The cache, and the passes that ran. Every length is padded to 40."""
+    """The cache, and the passes that ran, each through all layers. Every length is padded to 40."""
     PASSES.clear()
-    cache = kvjax.prefill(
-        params(), prompts(lengths), config=MODEL, method=method, max_new_tokens=8, chunk_size=chunk_size, pad_multiple=8
-    )
+    sizes = {"max_new_tokens": 8, "chunk_size": chunk_size, "pad_multiple": 8, "order": "chunks"}
+    cache = kvjax.prefill(params(), prompts(lengths), config=MODEL, method=method, **sizes)
     jax.effects_barrier()
     return cache, list(PASSES)
 
