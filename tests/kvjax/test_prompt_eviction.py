@@ -32,7 +32,7 @@ from tests.models.test_parity import write_checkpoint
 from tests.oracles.pyramidkv import budget_of
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-KVPRESS = {  # methods at the settings of experiments/lab/goldens/kvpress.py
+KVPRESS = {  # methods at the settings of the goldens
     "snapkv": {"obs_window": 8, "kernel": 5},
     "tova": {},
     "knorm": {},

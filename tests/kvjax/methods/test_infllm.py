@@ -46,7 +46,7 @@ def test_metadata_takes_two_bytes_per_query_head_and_token():
 
 
 def test_the_oracle_is_the_released_code():
-    """Stored by experiments/lab/goldens/infllm.py, which says what was changed."""
+    """Stored by a maker that says what was changed (`tests/goldens`)."""
     golden = json.loads((goldens.FOLDER / "kvjax" / "infllm.json").read_text())
     heads, group, tokens, dim = golden["sizes"]
     rng = np.random.default_rng(golden["seed"])
