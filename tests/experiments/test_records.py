@@ -1,7 +1,5 @@
 """Records: written whole or not at all, taken up again, never mixed; their figures' common look."""
 
-from __future__ import annotations
-
 import csv
 import errno
 import io

@@ -3,8 +3,6 @@
 The methods meet their oracles elsewhere, so these tests need no JAX, but the last.
 """
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Methods that score the prompt's tokens once, `tests.harness.ONCE`: by default each meets its oracle here, and kvpress."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """One call of attention, timed and compared."""
 
-from __future__ import annotations
-
 from experiments.cli import read_record
 from experiments.lab import attention_peers
 

@@ -4,8 +4,6 @@ Names, the order of rows, stacks of experts and the factors of RoPE are written 
 with the code under test.
 """
 
-from __future__ import annotations
-
 import math
 import re
 

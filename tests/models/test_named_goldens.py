@@ -4,8 +4,6 @@ Token ids and prompts are compared everywhere, by a small part of the tokenizer 
 compared on machines that have them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 

@@ -1,7 +1,5 @@
 """What only InfLLM has: parts of a row, and what does not fit them. Its oracle runs in test_oracles.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """What only RetroInfer has: clusters without room, exact estimates, refusals. Its oracle runs in test_scan.py."""
 
-from __future__ import annotations
-
 import functools
 import json
 
