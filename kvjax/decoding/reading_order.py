@@ -138,7 +138,7 @@ def chosen_order(
         found = []
         for layers in each:
             specs = layer_specs(layers, model, 1, order.slots, max_new_tokens, parts, kv_dtype)
-            found.append([layer_bytes(one, spec, spec, mesh) for one, spec in zip(layers, specs, strict=True)])
+            found.append([layer_bytes(one, reading=x, spec=x, mesh=mesh) for one, x in zip(layers, specs, strict=True)])
         of_layers = list(zip(*found, strict=True))
         hidden = order.slots * not_none("model", layered(model)).hidden_size * jnp.dtype(model.dtype).itemsize
         return RowBytes(

@@ -50,6 +50,7 @@ from kvjax.protocol.method import Inputs, Prompt, Reading
 from kvjax.protocol.slots import SlotState
 from kvjax.protocol.typing import not_none, pytree, static
 from kvjax.selection import kept_positions, pick
+from pallas_kernels.dispatch import run_shared
 from pallas_kernels.numerics import finite_or_zero, product_precision
 from pallas_kernels.soft_cap import capped
 
@@ -90,9 +91,10 @@ class AttentionMatching(Rereading):
             def attend(state: tuple[LayerCache, Array, Asked], inputs: Inputs) -> tuple[Array, tuple]:
                 cache, score, asked = state
                 query, key = inputs.rotated()
-                out, lse, past = attend_behind(query, key, inputs.value, cache, inputs.position, inputs.sinks)
-                most = self.received(cache, query, lse, inputs.position, self.num_sink + index * size, size)
-                start = self.start(cache, self.num_sink + index * size, size)
+                out, lse, past = run_shared(attend_behind, query, key, inputs.value, cache, inputs.position, inputs.sinks)
+                begin = self.num_sink + index * size
+                most = run_shared(type(self).received, self, cache, query, lse, inputs.position, begin, size)
+                start = self.start(cache, begin, size)
                 old = lax.dynamic_slice_in_dim(score, start, size, 2)
                 score = lax.dynamic_update_slice_in_dim(score, jnp.maximum(old, most), start, 2)
                 return out, (cache, score, _sampled(asked, at, query, past))
