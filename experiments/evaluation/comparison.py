@@ -176,13 +176,13 @@ def place_of(rows: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]],
 
 
 def _against(entry: Entry, base: Entry) -> Compared:
-    mine, theirs = entry.examples.keys(), base.examples.keys()
-    if other := mine - theirs if len(mine) < len(theirs) else theirs - mine:  # one may have more samples than the other
+    few, many = sorted((entry.examples.keys(), base.examples.keys()), key=len)
+    if other := few ^ many if entry.row.get("samples") == base.row.get("samples") else few - many:
         raise ValueError(
             f"{entry.row['method']} and {base.row['method']} answered different examples of {entry.row['name']}: "
             f"{len(other)} keys are not in both; a key holds the prompt, the references, the scorer and the limits"
         )
-    pairs = [(entry.examples[key], theirs) for key, theirs in base.examples.items() if key in mine]
+    pairs = [(entry.examples[key], theirs) for key, theirs in base.examples.items() if key in entry.examples]
     changes = [mine["score"] - theirs["score"] for mine, theirs in pairs]
     groups = [theirs["group"] for _, theirs in pairs]
     difference, low, high = (round(100 * value, 2) for value in (float(np.mean(changes)), *interval(changes, groups)))
