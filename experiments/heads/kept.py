@@ -3,8 +3,8 @@
 A method whose heads share one budget (`kvjax.methods.KVzip`, `kvjax.methods.KVgrad`, `kvjax.methods.AttentionMatching`) gives
 most of it to the few heads that retrieve, but allocates one number of slots for each head. The model prefills prompts of a
 task, without a bound on what a head keeps. The most slots that a head of a layer keeps in any of them, as a multiple of the
-budget and times ``spare``, is the layer's ``head_factor``: which heads these are belongs to the model. The file has
-``{"head_factor": [...]}``; commands take its path for the knob.
+budget, is rounded up to a power of the root of 2, so that few layers differ: this is the layer's ``head_factor``, at least
+0.25. Which heads retrieve belongs to the model. The file has ``{"head_factor": [...]}``; commands take its path for the knob.
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ class KeptSettings(PromptSettings):
 
     Attributes:
         method: the method, with its knobs
-        spare: factor for prompts of which a layer keeps more
         out: the file of factors
     """
 
     method: str = "kvzip(budget=1/8)"
     samples: PositiveInt = 4
-    spare: float = 1.25
     out: pathlib.Path = pathlib.Path("runs/kept.json")
 
 
@@ -51,7 +49,7 @@ def _kept(settings: KeptSettings) -> None:
         cache = kvjax.prefill(model.params, [prompt], config=model.config, method=free, max_new_tokens=1)
         held = [np.asarray(state.cache.position >= 0).sum(axis=2).max() for state in cache.layers]
         most = np.maximum(most, np.array(held) / method.budget)
-    factors = np.round(most * settings.spare, 2)
+    factors = np.round(np.exp2(np.ceil(2 * np.log2(np.maximum(most, 0.25))) / 2), 3)
     write_bytes(settings.out, (json.dumps({"head_factor": factors.tolist()}) + "\n").encode())
     rows = (
         (str(layer), f"{kept:.2f}", f"{factor:g}") for layer, (kept, factor) in enumerate(zip(most, factors, strict=True))
