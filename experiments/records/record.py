@@ -1,7 +1,5 @@
 """The JSON record of a measurement: settings, versions, device, commit, date, metrics with units."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import json

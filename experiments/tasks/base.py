@@ -1,7 +1,5 @@
 """The data types of a task: a context with its questions, an example, a request to a generator, and the task itself."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import importlib.resources

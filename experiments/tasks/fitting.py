@@ -1,7 +1,5 @@
 """Fit documents to a length: as long as the limit allows."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence

@@ -13,8 +13,6 @@
   length, so it takes thousands of steps, and the record that the next token depends on moves through the text.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

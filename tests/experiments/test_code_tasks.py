@@ -1,7 +1,5 @@
 """The tasks of real code: the files, new names, what is asked and its answers, the haystack, results of two Pythons."""
 
-from __future__ import annotations
-
 import ast
 import asyncio.events
 import io

@@ -1,7 +1,5 @@
 """Laws of all tasks: the seed decides, the length is filled, the right answer scores 1, places, prompts word for word."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pathlib

@@ -4,8 +4,6 @@ The run saves a checkpoint, and stops cleanly on SIGTERM, on Ctrl-C or after `--
 exactly the same state. It writes DIR/train_log.jsonl, and a Hugging Face directory DIR/export whenever it ends.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from experiments.cli import Job

@@ -5,8 +5,6 @@ template, and prose, which the adapted model must still predict as the base does
 `experiments.lab.training`: it saves, stops and resumes.
 """
 
-from __future__ import annotations
-
 from experiments.cli import Job
 from experiments.lab.training.settings import AdapterSettings, TrainingCommand
 

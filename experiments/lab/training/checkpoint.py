@@ -1,7 +1,5 @@
 """The checkpoint of a training run: one safetensors file with the state, the finished steps and the run's settings."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 from collections.abc import Mapping

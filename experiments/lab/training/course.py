@@ -1,7 +1,5 @@
 """The course of a training run: its length, batches, rates and rows."""
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import random

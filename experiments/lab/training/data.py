@@ -7,8 +7,6 @@ apart and concatenated, because inference generates the answer token by token af
 (seed, step) only, not on the number of workers.
 """
 
-from __future__ import annotations
-
 import collections
 import concurrent.futures
 import dataclasses

@@ -1,7 +1,5 @@
 """The loss and the optimiser step of training: pure functions of parameters and a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

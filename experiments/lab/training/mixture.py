@@ -1,7 +1,5 @@
 """The mixture of training rows: the share of every task, and how contexts, questions and answers become one text."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

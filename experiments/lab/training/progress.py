@@ -1,7 +1,5 @@
 """The progress bar and the log of a training run."""
 
-from __future__ import annotations
-
 import json
 import math
 import pathlib

@@ -1,7 +1,5 @@
 """The settings of training. Every data worker imports this file, so it imports no JAX."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

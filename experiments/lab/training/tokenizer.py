@@ -10,8 +10,6 @@ occurred before. A small model with a token for every digit copied uuids (pairs)
 20-70 % (see MODEL_CARD.md).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib

@@ -4,8 +4,6 @@ The checkpoint is saved during the run, and when SIGTERM or the time limit stops
 values as an uninterrupted run.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math
