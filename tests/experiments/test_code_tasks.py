@@ -20,7 +20,7 @@ COMPLETION, RECALL = NAMES[:2], NAMES[2:]
 LENGTH = 6000
 
 
-def samples(name: str, length: int = LENGTH, number: int = 4, **options) -> list[tasks.Sample]:
+def samples(name: str, length: int = LENGTH, number: int = 4, **options) -> list[tasks.Example]:
     return [document.samples()[0] for document in documents(name, length, number, count_tokens=coarse, **options)]
 
 

@@ -40,7 +40,7 @@ def document(name: str, length: int = 2048, seed: int = 0, **options) -> tasks.D
     return documents(name, length, seed=seed, **options)[0]
 
 
-def sample(name: str, length: int = 2048, seed: int = 0, **options) -> tasks.Sample:
+def sample(name: str, length: int = 2048, seed: int = 0, **options) -> tasks.Example:
     return document(name, length, seed, **options).samples()[0]
 
 
