@@ -1,7 +1,5 @@
 """Methods by name, and their knobs: the classes that `kvjax.methods` imports, plug-ins (`kvjax.plugins`), and wrappers."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import re

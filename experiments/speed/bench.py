@@ -1,7 +1,5 @@
 """The measurements of a process on one model: decode steps and the method's part of them, prefill, the largest batch."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Parts that the jobs of `experiments.speed` share: the begin and end of a run in its record, and cells of its tables."""
 
-from __future__ import annotations
-
 import datetime
 import math
 import re

@@ -1,7 +1,5 @@
 """The settings of `experiments.speed`, its offloading and its profiles, and the model shapes that they know."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The jitted token loop that is timed: compiled for a filled cache, and run again and again on its own result."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Sequence

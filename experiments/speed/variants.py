@@ -1,7 +1,5 @@
 """The methods as they are timed: the papers' budgets, variants that isolate a cost, and attention that does nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Distances from Full: float64 oracle, the decode path, shared programs, texts, the command."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib

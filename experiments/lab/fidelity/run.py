@@ -1,7 +1,5 @@
 """Measures the `distance` of every method from Full along every text, into a result folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import pathlib

@@ -1,7 +1,5 @@
 """The settings of `experiments.lab.fidelity`, from flags or a YAML file."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

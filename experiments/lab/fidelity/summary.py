@@ -1,7 +1,5 @@
 """Makes the row of a method on a stream: means over texts with their intervals, and the values of every text and step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

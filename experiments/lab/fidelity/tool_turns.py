@@ -5,8 +5,6 @@ it (sed), marks it (sed -i), and reads it again. The commands follow from the re
 model that still has both predicts them well. Outputs are true: they are computed from the files as edited so far.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import re
