@@ -35,8 +35,7 @@ LOADING = {  # a command line of every job that loads a model, without the model
     "experiments.lab.rollouts": [],
 }
 WITHOUT_OUT = {
-    "experiments.answering.__main__", "experiments.answering.answer", "experiments.heads.kept", "experiments.heads.layers",
-    "experiments.lab.rollouts",
+    "experiments.answering.__main__", "experiments.answering.answer", "experiments.heads.layers", "experiments.lab.rollouts",
 }  # fmt: skip
 
 
