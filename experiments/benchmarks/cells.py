@@ -1,7 +1,5 @@
 """Cells of a table, and their examples as token ids. No JAX is imported, so that worker processes start fast."""
 
-from __future__ import annotations
-
 import collections
 import concurrent.futures
 import dataclasses
@@ -11,7 +9,7 @@ import json
 import multiprocessing
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 from tokenizers import Tokenizer
 
@@ -124,10 +122,10 @@ class Encoded:
     cut: tuple[int, ...]
     keys: tuple[str, ...]
 
-    def after(self, count: int) -> Encoded:
+    def after(self, count: int) -> Self:
         """Leave the first ``count`` examples out."""
         parts = (self.examples, self.heads, self.tails, self.wholes, self.cut, self.keys)
-        return Encoded(self.cell, *(part[count:] for part in parts)) if count else self
+        return type(self)(self.cell, *(part[count:] for part in parts)) if count else self
 
 
 def examples(name: str, *, depth: float | None = None, questions: int = 1, **options: Any) -> list[Example]:
