@@ -5,6 +5,7 @@ running counts, and sums over the blocks of a cluster.
 """
 
 import functools
+import itertools
 import operator
 
 import jax
@@ -196,47 +197,68 @@ def meet() -> None:
     plgpu.inline_mgpu()(lambda ctx: mgpu.utils.warpgroup_barrier())()
 
 
+def load_shared(ref, index: jax.Array) -> jax.Array:
+    """Load int32 numbers of an array in shared memory at a flat ``index`` int32 [N]."""
+    size = index.shape[0]
+
+    @plgpu.inline_mgpu(arg_types=(_ref(), _own(size)), return_type=_type(size))
+    def run(ctx, ref, index):
+        base = t.number(t.address(ref))
+        return t.made_of([t.load_shared(base + x * 4) for x in t.numbers_of(index)])
+
+    return run(ref, index)
+
+
+def in_order(size: int) -> jax.Array:
+    """Return 0 to ``size`` - 1 as an array in which neighbours are entries of one thread: what `load_run` loads."""
+    entry = counted(size)
+    return (entry & (t.THREADS - 1)) * (size // t.THREADS) + lax.shift_right_logical(entry, 7)
+
+
+def load_run(ref, row: jax.Array, begin: jax.Array, size: int, other: float = 0) -> jax.Array:
+    """Load ``size`` elements of a row of an array [N, S] from ``begin`` on in the order of `in_order`; behind S ``other``.
+
+    Elements are int32, float32 or truth values, which become int32. Where S allows it, 16 bytes are loaded together.
+    """
+    dtype, last, each = jnp.dtype(ref.dtype), ref.shape[1], size // t.THREADS
+    floats, pack = jnp.issubdtype(dtype, jnp.floating), 16 // dtype.itemsize
+    pack = pack if each % pack == 0 and last % pack == 0 else 1
+
+    @plgpu.inline_mgpu(arg_types=(_ref(), _splat(), _splat()), return_type=_type(size, jnp.float32 if floats else jnp.int32))
+    def run(ctx, ref, row, begin):
+        line = t.at(t.address(ref), t.element(t.number(t.value(row)), last, t.number(0)), dtype.itemsize)
+        first, found = t.number(t.value(begin)) + t.signed(t.thread()) * each, []
+        for step in range(0, each, pack):
+            at = first + step
+            found += t.load_pack(t.at(line, at, dtype.itemsize), dtype, pack, at < last, other)
+        return t.made_of(found, floats)
+
+    return run(ref, row, begin)
+
+
 def before(words: jax.Array, scratch) -> jax.Array:
-    """Count the true entries before each entry: two counts of up to 2**15 in the halves of a word.
+    """Count the true entries before each entry, in the order of `in_order`: two counts of up to 2**15 in halves of a word.
 
     Args:
         words: int32 [N], whose bits 0 and 16 are the truth values.
-        scratch: shared memory, int32 [N / 32 + 4].
+        scratch: shared memory, int32 [4].
     """
     size = words.shape[0]
-    each = size // t.THREADS
 
     @plgpu.inline_mgpu(arg_types=(_ref(), _own(size)), return_type=_type(size))
     def run(ctx, scratch, words):
         base, thread = t.number(t.address(scratch)), t.signed(t.thread())
-        warp, lane = thread >> 5, thread & 31
-        below = t.special("lanemask_lt")
-        mgpu.utils.warpgroup_barrier()
-        counts = []
-        for step, word in enumerate(t.numbers_of(words)):
-            low, high = (t.ballot((word >> bit) & 1) for bit in (0, 16))
-            counts.append(t.popcount(low & below) + (t.popcount(high & below) << 16))
-            here = t.popcount(low) + (t.popcount(high) << 16)
-            t.ptx("st.shared.b32 [$0], $1;", base + (step * 4 + warp) * 4, here, where=lane < 1)
-        mgpu.utils.warpgroup_barrier()
-        # Each thread sums its share of the counts of warps, and the warps sum these.
-        share = -(-4 * each // t.THREADS)
-        places = [thread * share + i for i in range(share)]
-        found = [(x < 4 * each).select(t.load_shared(base + t.least(x, 4 * each - 1) * 4), t.number(0)) for x in places]
-        whole = functools.reduce(operator.add, found)
-        run = whole
+        warp, lane, numbers = thread >> 5, thread & 31, t.numbers_of(words)
+        whole = functools.reduce(operator.add, numbers)
+        total = whole
         for step in (1, 2, 4, 8, 16):
-            run = run + (lane >= step).select(t.shuffle_up(run, step), t.number(0))
-        t.ptx("st.shared.b32 [$0], $1;", base + (4 * each + warp) * 4, run, where=lane > 30)
+            total = total + (lane >= step).select(t.shuffle_up(total, step), t.number(0))
+        mgpu.utils.warpgroup_barrier()
+        t.ptx("st.shared.b32 [$0], $1;", base + warp * 4, total, where=lane > 30)
         mgpu.utils.warpgroup_barrier()
         for other in range(3):
-            run = run + (warp > other).select(t.load_shared(base + (4 * each + other) * 4), t.number(0))
-        run = run - whole
-        for place, x in zip(places, found, strict=True):
-            t.ptx("st.shared.b32 [$0], $1;", base + place * 4, run, where=place < 4 * each)
-            run = run + x
-        mgpu.utils.warpgroup_barrier()
-        return t.made_of([x + t.load_shared(base + (step * 4 + warp) * 4) for step, x in enumerate(counts)])
+            total = total + (warp > other).select(t.load_shared(base + other * 4), t.number(0))
+        return t.made_of([*itertools.accumulate(numbers[:-1], operator.add, initial=total - whole)])
 
     return run(scratch, words)
 

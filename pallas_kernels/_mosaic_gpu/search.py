@@ -56,12 +56,12 @@ def places(
     """Rank this program's keys: which reach the threshold, bool [N], and where these go in the list of all, int32 [N].
 
     Args:
-        key: int32 [N]; the programs of a cluster have ascending slots.
+        key: int32 [N]; the keys are in order (`arrays.in_order`), and the programs of a cluster too.
         threshold: int32.
         ties: int32, how many keys that equal it are chosen.
         part: which program of the cluster this is.
         parts: programs of the cluster.
-        words: shared memory for `arrays.before`.
+        words: shared memory for `arrays.before`, int32 [4].
         peers: shared memory, int32 [PEERS].
     """
     more, same = key > threshold, key == threshold

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays
-from pallas_kernels._mosaic_gpu.pallas import plgpu
+from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
 from pallas_kernels._mosaic_gpu.search import MOST, PEERS, places, threshold_of
 from pallas_kernels._triton.kth_search import order_key
 from pallas_kernels.numerics import finite_or_zero
@@ -20,16 +20,24 @@ PARTS = 8  # programs of a cluster, at most
 
 
 def _body(*refs, joining, budget, traced, most, slots, capacity, heads, size, parts):
-    # score [L, S], or logits [L, G, S] and lse [L, N, G] if joining; budget [n] if traced; then list, keep [L, K], count [L].
+    # score [L, S], or logits [L * G, S] and lse [L, N, G] if joining; budget [n] if traced; then list, keep [L, K] and
+    # count [L].
     score_ref, lse_ref, budget_ref = refs[0], refs[1 : 1 + joining], refs[1 + joining : 1 + joining + traced]
     list_ref, keep_ref, count_ref, words, peers = refs[1 + joining + traced :]
     row, part = lax.axis_index("x"), lax.axis_index("part") if parts > 1 else jnp.int32(0)
     asked = budget_ref[0][budget(row)] if traced else jnp.int32(budget)
     wanted = jnp.minimum(jnp.maximum(asked, 0), most)
-    slot = part * size + arrays.counted(size)
+    own = arrays.size_of(-(-capacity // parts))
+    at = part * own + arrays.counted(own)
+
+    def fill(chosen):  # the programs of a row share out the entries behind the list, and the mask
+        inside = at < capacity
+        arrays.store(list_ref, jnp.where(inside & (at >= chosen), row * capacity + at, -1), arrays.spread(0, own))
+        arrays.store(keep_ref, jnp.where(inside, row * capacity + at, -1), (at < chosen).astype(jnp.int32))
+        arrays.put(count_ref, jnp.where(part < 1, row, -1), chosen)
 
     def score(line):
-        return arrays.load(score_ref, jnp.where(slot < slots, line * slots + slot, -1), -jnp.inf)
+        return arrays.load_run(score_ref, line, part * size, size, -jnp.inf)
 
     def total(head, parts_of):
         at = arrays.counted(arrays.size_of(parts_of))
@@ -37,20 +45,22 @@ def _body(*refs, joining, budget, traced, most, slots, capacity, heads, size, pa
         top = finite_or_zero(jnp.max(lse))
         return finite_or_zero(top + jnp.log(jnp.sum(jnp.exp(lse - top))))
 
-    if joining:
-        shares = (score(row * heads + head) - total(head, lse_ref[0].shape[1]) for head in range(heads))
-        key = order_key(functools.reduce(jnp.maximum, shares))
-    else:
-        key = order_key(score(row))
-    threshold, ties, chosen = threshold_of(key, wanted, parts, peers)
-    keep, place = places(key, threshold, ties, part, parts, words, peers)
-    arrays.store(list_ref, jnp.where(keep & (place < chosen), row * capacity + place, -1), slot)
-    own = arrays.size_of(-(-capacity // parts))
-    at = part * own + arrays.counted(own)
-    inside = at < capacity
-    arrays.store(list_ref, jnp.where(inside & (at >= chosen), row * capacity + at, -1), arrays.spread(0, own))
-    arrays.store(keep_ref, jnp.where(inside, row * capacity + at, -1), (at < chosen).astype(jnp.int32))
-    arrays.put(count_ref, jnp.where(part < 1, row, -1), chosen)
+    @pl.when(wanted <= 0)  # a row that wants nothing is not read
+    def _():
+        fill(jnp.int32(0))
+
+    @pl.when(wanted > 0)
+    def _():
+        if joining:
+            shares = (score(row * heads + head) - total(head, lse_ref[0].shape[1]) for head in range(heads))
+            key = order_key(functools.reduce(jnp.maximum, shares))
+        else:
+            key = order_key(score(row))
+        threshold, ties, chosen = threshold_of(key, wanted, parts, peers)
+        keep, place = places(key, threshold, ties, part, parts, words, peers)
+        where = jnp.where(keep & (place < chosen), row * capacity + place, -1)
+        arrays.store(list_ref, where, part * size + arrays.in_order(size))
+        fill(chosen)
 
 
 def parts_for(slots: int) -> int:
@@ -71,7 +81,7 @@ def kth_select(score, budget, capacity, lse=None):
             b, h = lax.div(row, heads), lax.rem(row, heads)
             return (b if lines > 1 else 0 * b) * columns + (h if columns > 1 else 0)
 
-    flat = [x.reshape(lists, *x.shape[2:]) for x in (score, lse) if x is not None]
+    flat = [score.reshape(-1, slots), *([] if lse is None else [lse.reshape(lists, *lse.shape[2:])])]
     listed, keep, count = arrays.program(
         functools.partial(
             _body, joining=len(flat) - 1, budget=place if traced else int(budget), traced=traced, most=min(capacity, slots),
@@ -84,7 +94,7 @@ def kth_select(score, budget, capacity, lse=None):
         ],
         grid=(lists,),
         parts=parts,
-        scratch=[plgpu.SMEM((size // 32 + 4,), jnp.int32), plgpu.SMEM((PEERS,), jnp.int32)],
+        scratch=[plgpu.SMEM((4,), jnp.int32), plgpu.SMEM((PEERS,), jnp.int32)],
     )(*flat, *([budget.reshape(-1)] if traced else []))  # fmt: skip
     return listed.reshape(rows, heads, -1), keep.reshape(rows, heads, -1), count.reshape(rows, heads)
 
