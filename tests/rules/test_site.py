@@ -8,6 +8,8 @@ import json
 import os
 import pathlib
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 
@@ -15,11 +17,19 @@ import pytest
 
 import kvjax
 import models
-from experiments.lab.site import catalogue, methods, records
+from experiments.cli import read_record
+from experiments.cli.settings import parse
+from experiments.evaluation import EvaluationSettings
+from experiments.evaluation.__main__ import Output
+from experiments.lab.site import catalogue, methods, records, scores
 from kvjax import registry
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+EIGHT = {  # tasks that count at 16K
+    "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multivalue", "niah_multiquery", "vt",
+    "number_string",
+}  # fmt: skip
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 CLAIMS = {
     "quickstart": [
@@ -67,6 +77,9 @@ def test_the_site_builds_without_a_warning(tmp_path):
     for name in [*public, *(f"models.{name}" for name in models.__all__)]:
         assert f'id="{name}"' in api, f"docs/api.md lacks {name}"
     assert "pallas_triton" in (site / "operations.html").read_text(encoding="utf-8")
+    table = (site / "tables" / "scores.html").read_text(encoding="utf-8")
+    rows = json.loads(re.search(r'id="scores-data">(.*?)</script>', table, re.DOTALL)[1])["rows"]
+    assert len(rows) > 1000 and (site / "_static" / "scores.js").is_file() and "_static/scores.css" in table
     for path in NOTEBOOKS:
         text = html.unescape((site / "notebooks" / f"{path.stem}.html").read_text(encoding="utf-8"))
         assert all(claim in text for claim in CLAIMS[path.stem]), path
@@ -94,11 +107,52 @@ def test_tables_are_the_records(monkeypatch):
     monkeypatch.setattr(records, "_PATTERNS", ("*-h200.json", "fidelity/int8/metrics.json"))  # not all, which takes longer
     monkeypatch.setattr(methods, "_SCORES", ("qwen-full",))
     pages = records.pages(DOCS)
-    assert pages.keys() == {"index.md", "offload-h200.md", "speed-h200.md", "fidelity-int8.md"}
+    assert pages.keys() == {"index.md", "scores.md", "offload-h200.md", "speed-h200.md", "fidelity-int8.md"}
     assert "| Full |" in pages["fidelity-int8.md"] and "(speed-h200.md)" in pages["index.md"]
     quest = methods.pages(DOCS)["quest.md"]
     assert "| `num_dense_layers` | `2` | static |" in quest and "## Measured" in quest and "ms on an H200" in quest
     assert "| `gather_attention` |" in catalogue.operations() and "| `llama` | Llama 3" in catalogue.families()
+
+
+_ASK = """const [data, Scores] = [JSON.parse(require("fs").readFileSync(0)), require(process.argv[1])];
+const quest = Scores.filter(data, {...Scores.FIRST, method: "quest", most: "30"});
+console.log(JSON.stringify({
+  quest: Scores.sort(data, quest, "score", true), sorted: Scores.sort(data, data.rows, "of the oracle", true),
+  commands: data.rows.map((row) => Scores.command(data, row)), tasks: Scores.values(data, "task"),
+}));
+"""
+
+
+def test_the_table_of_all_scores_sorts_filters_and_says_how_to_measure_a_cell_again():
+    """The script of the page in Node, on a record; its commands are read as `kvjax eval` reads them."""
+    folder = DOCS / "records" / "results" / "qwen-16k"
+    data = scores.data([folder])
+    at = {name: place for place, name in enumerate(scores.COLUMNS)}
+    (own,) = (row for row in data["rows"] if row[at["method"]] == "Quest" and row[at["task"]] == scores.MEAN)
+    cells = [row["value"] for row in read_record(folder)["metrics"] if row["method"] == "quest" and row["name"] in EIGHT]
+    assert own[at["score"]] == round(sum(cells) / 8, 1) and len(cells) == 8
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("needs Node")
+    oracle = at["of the oracle"]
+    for place, row in enumerate(data["rows"]):
+        row[oracle] = None if place % 3 else place
+    script = [node, "-e", _ASK, str(DOCS / "_static" / "scores.js")]
+    done = subprocess.run(script, input=json.dumps(data), capture_output=True, text=True, check=True, timeout=60)
+    found = json.loads(done.stdout)
+    wanted = {"task": scores.MEAN, "tokens": 16384, "question": "prefill", "model": "qwen2.5-coder-1.5b"}
+    quest = [row for row in data["rows"] if "Quest" in row[0] and all(row[at[name]] == x for name, x in wanted.items())]
+    assert len(found["quest"]) == sum(row[at["of Full's"]] <= 30 for row in quest) < len(quest)
+    assert [row[at["score"]] for row in found["quest"]] == sorted((row[at["score"]] for row in found["quest"]), reverse=True)
+    numbers = [row[oracle] for row in found["sorted"]]
+    full = [x for x in numbers if x is not None]
+    assert full == sorted(full, reverse=True) and numbers == full + [None] * (len(numbers) - len(full))
+    assert {scores.MEAN, *EIGHT} <= set(found["tasks"])
+    today = [shlex.split(line) for line in found["commands"] if not line.startswith("measured at commit ")]
+    assert len(today) > 0.9 * len(found["commands"])
+    for line in today[:: len(today) // 5]:
+        settings, *_ = parse([EvaluationSettings, Output], line[2:])
+        assert line[:2] == ["kvjax", "eval"] and settings.samples == 100 and len(settings.methods) == 1
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -17,6 +17,7 @@ from experiments.lab.fidelity import fidelity_tables
 from experiments.lab.insight.report import table as insight_table
 from experiments.lab.peers.report import peer_tables
 from experiments.lab.rollouts import rollout_table
+from experiments.lab.site import scores
 from experiments.lab.tpu_bytes import tpu_bytes_table
 from experiments.records import device_kinds, markdown_rows, method_title, short_commit
 from experiments.speed import kernel_table, offload_tables, speed_tables
@@ -103,7 +104,7 @@ def pages(docs: pathlib.Path) -> dict[str, str]:
     Args:
         docs: folder of the documentation, with the folder ``records`` in it.
     """
-    folder, listed, written = docs / "records", [], {}
+    folder, listed, written = docs / "records", [], {"scores.md": scores.page(docs)}
     for file in (file for pattern in _PATTERNS for file in sorted(folder.glob(pattern))):
         record = json.loads(file.read_text(encoding="utf-8"))
         if "commit" not in record:
@@ -121,7 +122,7 @@ def pages(docs: pathlib.Path) -> dict[str, str]:
     toctree = "\n".join(["```{toctree}", ":hidden:", "", *(name.removesuffix(".md") for name in written), "```"])
     intro = (
         "Every measured number of these pages comes from one of these files, which hold settings, versions, devices, commits "
-        "and dates; [how to repeat them](../reproduce.md)."
+        "and dates; [how to repeat them](../reproduce.md). [Every score](scores.md) is in one table."
     )
     return {**written, "index.md": "\n".join(["# Records", "", intro, "", *markdown_rows([head, *listed]), "", toctree, ""])}
 
