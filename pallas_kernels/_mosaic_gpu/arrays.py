@@ -14,6 +14,7 @@ from jax import lax
 
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.pallas import mgpu, pl, plgpu
+from pallas_kernels._triton import rotate
 from pallas_kernels.machine import current_machine
 
 NAMES = "x", "y", "z"
@@ -44,11 +45,18 @@ def program(body, out_type, *, grid, names=NAMES, scratch=(), parts=1):
         grid_names=names[: len(grid)],
         cluster=(parts,) if parts > 1 else (),
         cluster_names=("part",) if parts > 1 else (),
+        kernel_name=_name_of(body),
         compiler_params=plgpu.CompilerParams(approx_math=False, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
 
 
-def in_place(body, states, *, grid, names=NAMES, out_type=()):
+def _name_of(body):
+    """Return the name of a kernel: that of its operation's folder, and of its function if that is not ``_body``."""
+    body = getattr(body, "func", body)
+    return body.__module__.split(".")[-2] + body.__name__.removeprefix("_body")
+
+
+def in_place(body, states, *, grid, names=NAMES, out_type=(), parts=1):
     """Make a function like `program`'s, whose kernel also writes ``states``, arrays that it returns before its results.
 
     The body takes the operands, the states and the results. XLA copies a state that its caller does not give up.
@@ -56,7 +64,7 @@ def in_place(body, states, *, grid, names=NAMES, out_type=()):
 
     @jax.custom_batching.custom_vmap
     def launch(operands, states):
-        return pl.run_state(lambda refs: program(body, [], grid=grid, names=names)(*operands, *refs))(states)
+        return pl.run_state(lambda refs: program(body, [], grid=grid, names=names, parts=parts)(*operands, *refs))(states)
 
     @launch.def_vmap
     def launch_all(size, mapped, operands, states):
@@ -65,11 +73,12 @@ def in_place(body, states, *, grid, names=NAMES, out_type=()):
         ]
         axis, whole = f"of {size} at {len(grid)}", [*mapped[0], *[True] * len(states)]
 
+        @functools.partial(functools.update_wrapper, wrapped=getattr(body, "func", body))
         def one(*refs):
             at = lax.axis_index(axis)
             body(*(ref.at[at] if is_mapped else ref for ref, is_mapped in zip(refs, whole, strict=True)))
 
-        made = in_place(one, states, grid=(size, *grid), names=(axis, *names))(*operands)
+        made = in_place(one, states, grid=(size, *grid), names=(axis, *names), parts=parts)(*operands)
         return made, [True] * len(states)
 
     states = [*states, *(lax.empty(x.shape, x.dtype) for x in out_type)]
@@ -195,6 +204,25 @@ def repeated(x: jax.Array, times: int) -> jax.Array:
 def meet() -> None:
     """Wait for all threads of the program: what they have read may be written then."""
     plgpu.inline_mgpu()(lambda ctx: mgpu.utils.warpgroup_barrier())()
+
+
+def arrive(parts: int) -> None:
+    """Say that this program has read what another one of the cluster may write after its `wait`, which has to follow."""
+    if parts > 1:
+        plgpu.inline_mgpu()(lambda ctx: t.ptx("barrier.cluster.arrive.aligned;"))()
+
+
+def wait(parts: int) -> None:
+    """Wait until all threads of all programs of the cluster have arrived."""
+    if parts > 1:
+        plgpu.inline_mgpu()(lambda ctx: t.ptx("barrier.cluster.wait.aligned;"))()
+    else:
+        meet()
+
+
+def cosine_sine(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Compute cosine and sine of float32 radians without the branches of the library functions."""
+    return rotate.cosine_sine(angle, lambda x: lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN))
 
 
 def load_shared(ref, index: jax.Array) -> jax.Array:
