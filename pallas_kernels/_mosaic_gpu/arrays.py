@@ -18,6 +18,8 @@ from pallas_kernels._triton import rotate
 from pallas_kernels.machine import current_machine
 
 NAMES = "x", "y", "z"
+MOST_PARTS = 8  # programs of a cluster
+PEERS = 4 + 2 * 4 * MOST_PARTS  # int32 numbers of shared memory that `of_parts` takes
 
 
 def check_hopper():
@@ -291,28 +293,44 @@ def before(words: jax.Array, scratch) -> jax.Array:
     return run(scratch, words)
 
 
-def of_parts(numbers: list[jax.Array], scratch, parts: int) -> list[list[jax.Array]]:
-    """List int32 numbers of each program of the cluster, of up to four numbers; ``scratch``: shared memory, int32 [4]."""
-    one = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_splat())
+def begin_parts(peers, parts: int) -> None:
+    """Prepare shared memory int32 [PEERS] for `of_parts`, once."""
+    if parts == 1:
+        return
+
+    @plgpu.inline_mgpu(arg_types=(_ref(),))
+    def run(ctx, peers):
+        t.ptx("st.shared.b32 [$0], $1;", t.number(t.address(peers)), t.number(0), where=t.thread() < 1)
+        t.meet_cluster()
+
+    run(peers)
+
+
+def of_parts(numbers: list[jax.Array], peers, parts: int) -> list[list[jax.Array]]:
+    """List int32 numbers of each program of the cluster, of up to four numbers.
+
+    Each program writes its numbers into the memory of all, and all meet once. Two places take turns, so that a program that
+    is ahead does not overwrite what another one still has to read.
+    """
     if parts == 1:
         return [numbers]
+    count, one = len(numbers), plgpu.ShapeDtypeStruct((), jnp.int32, layout=_splat())
 
-    @plgpu.inline_mgpu(arg_types=(_ref(), (_splat(),) * len(numbers)), return_type=((one,) * len(numbers),) * parts)
-    def run(ctx, scratch, numbers):
-        base = t.number(t.address(scratch))
-        for at, x in enumerate(numbers):
-            t.ptx("st.shared.b32 [$0], $1;", base + 4 * at, t.number(t.value(x)), where=t.thread() < 1)
+    @plgpu.inline_mgpu(arg_types=(_ref(), (_splat(),) * count), return_type=((one,) * count,) * parts)
+    def run(ctx, peers, numbers):
+        base, thread, numbers = t.number(t.address(peers)), t.signed(t.thread()), [t.number(t.value(x)) for x in numbers]
+        turn = t.load_shared(base)
+        place, peer = base + 16 + turn * (16 * MOST_PARTS), thread >> 2
+        mine = numbers[0]
+        for at, x in enumerate(numbers[1:], 1):
+            mine = ((thread & 3) == at).select(x, mine)
+        to = t.least(peer, parts - 1)
+        there = t.number(t.ptx("mapa.shared::cluster.u32 $0, $1, $2;", place, to, result=t.i32()))
+        there = there + t.special("cluster_ctarank") * 16 + (thread & 3) * 4
+        t.ptx("st.shared::cluster.b32 [$0], $1;", there, mine, where=thread < 4 * parts)
         t.meet_cluster()
-        found = []
-        for peer in range(parts):
-            mine = t.number(t.ptx("mapa.shared::cluster.u32 $0, $1, $2;", base, t.number(peer), result=t.i32()))
-            found.append(
-                tuple(
-                    t.number(t.ptx("ld.shared::cluster.b32 $0, [$1];", mine + 4 * at, result=t.i32()))
-                    for at in range(len(numbers))
-                )
-            )
-        t.meet_cluster()
-        return tuple(found)
+        t.ptx("st.shared.b32 [$0], $1;", base, turn ^ 1, where=thread < 1)
+        mgpu.utils.warpgroup_barrier()
+        return tuple(tuple(t.load_shared(place + 16 * i + 4 * at) for at in range(count)) for i in range(parts))
 
-    return [list(x) for x in run(scratch, tuple(numbers))]
+    return [list(x) for x in run(peers, tuple(numbers))]

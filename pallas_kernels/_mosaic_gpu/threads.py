@@ -169,6 +169,11 @@ def store_at(address, x, dtype, where):
     ptx(f"st.global.{kind} [$0], $1;", address, x, where=where)
 
 
+def special(name):
+    """Read a special register."""
+    return number(mgpu.utils.inline_ptx(f"mov.u32 $0, %{name};", result_types=i32()))
+
+
 def popcount(x):
     """Count the bits of a number."""
     return number(mgpu.utils.inline_ptx("popc.b32 $0, $1;", value(x), result_types=i32()))

@@ -9,7 +9,7 @@ from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu.pallas import plgpu
-from pallas_kernels._mosaic_gpu.search import MOST, PEERS
+from pallas_kernels._mosaic_gpu.search import MOST
 
 PARTS = (1, 2, 4, 8)  # programs of a cluster
 UNIT = 2**11  # entries of which a thread loads 16 together
@@ -19,6 +19,7 @@ ALONE = 2**12  # entries of a row for which one program is enough
 def _body(mask_ref, list_ref, keep_ref, words, peers, *, capacity, size, parts):
     # mask [L, S]; list, keep [L, K].
     row, part = lax.axis_index("x"), lax.axis_index("part") if parts > 1 else jnp.int32(0)
+    arrays.begin_parts(peers, parts)
     hit = arrays.load_run(mask_ref, row, part * size, size)
     found = [x for (x,) in arrays.of_parts([jnp.sum(hit)], peers, parts)]
     total = functools.reduce(jnp.add, found)
@@ -45,7 +46,7 @@ def compact(mask, capacity):
         [jax.ShapeDtypeStruct((lists, capacity), dtype) for dtype in (jnp.int32, jnp.bool_)],
         grid=(lists,),
         parts=parts,
-        scratch=[plgpu.SMEM((4,), jnp.int32), plgpu.SMEM((PEERS,), jnp.int32)],
+        scratch=[plgpu.SMEM((4,), jnp.int32), plgpu.SMEM((arrays.PEERS,), jnp.int32)],
     )(mask.reshape(lists, slots))
     return listed.reshape(*mask.shape[:-1], capacity), keep.reshape(*mask.shape[:-1], capacity)
 

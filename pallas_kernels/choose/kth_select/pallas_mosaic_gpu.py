@@ -11,12 +11,11 @@ from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
-from pallas_kernels._mosaic_gpu.search import MOST, PEERS, places, threshold_of
+from pallas_kernels._mosaic_gpu.search import MOST, places, threshold_of
 from pallas_kernels._triton.kth_search import order_key
 from pallas_kernels.numerics import finite_or_zero
 
 ALONE = 2**13  # entries of a row for which one program is enough
-PARTS = 8  # programs of a cluster, at most
 
 
 def _body(*refs, joining, budget, traced, most, slots, capacity, heads, size, parts):
@@ -51,6 +50,7 @@ def _body(*refs, joining, budget, traced, most, slots, capacity, heads, size, pa
 
     @pl.when(wanted > 0)
     def _():
+        arrays.begin_parts(peers, parts)
         if joining:
             shares = (score(row * heads + head) - total(head, lse_ref[0].shape[1]) for head in range(heads))
             key = order_key(functools.reduce(jnp.maximum, shares))
@@ -65,7 +65,7 @@ def _body(*refs, joining, budget, traced, most, slots, capacity, heads, size, pa
 
 def parts_for(slots: int) -> int:
     """Choose the programs of a row's cluster."""
-    return next((n for n in (1, 2, 4) if slots <= n * ALONE), PARTS)
+    return next((n for n in (1, 2, 4) if slots <= n * ALONE), arrays.MOST_PARTS)
 
 
 def kth_select(score, budget, capacity, lse=None):
@@ -94,7 +94,7 @@ def kth_select(score, budget, capacity, lse=None):
         ],
         grid=(lists,),
         parts=parts,
-        scratch=[plgpu.SMEM((4,), jnp.int32), plgpu.SMEM((PEERS,), jnp.int32)],
+        scratch=[plgpu.SMEM((4,), jnp.int32), plgpu.SMEM((arrays.PEERS,), jnp.int32)],
     )(*flat, *([budget.reshape(-1)] if traced else []))  # fmt: skip
     return listed.reshape(rows, heads, -1), keep.reshape(rows, heads, -1), count.reshape(rows, heads)
 
@@ -103,5 +103,11 @@ def check(score, budget, capacity, lse=None):
     """Raise ``NotImplementedError`` for other GPUs, for rows that no cluster holds, and for sizes that need 64 bits."""
     arrays.check_hopper()
     slots = score.shape[-1]
-    if not 1 <= slots <= PARTS * MOST or capacity > PARTS * MOST or max(score.size, score.size // slots * capacity) >= 2**31:
-        raise NotImplementedError(f"got score {score.shape} and {capacity=}, expected rows of 1 to {PARTS * MOST}")
+    if (
+        not 1 <= slots <= arrays.MOST_PARTS * MOST
+        or capacity > arrays.MOST_PARTS * MOST
+        or max(score.size, score.size // slots * capacity) >= 2**31
+    ):
+        raise NotImplementedError(
+            f"got score {score.shape} and {capacity=}, expected rows of 1 to {arrays.MOST_PARTS * MOST}"
+        )

@@ -12,7 +12,7 @@ from jax import lax
 from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.pallas import plgpu
-from pallas_kernels._mosaic_gpu.search import MOST, PEERS, places, threshold_of
+from pallas_kernels._mosaic_gpu.search import MOST, places, threshold_of
 from pallas_kernels._triton.kth_search import NEVER
 from pallas_kernels.choose.pariskv.collision.votes import cluster_scores, sizes
 from pallas_kernels.formats.key_codes import CLUSTERS, rotation
@@ -77,6 +77,7 @@ def _body(
     line, part = lax.axis_index("x"), lax.axis_index("part") if parts > 1 else jnp.int32(0)
     stop, wanted = arrays.scalar(stop_ref, lax.div(line, heads)), arrays.scalar(count_ref, line)
     width = slices * CLUSTERS // BYTES
+    arrays.begin_parts(peers, parts)
     table[...] = arrays.load(table_ref, line * width + arrays.counted(width))
     arrays.meet()
     own = arrays.counted(t.THREADS * TOGETHER)
@@ -116,7 +117,7 @@ def collision(query, signs, counts, ids, position, stop, shares, *, first, capac
     tables, lists, unit = tier_tables(cluster_scores(query), counts, cutoffs), batch * heads, t.THREADS * TOGETHER
     parts = next((n for n in PARTS if slots <= n * ALONE), PARTS[-1])
     size = -(-slots // (parts * unit)) * unit
-    scratch = [(tables.shape[1],), (size,), (4,), (PEERS,)]
+    scratch = [(tables.shape[1],), (size,), (4,), (arrays.PEERS,)]
     (listed,) = arrays.program(
         functools.partial(
             _body, heads=heads, slots=slots, slices=slices, capacity=capacity, first=first, size=size, parts=parts
