@@ -16,3 +16,4 @@ from experiments.evaluation.settings import EvaluationSettings as EvaluationSett
 from experiments.evaluation.settings import Shown as Shown
 from experiments.evaluation.tables import against as against
 from experiments.evaluation.tables import report as report
+from experiments.evaluation.understanding import by_kind as by_kind

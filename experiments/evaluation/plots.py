@@ -13,6 +13,7 @@ from experiments.evaluation.comparison import BASELINE, COUNTED, named, place_of
 from experiments.evaluation.reachable import ORACLE, family
 from experiments.evaluation.reachable import frontier as reached
 from experiments.evaluation.same_examples import check_alike
+from experiments.evaluation.understanding import by_kind, paraphrase
 from experiments.records import (
     FAINT,
     QUIET,
@@ -373,6 +374,7 @@ KINDS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "needle": needle,
     "sweep": sweep,
     "turns": turns,
+    "paraphrase": paraphrase,
 }
 
 
@@ -381,6 +383,7 @@ def default_kinds(rows: Sequence[Row]) -> list[str]:
     scored = [row for row in rows if row["unit"] == "percent"]
     kinds = [*_QUANTITIES] * bool(scored) + ["sweep"] * bool(_swept(scored))
     kinds += ["needle"] * any(row.get("depth") is not None for row in scored)
+    kinds += ["paraphrase"] * any({"literal", "paraphrased"} <= means.keys() for means in by_kind(scored).values())
     return kinds + ["turns"] * any("turn" in row.get("by", {}) for row in scored)
 
 

@@ -21,6 +21,7 @@ from experiments.records.plotting import check_installed as check_installed
 from experiments.records.plotting import error_bars as error_bars
 from experiments.records.plotting import heat_map as heat_map
 from experiments.records.plotting import legend as legend
+from experiments.records.plotting import line_style as line_style
 from experiments.records.plotting import new_figure as new_figure
 from experiments.records.plotting import save as save
 from experiments.records.plotting import tidy as tidy

@@ -4,7 +4,9 @@ NoLiMa (Modarressi et al. 2025, arXiv:2502.05167) shows how much of a score is d
 Here too the question and the fact share no word but articles and prepositions. The names, the table and the sentences are
 ours. The text has a fact about each of several people, so that a model cannot answer by the only name in it.
 
-* ``assoc_kind``: a kind and its class. The easiest form.
+* ``assoc_number``: a kind and its class within RULER's needle, so that only the key is paraphrased. The easiest form: the
+  shipped model, which knows this needle alone, answers the twin.
+* ``assoc_kind``: a kind and its class.
 * ``assoc_dish``: a dish and what it is made of.
 * ``assoc_place``: a landmark and its city.
 * ``assoc_country``: a landmark and its country, which takes two steps.
@@ -33,7 +35,11 @@ PEOPLE_TOLD = 4  # facts in a text, unless more questions are asked
 
 
 def association(
-    request: Request, pairs: Mapping[str, Sequence[str]], literal: bool = False, beyond: Mapping[str, str] | None = None
+    request: Request,
+    pairs: Mapping[str, Sequence[str]],
+    literal: bool = False,
+    beyond: Mapping[str, str] | None = None,
+    numbers: bool = False,
 ) -> Document:
     """Hide a fact about each of some people in a text; a question asks for the person of whom something follows.
 
@@ -42,12 +48,13 @@ def association(
         pairs: what the question names -> what a fact may name instead.
         literal: whether facts name it as the question does.
         beyond: name of ``pairs`` -> what the question names in its place, such as the country of a city.
+        numbers: whether the answer is a number instead of a person.
     """
     rng, haystack, prompt, count_tokens = request.rng, request.haystack, request.prompt, request.count_tokens
     keys = sorted(beyond or pairs)
     count = max(PEOPLE_TOLD, request.num_questions)
     chosen = [(beyond[key] if beyond else key, key) for key in rng.sample(keys, count)]
-    people = rng.sample(PEOPLE, count)
+    people = request.words.distinct("numbers", count, rng) if numbers else rng.sample(PEOPLE, count)
     facts = [
         prompt.forms["fact"].format(name=name, it=rng.choice(pairs[key]))
         for name, (_, key) in zip(people, chosen, strict=True)

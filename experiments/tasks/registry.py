@@ -105,6 +105,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "rules": _of("rules"),
     "easy_rules": _of("easy_rules"),
     "understanding": _UNDERSTANDING,
+    "literal": tuple(name for name in _of("association") if name.endswith(LITERAL)),
+    "paraphrased": tuple(name for name in _of("association") if not name.endswith(LITERAL)),
+    "logs": _of("entries"),
+    "dialogues": _of("near_duplicates", "corrections"),
+    "events": _of("happenings"),
     "generated": tuple(
         name for name, task in TASKS.items() if name not in (*_CODE, *_LONG, *_UNDERSTANDING) and not task.needs_file
     ),

@@ -9,6 +9,8 @@ import re
 import pytest
 
 from experiments import tasks
+from experiments.evaluation.plots import default_kinds
+from experiments.evaluation.understanding import by_kind, paraphrase
 from experiments.tasks import dialogues, entries, happenings
 from experiments.tasks.associations import PEOPLE, PEOPLE_TOLD
 from experiments.tasks.base import DESCRIPTIONS, PROMPTS
@@ -31,7 +33,7 @@ def words(text: str) -> set[str]:
 
 def pattern(form: str) -> re.Pattern[str]:
     """A form of a fact, whose places are groups."""
-    return re.compile(re.escape(form).replace(r"\{name\}", f"(?P<name>{NAME})").replace(r"\{it\}", "(?P<it>[^.]+?)"))
+    return re.compile(re.escape(form).replace(r"\{name\}", rf"(?P<name>{NAME}|\d{{7}})").replace(r"\{it\}", "(?P<it>[^.]+?)"))
 
 
 def read_facts(form: re.Pattern[str], one: tasks.Example) -> dict[str, str]:
@@ -48,6 +50,9 @@ def pairs(name: str) -> dict[str, list[str]]:
 def test_question_and_fact_share_no_word_and_the_twin_shares_them_all(name):
     prompt, beyond = PROMPTS[name], DESCRIPTIONS[name].get("beyond", {})
     for key, things in pairs(name).items():
+        if name == "assoc_number":  # in RULER's frame, which question and fact share
+            assert not any(words(key) & words(thing) for thing in things)
+            continue
         asked = words((prompt.question + prompt.prefix).format(it=beyond.get(key, key)))
         for thing in things:
             told = words(prompt.forms["fact"].format(name="", it=thing))
@@ -67,7 +72,7 @@ def test_twins_differ_in_the_facts_and_a_reader_with_the_table_finds_the_person(
         assert forms[0].sub("", one.context) == forms[1].sub("", twin.context)
         told, literally = read_facts(forms[0], one), read_facts(forms[1], twin)
         assert len(told) == PEOPLE_TOLD and {person: key_of[thing] for person, thing in told.items()} == literally
-        (person,) = (person for person, key in literally.items() if f" {key}? " in one.question)
+        (person,) = (person for person, key in literally.items() if one.question == prompt.question.format(it=key))
         assert one.answers == (person,)
 
 
@@ -197,3 +202,26 @@ def test_a_guess_scores_the_chance_that_the_task_names(name):
     # A wrong text may begin with a right word, and few facts name fewer places than there are.
     more = {"near_duplicates": 0.1, "happenings": 0.3}.get(DESCRIPTIONS[name]["kind"], 0.0)
     assert chance - 0.09 < sum(scores) / len(scores) < chance + more + 0.09
+
+
+def scored(method: str, **values: float) -> list[dict]:
+    return [
+        {"unit": "percent", "method": method, "question": "prefill", "length": 4096, "name": name, "value": value}
+        for name, value in values.items()
+    ]
+
+
+def test_a_kind_is_a_mean_over_the_tasks_that_full_solves_and_twins_count_together(tmp_path):
+    pytest.importorskip("matplotlib")
+    full = scored(
+        "full", assoc_kind=80, assoc_kind_literal=40, assoc_dish=20, assoc_dish_literal=90, log_most=70, log_first=60
+    )
+    rows = [*full, *scored("quest", assoc_kind=50, assoc_kind_literal=60, log_most=10)]
+    means = by_kind(rows)
+    assert means["full", "prefill", 4096] == {"literal": 40, "paraphrased": 80, "logs": 65}
+    assert means["quest", "prefill", 4096] == {"literal": 60, "paraphrased": 50}  # it lacks a log that Full solves
+    assert "paraphrase" in default_kinds(rows) and "paraphrase" not in default_kinds(scored("full", vt=90))
+    (points,) = (panel.lines for panel in paraphrase(rows).axes)
+    assert {(*line.get_xdata(), *line.get_ydata()) for line in points if len(line.get_xdata()) == 1} == {(40, 80), (60, 50)}
+    with pytest.raises(ValueError, match="needs tasks of the group paraphrased"):
+        paraphrase(scored("full", vt=90))

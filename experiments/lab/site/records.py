@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.cli import read_record
-from experiments.evaluation import against, averages, beside_reference, load, report
+from experiments.evaluation import against, averages, beside_reference, by_kind, load, report
 from experiments.evaluation.reachable import percent
 from experiments.lab.fidelity import fidelity_tables
 from experiments.lab.insight.report import table as insight_table
@@ -61,9 +61,11 @@ def rows(path: pathlib.Path, beside: Sequence[pathlib.Path] = ()) -> list[dict[s
     entries = [entry for entry in load([path, *beside]) if entry.row["unit"] == "percent"]
     full = {(x.row["name"], x.row["length"]) for x in entries if x.row["method"] == "full" and x.row["value"] >= COUNTED}
     counted = [x for x in entries if (x.row["name"], x.row["length"]) in full and x.row["name"] not in GROUPS["code"]]
+    kinds = by_kind([entry.row for entry in counted])
     return [
         {
             **mean,
+            **{kind: f"{score:.1f}" for kind, score in kinds[mean["method"], mean["question"], mean["length"]].items()},
             "setting": mean["method"],
             "method": method_title(mean["method"]),
             "score": f"{mean['score']:.1f}",
