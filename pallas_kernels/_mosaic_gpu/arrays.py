@@ -228,15 +228,28 @@ def cosine_sine(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def load_shared(ref, index: jax.Array) -> jax.Array:
-    """Load int32 numbers of an array in shared memory at a flat ``index`` int32 [N]."""
-    size = index.shape[0]
+    """Load int32 or float32 numbers of an array in shared memory at a flat ``index`` int32 [N]."""
+    size, floats = index.shape[0], jnp.issubdtype(ref.dtype, jnp.floating)
 
-    @plgpu.inline_mgpu(arg_types=(_ref(), _own(size)), return_type=_type(size))
+    @plgpu.inline_mgpu(arg_types=(_ref(), _own(size)), return_type=_type(size, ref.dtype))
     def run(ctx, ref, index):
-        base = t.number(t.address(ref))
-        return t.made_of([t.load_shared(base + x * 4) for x in t.numbers_of(index)])
+        base, one = t.number(t.address(ref)), t.load_shared_float if floats else t.load_shared
+        return t.made_of([one(base + x * 4) for x in t.numbers_of(index)], floats)
 
     return run(ref, index)
+
+
+def store_shared(ref, index: jax.Array, x: jax.Array) -> None:
+    """Store int32 or float32 numbers [N] in an array in shared memory at a flat ``index`` int32 [N]."""
+    size, floats = index.shape[0], jnp.issubdtype(ref.dtype, jnp.floating)
+
+    @plgpu.inline_mgpu(arg_types=(_ref(), _own(size), _own(size)))
+    def run(ctx, ref, index, x):
+        base = t.number(t.address(ref))
+        for at, number in zip(t.numbers_of(index), t.numbers_of(x, floats), strict=True):
+            t.ptx(f"st.shared.{'f32' if floats else 'b32'} [$0], $1;", base + at * 4, number)
+
+    run(ref, index, x)
 
 
 def in_order(size: int) -> jax.Array:

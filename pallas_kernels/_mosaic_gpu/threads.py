@@ -185,6 +185,16 @@ def shuffle_up(x, step):
     return number(mgpu.utils.inline_ptx(text, value(x), result_types=i32(), has_side_effects=True, convergent=True))
 
 
+def plus(wide, x):
+    """Add a number to a value of 64 bits."""
+    return arith.addi(wide, arith.extsi(ir.IntegerType.get_signless(64), value(x)))
+
+
+def load_shared_float(address):
+    """Load a float32 from shared memory."""
+    return number(ptx("ld.shared.f32 $0, [$1];", address, result=ir.F32Type.get()), None)
+
+
 def load_shared(address):
     """Load an int32 from shared memory."""
     return number(ptx("ld.shared.b32 $0, [$1];", address, result=i32()))

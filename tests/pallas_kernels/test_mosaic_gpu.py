@@ -22,6 +22,7 @@ OPERATIONS = {
     "compact": ({"S": 20_000, "K": 3000}, 1),
     "evict_token": ({"D": 128, "S": 300}, 1),
     "kth_select": ({"S": 20_000}, 1),
+    "packed_attention": ({}, 1),
     "packed_score": ({}, 1),
     "page_score": ({}, 1),
     "rotated_rows": ({"D": 128, "K": 300, "S": 600}, 1),

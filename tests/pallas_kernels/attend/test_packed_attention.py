@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.attend.mosaickv.packed_attention import packed_attention
 from pallas_kernels.attend.mosaickv.packed_attention import pallas_triton as attend
 from pallas_kernels.formats.packed_vectors import words_of
 from pallas_kernels.score.mosaickv.packed_score import packed_score
@@ -23,14 +24,9 @@ from tests.pallas_kernels.cases import (
 )
 
 SCALE = 0.2
-# On Mosaic GPU there is a kernel for the scores alone.
-PROJECT, ATTEND = (
-    run | {MOSAIC: run["xla"]}
-    for run in (
-        implementations("project_query"),
-        implementations("packed_attention", config=attend.Config(tile=16, splits=3)),
-    )
-)
+PROJECT = implementations("project_query")
+PROJECT = PROJECT | {MOSAIC: PROJECT["xla"]}  # it has no kernel there
+ATTEND = implementations("packed_attention", config=attend.Config(tile=16, splits=3)) | on_hopper(packed_attention)
 SCORE = implementations("packed_score", config=score.Config(tile=16, tiles=2)) | on_hopper(packed_score)
 
 
