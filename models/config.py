@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -44,6 +44,11 @@ class ModelConfig(Architecture):
 
     can_guess: ClassVar[bool] = True  # `apply` takes ``guess``
 
+    @property
+    def can_probe(self) -> bool:
+        """Whether `apply` takes ``nudges``: not in layers without keys, or with latent keys."""
+        return self.latent is None and self.linear is None
+
     def __post_init__(self):
         super().__post_init__()
         hf_config.check_family(self.family)
@@ -57,13 +62,14 @@ class ModelConfig(Architecture):
         *,
         last: jax.Array | None = None,
         guess: Collection[int] = (),
+        nudges: Sequence[jax.Array] | None = None,
     ) -> tuple[jax.Array, tuple]:
         """Run the decoder; see `models.layers.transformer.Transformer` for shapes and errors.
 
         Raises:
             ValueError: ``params`` belong to another model, or have a dtype that is not floating-point.
         """
-        return self._run(params, tokens, attend, tuple(states), last, guess)
+        return self._run(params, tokens, attend, tuple(states), last, guess, nudges)
 
     def embed(self, params: Any, tokens: jax.Array) -> jax.Array:
         """Embed ``tokens`` int32 [B, T]: the hidden states [B, T, d] before the first layer. Errors are those of `apply`."""

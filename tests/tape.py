@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -38,7 +38,8 @@ class Tape:
     """A `kvjax.protocol.typing.Model` without weights; its parameters are the recording.
 
     ``params``: q [L, B, H, G, T, D], k and v [L, B, H, T, D], all before RoPE, and logits [B, T, V] that follow each token;
-    for methods that ask for it also guess, like q.
+    for methods that ask for it also guess, like q. With nudges: hidden and gain [L, B, T, d], base [B, T, d] and kernel
+    [L, H, G, D, d]; the stream is then base and the sum of gain times nudge.
     """
 
     num_layers: int
@@ -53,6 +54,7 @@ class Tape:
     dtype: str = "float32"
 
     can_guess: ClassVar[bool] = True
+    can_probe: ClassVar[bool] = True
 
     @property
     def inv_freq(self) -> np.ndarray:
@@ -72,17 +74,28 @@ class Tape:
         *,
         last: jax.Array | None = None,
         guess: Collection[int] = (),
+        nudges: Sequence[jax.Array] | None = None,
     ) -> tuple:
         """As `apply`, with the attention outputs [L, B, H, G, T, D] in front."""
         index = tokens[:, None, :, None]
         outputs, new = [], []
+        stream = None if nudges is None else jnp.take_along_axis(params["base"], tokens[..., None], axis=1)
         for layer, state in enumerate(states):
             queries = (params[name][layer] for name in (("q", "guess") if layer in guess else ("q",)))
             q, *guessed = (jnp.take_along_axis(x, index[:, None], axis=-2) for x in queries)
             k, v = (jnp.take_along_axis(params[name][layer], index, axis=-2) for name in ("k", "v"))
-            out, state = attend(layer, state, q, k, v, *guessed)
+            written = {}
+            if nudges is not None:
+                hidden, gain = (
+                    jnp.take_along_axis(params[name][layer], tokens[..., None], axis=1) for name in ("hidden", "gain")
+                )
+                written = {"written": (hidden, params["kernel"][layer])}
+                stream = stream + gain * nudges[layer]
+            out, state = attend(layer, state, q, k, v, *guessed, **written)
             outputs.append(out)
             new.append(state)
+        if nudges is not None:
+            return jnp.stack(outputs), stream, tuple(new)
         at = tokens if last is None else jnp.take_along_axis(tokens, last[:, None], axis=1)
         logits = jnp.take_along_axis(params["logits"], at[..., None], axis=1)
         return jnp.stack(outputs), logits if last is None else logits[:, 0], tuple(new)

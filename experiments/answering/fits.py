@@ -128,7 +128,7 @@ def _row(name: str, config: ModelConfig, have: int, length: int, given: dict[str
         "method": name,
         "longest_prompt": longest if longest is None or rows == 0 else max(longest, length),  # to a step below
         "most_rows": rows,
-        "peak_bytes": needed.device + needed.staged,
+        "peak_bytes": needed.peak,
         "after_bytes": needed.after,
         "renumbers": method.extrapolates,
     }

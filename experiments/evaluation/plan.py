@@ -18,11 +18,9 @@ from experiments.benchmarks import Cell, CellStore
 from experiments.evaluation.answers import SHARED_TOKENS, Batch, make_batches, with_room
 from experiments.evaluation.settings import EvaluationSettings
 from experiments.tasks import get_task
-from kvjax.accounting.memory import free_bytes, needed_each
-from kvjax.accounting.phases import Phases, add_parts
-from kvjax.decoding.layers import layer_methods, shares_prefill
-from kvjax.decoding.reading_order import reading_order
-from kvjax.protocol.method import LayerMethod, Method
+from kvjax.accounting.memory import free_bytes, needed_each, needed_together
+from kvjax.decoding.layers import shares_prefill
+from kvjax.protocol.method import Method
 
 _UNKNOWN = 4 << 30  # bytes for the caches of a group where the device does not report its memory
 _ENOUGH = 65536  # rows x length of a batch that is not halved before it has run out of memory
@@ -77,7 +75,6 @@ class Plan:
     ) -> None:
         self._settings, self._model, self._store, self._cells, self._limit = settings, model, store, cells, limit
         self._batches: dict[Hashable, list[Batch]] = {}
-        self._of_a_row: dict[Hashable, tuple[Phases, Sequence[LayerMethod]]] = {}
         self._smaller: dict[Hashable, int] = {}
 
     def groups(self, jobs: Sequence[Job]) -> list[Group]:
@@ -117,26 +114,13 @@ class Plan:
         Methods that store equal keys and values share one storage. With ``copy``, the method that answers has a copy of its
         own cache besides, if there are several methods or several questions about a context.
         """
-        rows = shape.rows // self._model.groups
-        each, layers = zip(*(self._row(method, shape) for method in methods), strict=True)
-        order = reading_order(layers, rows, shape.length, CHUNK)
-        reading, after = (add_parts(parts).alone for parts in zip(*((one.reading, one.after) for one in each), strict=True))
+        model, config = self._model, with_room(self._model.config, shape, methods)
+        sizes = {"batch": shape.rows, "prompt_slots": shape.length, "max_new_tokens": shape.room, "chunk_size": CHUNK}
+        each = needed_each(methods, config, model.mesh, model.kv_dtype, sizes, share=True, params=model.params)
+        needed = needed_together(each)
         copies = copy and (len(each) > 1 or shape.questions > 1 and not shape.keep)
         copied = max(one.after.alone for one in each) if copies else 0
-        apart = order.apart and order.groups > 1  # groups of rows: some rows' whole prompts, and the finished rows
-        during = order.rows * reading + rows * after if apart else rows * reading
-        return max(during, rows * (after + copied))
-
-    def _row(self, method: Method, shape: Shape) -> tuple[Phases, Sequence[LayerMethod]]:
-        """Compute what a row of a batch needs; return the methods of the layers, too."""
-        model = self._model
-        at = jax.tree.structure(method), shape.length, shape.room, shape.keep
-        if at not in self._of_a_row:
-            config = with_room(model.config, shape, (method,))
-            sizes = {"batch": model.groups, "prompt_slots": shape.length, "max_new_tokens": shape.room, "chunk_size": CHUNK}
-            (needed,) = needed_each([method], config, model.mesh, model.kv_dtype, sizes, share=True)
-            self._of_a_row[at] = needed, layer_methods(method, config)
-        return self._of_a_row[at]
+        return max(needed.peak, needed.after + copied)
 
     def _alone(self, job: Job) -> bool:
         return bool(job.setting.method.offload) or not shares_prefill(job.setting.method, self._model.config)

@@ -22,9 +22,10 @@ from experiments.speed.settings import CHUNK_SIZE, MODELS, MOST_ROWS, SpeedSetti
 from experiments.speed.sum_variants import compiled
 from experiments.speed.token_loop import TokenLoop
 from experiments.speed.variants import VERIFIED, Nothing, kv_dtype_of, read_knobs, setting
-from kvjax.accounting.memory import check_memory, needed_each, placed_bytes
+from kvjax.accounting.memory import check_memory, needed_each
 from kvjax.api import shard_map
 from kvjax.api.programs import cost_program
+from kvjax.decoding.layer_bytes import placed_bytes
 from kvjax.decoding.layers import layer_methods
 from kvjax.mesh.sharding import place_rows, plan_of
 from kvjax.protocol.method import Method, num_bytes
@@ -196,7 +197,7 @@ class Bench:
     def _to_read(self, method: Method, length: int, batch: int, kv_dtype: str | None) -> int:
         """Compute the bytes of parameters and caches on a device while it reads the prompts of a batch."""
         sizes = {"batch": batch, "prompt_slots": length, "max_new_tokens": self.room, "chunk_size": self.chunk_size}
-        (needed,) = needed_each([method], self.config, self.mesh, kv_dtype, sizes, False)
+        (needed,) = needed_each([method], self.config, self.mesh, kv_dtype, sizes, False, self.params)
         return num_bytes(self.params) + needed.reading.alone + needed.staged
 
     def decode_figures(

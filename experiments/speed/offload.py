@@ -32,7 +32,8 @@ from experiments.speed.rows import finish
 from experiments.speed.settings import MODELS, OffloadSettings, Output
 from experiments.speed.traffic import traffic
 from experiments.speed.variants import kv_dtype_of, read_knobs
-from kvjax.accounting.memory import link_bandwidth, offload_share, placed_bytes
+from kvjax.accounting.memory import link_bandwidth, offload_share
+from kvjax.decoding.layer_bytes import placed_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -211,7 +211,7 @@ def _most(needs: Callable[[int], int], have: int, least: int, most: int, step: i
 
 
 def _bytes(needed: Needed) -> int:
-    return needed.device + needed.staged + needed.weights
+    return needed.peak + needed.weights
 
 
 def _have(who: str, device_bytes: float | None, mesh: Mesh | AbstractMesh | None) -> int:

@@ -8,25 +8,25 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from kvjax.accounting.phases import Part, Phases, add_parts, gib
-from kvjax.cache.quantised import check_kv_dtype, row_bytes
+from kvjax.accounting.phases import Phases, add_parts, gib
+from kvjax.accounting.reading import Reading
+from kvjax.cache.quantised import check_kv_dtype
 from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.checks import check_model, check_sizes, has_no_limit
-from kvjax.decoding.layers import layer_methods, layer_specs
-from kvjax.decoding.reading_order import reading_order
-from kvjax.decoding.shared_storage import keeps_storage, storage_key
+from kvjax.decoding.layers import layer_methods
+from kvjax.decoding.reading_order import By, check_order, chosen_order
 from kvjax.mesh.processes import least
-from kvjax.mesh.sharding import Plan, bytes_on_device, check_axes, on_each
+from kvjax.mesh.sharding import Plan, bytes_on_device, check_axes, plan_of, shapes_on_device
 from kvjax.protocol.fields import positive_int
-from kvjax.protocol.method import LayerMethod, LayerSpec, Method, num_bytes
-from kvjax.protocol.typing import Model, not_none, values_are_keys
+from kvjax.protocol.method import Method
+from kvjax.protocol.typing import Model, not_none
 from kvjax.registry import classes, resolve, resolve_each, without_text
 from pallas_kernels.host import to_device, to_host
 
@@ -42,9 +42,10 @@ class Needed:
     Attributes:
         device: bytes of all layers on the device, during or after prefill, whichever is larger.
         host: bytes of all layers in pinned host memory, during or after prefill, whichever is larger.
-        staged: further bytes on the device while a prompt chunk attends in one layer. They hold the layer's keys and values
-            if it is offloaded or stored as codes, and its codes too if it is both. They also hold the row that a pass takes
-            out of the layer (`kvjax.decoding.prefill`).
+        staged: further bytes on the device while a prompt is read: hidden states that wait for the next layer, and what a
+            pass takes, or the end of a layer's prompt, whichever is larger. A pass takes a layer's keys and values where they
+            are offloaded or stored as codes, the row that it takes out of the storage of all rows, and activations. This part
+            is an estimate (`kvjax.accounting.temporaries`).
         weights: bytes of the parameters on the device; 0 if none were given.
         after: the part of `device` that the cache still takes after prefill.
         beyond: tokens of prompt and answer past the model's positions, which `kvjax.prefill` refuses; 0 if all fit.
@@ -58,13 +59,18 @@ class Needed:
     beyond: int = 0
 
     @property
+    def peak(self) -> int:
+        """The bytes on the device at the peak, without weights."""
+        return self.device + self.staged
+
+    @property
     def brief(self) -> str:
         """The bytes of the cache in words: on the device, and in host memory if there are any."""
         return gib(self.device) + (f" and {gib(self.host)} of host memory" if self.host else "")
 
     def __str__(self) -> str:
         after = f" at the peak ({gib(self.after)} after the prompt)" if self.after < self.device else ""
-        device = f"{gib(self.device)} of device memory{after} and {gib(self.staged)} to stage a layer"
+        device = f"{gib(self.device)} of device memory{after} and {gib(self.staged)} besides while the prompt is read"
         weights = f", {gib(self.weights)} of weights" if self.weights else ""
         beyond = f"; {self.beyond} tokens are beyond the model's positions: add YaRN to its config" if self.beyond else ""
         return f"{device}, {gib(self.host)} of host memory{weights}{beyond}"
@@ -83,10 +89,12 @@ def memory_needed(
     kv_dtype: str | None = None,
     share_storage: bool = False,
     params: Any = None,
+    order: By | None = None,
 ) -> Needed:
     """Compute from shapes alone the memory that prefill and decode need; printed, the result says the peak and what remains.
 
-    Activations and the state that layers share are not counted. No method needs a tokenizer here.
+    The state that layers share is not counted, and activations without ``params`` only those of attention. No method needs a
+    tokenizer here.
 
     Args:
         method: any method, or its name; or several in a list, whose caches exist together (`kvjax.prefill_each`).
@@ -99,6 +107,7 @@ def memory_needed(
         kv_dtype: as in `kvjax.prefill`.
         share_storage: as in `kvjax.prefill_each`; what several caches share counts once.
         params: the parameters, or their shapes (`models.param_shapes`), if they are to be counted too.
+        order: as in `kvjax.prefill`.
 
     Raises:
         TypeError: ``mesh`` is no mesh.
@@ -109,13 +118,13 @@ def memory_needed(
     each = method if isinstance(method, Sequence) and not isinstance(method, str) else [method]
     methods = [without_text(one, config.vocab_size) for one in resolve_each(cast("Any", each), prompt_slots)]
     sizes = {"batch": batch, "prompt_slots": prompt_slots, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
-    needed = _sum(needed_each(methods, config, mesh, kv_dtype, sizes, share_storage))
+    needed = needed_together(needed_each(methods, config, mesh, kv_dtype, sizes, share_storage, params, order))
     beyond = prompt_slots + max_new_tokens - config.max_position_embeddings
     beyond = 0 if all(has_no_limit(method, config) for method in methods) else max(beyond, 0)
     return dataclasses.replace(needed, weights=bytes_on_device(params), beyond=beyond)
 
 
-def _sum(each: Sequence[Phases]) -> Needed:
+def needed_together(each: Sequence[Phases]) -> Needed:
     """Add up what caches need that exist together. Their layers are staged one after the other."""
     reading, after = add_parts(x.reading for x in each), add_parts(x.after for x in each)
     device, host = max(reading.alone, after.alone), max(reading.host, after.host)
@@ -129,6 +138,8 @@ def needed_each(
     kv_dtype: str | None,
     sizes: dict[str, int],
     share: bool,
+    params: Any = None,
+    order: By | None = None,
 ) -> list[Phases]:
     """Compute what each method needs when all methods share one prefill; arguments as in `memory_needed`.
 
@@ -139,10 +150,13 @@ def needed_each(
         kv_dtype: dtype of the stored keys and values.
         sizes: the sizes that `memory_needed` takes, by their names.
         share: whether the methods may share storage.
+        params: the parameters, or their shapes.
+        order: of layers and chunks.
     """
     batch, prompt_slots, max_new_tokens, chunk_size = (positive_int(name, sizes[name]) for name in _SIZES)
     for method in every:
         check_sizes(method, config)
+    check_order(order, every, config, prompt_slots)
     check_kv_dtype(kv_dtype)
     parts = 1
     check_axes(mesh)
@@ -151,47 +165,12 @@ def needed_each(
         plan.check_rows(batch)
         batch, config, parts = batch // plan.groups, plan.part(config), plan.parts
     each = [layer_methods(method, config) for method in every]
-    order = reading_order(each, batch, prompt_slots, chunk_size)
-
-    def of_layers(methods: Sequence[LayerMethod], rows: int, finished: bool, shares: bool) -> list[Part]:
-        specs = layer_specs(methods, config, rows, order.slots, max_new_tokens, parts, kv_dtype)
-        kinds = [(jax.tree.structure(m), spec.offloaded) for m, spec in zip(methods, specs, strict=True)]
-        first = {kind: at for at, kind in reversed(list(enumerate(kinds)))}  # layers of one kind need the same
-        known = {kind: _bytes(methods[at], specs[at], finished, mesh) for kind, at in first.items()}
-        made = []
-        for layer, ((device, host), key, common) in enumerate(known[kind] for kind in kinds):
-            shared: dict[Hashable, int] = {(layer, finished, key): common} if shares and key is not None else {}
-            made.append(Part(device - sum(shared.values()), host, shared))
-        return made
-
-    def of_method(method: Method, methods: Sequence[LayerMethod]) -> Phases:
-        # During prefill of a group of rows with storage of its own, the finished states of all rows exist too.
-        grouped = order.apart and order.groups > 1
-        shares = share and mesh is None and not method.reread_tokens(prompt_slots)
-        before = of_layers(methods, order.rows if order.apart else batch, False, shares)
-        after = of_layers(methods, batch, True, shares)
-        # During prefill of one chunk only one layer exists at a time, unless the method rereads the prompt.
-        together = order.chunks > 1 or method.reread_tokens(prompt_slots)
-        reading = before if together else [_largest(before)]
-        reading = reading + after if grouped else reading
-        staged = max(x.host for x in before)
-        if kv_dtype is not None and order.chunks > 1:  # a chunk attends to dequantised keys and values, from staged codes too
-            slots = order.rows * config.num_kv_heads * order.slots
-            staged += slots * row_bytes(config.head_dim, config.dtype, None, values_are_keys(config))
-        if not order.apart:  # a pass takes its row out of one layer, and puts it back
-            staged += max(x.alone for x in before) // batch
-        return Phases(reading=add_parts(reading), after=add_parts(after), staged=staged)
-
-    return [of_method(method, methods) for method, methods in zip(every, each, strict=True)]
-
-
-def _largest(layers: Sequence[Part]) -> Part:
-    """Return what the layers need of which only one exists at a time."""
-    most = max(layers, key=lambda x: x.alone)
-    shared: dict[Hashable, int] = {}
-    for (_, finished, key), size in cast("Any", most.shared.items()):
-        shared["one layer", finished, key] = size
-    return Part(most.device, max(x.host for x in layers), shared)
+    given = {"max_new_tokens": max_new_tokens, "parts": parts, "kv_dtype": kv_dtype}
+    chosen = chosen_order(every, each, config, batch, prompt_slots, **given, chunk_size=chunk_size, order=order, mesh=mesh)
+    whole = mesh is not None and plan_of(params) is None  # shapes of a model that nobody has spread over the mesh
+    reading = Reading(config, chosen, batch, tuple(given.values()), mesh, None if whole else shapes_on_device(params))
+    shares = [share and mesh is None and not method.reread_tokens(prompt_slots) for method in every]
+    return [reading.phases(*one) for one in zip(every, each, shares, strict=True)]
 
 
 def offload_share(
@@ -256,7 +235,7 @@ def offload_share(
 
     def fits(layers: int) -> bool:
         bytes_of = needed(layers)
-        return bytes_of.device + bytes_of.staged + spare <= device_bytes
+        return bytes_of.peak + spare <= device_bytes
 
     if fits(0):
         return 0.0
@@ -291,6 +270,8 @@ def check_memory(
     kv_dtype: str | None,
     sizes: dict[str, int],
     share: bool = False,
+    params: Any = None,
+    order: By | None = None,
 ) -> None:
     """Refuse caches that cannot fit together, and make pinned memory ready.
 
@@ -303,6 +284,8 @@ def check_memory(
         kv_dtype: see `memory_needed`.
         sizes: the sizes that `memory_needed` takes, by their names.
         share: ``share_storage`` of `memory_needed`.
+        params: the parameters, which are on the device already.
+        order: see `memory_needed`.
 
     Raises:
         MemoryError: there is too little memory. The message has the bytes needed, the bytes available, and remedies.
@@ -310,16 +293,17 @@ def check_memory(
     free = free_bytes(mesh)
     if free is None:
         return
-    each = needed_each(methods, config, mesh, kv_dtype, sizes, False)
-    needed = _sum(needed_each(methods, config, mesh, kv_dtype, sizes, share)) if share else _sum(each)
+    given = methods, config, mesh, kv_dtype, sizes
+    each = needed_each(*given, False, params, order)
+    needed = needed_together(needed_each(*given, share, params, order) if share else each)
     names = [type(method).__name__ for method in methods]
     where = "" if mesh is None else f" on each of {mesh.size} devices"
     said, fewer = f"{names[0]}{where} needs {needed}", ""
     if len(methods) > 1:
-        alone = "; ".join(f"{name} {_sum([one]).brief}" for name, one in zip(names, each, strict=True))
+        alone = "; ".join(f"{name} {needed_together([one]).brief}" for name, one in zip(names, each, strict=True))
         said = f"{len(methods)} methods that share one prefill{where} need {needed} ({alone})"
         fewer = "prefill fewer methods at once, "
-    if needed.device + needed.staged > free:
+    if needed.peak > free:
         raise MemoryError(
             f"{said}, got {gib(free)} of free device memory; {fewer}shorten the prompt, take fewer "
             "rows, offload more of the layers if some stay (kvjax.offload_share), or give JAX more of the device "
@@ -367,34 +351,3 @@ def link_bandwidth(size: int = 1 << 28, repeats: int = 3) -> float:
         jax.block_until_ready(copy(there))
         spans.append(time.perf_counter() - begun)
     return size / min(spans[1:])
-
-
-def placed_bytes(tree: Any) -> tuple[int, int]:
-    """Count the bytes of all arrays of ``tree`` on the device, and in host memory."""
-    sizes = [(jax.typeof(x), x.size * x.dtype.itemsize) for x in jax.tree.leaves(tree)]
-    host = sum(size for kind, size in sizes if kind.memory_space == jax.memory.Space.Host)
-    return sum(size for _, size in sizes) - host, host
-
-
-def _bytes(
-    method: LayerMethod, spec: LayerSpec, finished: bool, mesh: Mesh | AbstractMesh | None
-) -> tuple[tuple[int, int], Hashable, int]:
-    """Count the bytes of one layer's state on the device, and in host memory; and the bytes that other methods may share.
-
-    Returns:
-        The two numbers of bytes. Then `storage_key`, and the bytes on the device that methods of equal keys share.
-    """
-    shared: list[tuple[Hashable, int]] = []
-
-    def make() -> list[jax.Array]:
-        state = method.init(spec)
-        made, key = method.finish(state, spec) if finished else state, storage_key(method, spec, state)
-        kept = key is not None and (not finished or keeps_storage(state, made))
-        shared.append((key, num_bytes(made.cache)) if kept else (None, 0))
-        return jax.tree.leaves(made)
-
-    program = make if spec.parts == 1 else on_each(not_none("mesh", mesh), make)
-    kinds = cast("list[Any]", jax.make_jaxpr(program)().out_avals)  # JAX types them as abstract values without a shape
-    sizes = [(x.memory_space == jax.memory.Space.Host, x.size * x.dtype.itemsize) for x in kinds]
-    device, host = (sum(size for there, size in sizes if there == at) for at in (False, True))
-    return (device, host), *shared[-1]

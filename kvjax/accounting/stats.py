@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.accounting.memory import placed_bytes
 from kvjax.cache import Cache
 from kvjax.cache.quantised import row_bytes
+from kvjax.decoding.layer_bytes import placed_bytes
 from kvjax.decoding.layers import layer_methods
 from kvjax.decoding.recurrent import row_bytes as state_bytes
 from kvjax.protocol.describe import count_rows, describe_numbers, megabytes

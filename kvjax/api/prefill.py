@@ -145,7 +145,7 @@ def prefill_each(
     if large and is_known(padded) and not tracing():
         sizes = {"batch": len(padded), "prompt_slots": padded.shape[1], "max_new_tokens": max_new_tokens}
         mesh = None if plan is None else plan.mesh
-        check_memory(chosen, config, mesh, kv_dtype, sizes | {"chunk_size": chunk_size}, share_storage)
+        check_memory(chosen, config, mesh, kv_dtype, sizes | {"chunk_size": chunk_size}, share_storage, params, order)
     static: dict[str, Any] = {"model": config, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size, "plan": plan}
     args = params, padded, length, on_device(tuple(chosen))
     if share_storage and plan is None:

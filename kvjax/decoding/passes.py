@@ -130,25 +130,30 @@ def reread(
     """
     seen = method_layers(model)
 
-    def apply(given: tuple[Any, ...], piece: Array, count: Array, attend: Callable) -> tuple[tuple[Any, ...], Array]:
+    def apply(
+        given: tuple[Any, ...], piece: Array, count: Array, attend: Callable, nudges: Sequence[Array] | None = None
+    ) -> tuple[tuple[Any, ...], Array]:
         piece = jnp.pad(piece, ((0, 0), (0, max(2 - piece.shape[1], 0))))  # a single token would be a decode step
         at = jnp.arange(piece.shape[1], dtype=jnp.int32)[None]
         position = jnp.where(at < count[:, None], length[:, None] + at, EMPTY)
 
-        def one(layer: int, state: Any, *given: Any, sinks: Array | None = None) -> tuple[Array, Any]:
+        def one(layer: int, state: Any, *given: Any, sinks: Array | None = None, written: Any = None) -> tuple[Array, Any]:
             if is_recurrent(model, layer):
                 return run_recurrent(state, given, position)[0], state
             q, k, v = given
             # The frequencies are the same as for the prompt's keys.
             inputs = layer_inputs(model, layer, layers[layer], q, k, v, position, piece, shared, None, length, None, sinks)
             if layer in seen:
-                return attend(state, inputs)
+                return attend(state, inputs if written is None else dataclasses.replace(inputs, written=written))
             return run_shared(type(layers[layer]).attend, layers[layer], state, inputs)[0], state
 
         states = _put(given)
-        options = position_option(model, position)
+        options: dict[str, Any] = position_option(model, position)
+        if nudges is not None:
+            none = jnp.zeros((), model.dtype)
+            options["nudges"] = tuple(nudges[seen.index(at)] if at in seen else none for at in range(len(states)))
         made = model.apply(params, piece, one, states, last=jnp.maximum(count - 1, 0), **options)
-        after, new = checked(model, len(piece), len(states), made)
+        after, new = made if nudges is not None else checked(model, len(piece), len(states), made)
         return _among(seen, new), after
 
     def _put(given: tuple[Any, ...]) -> tuple[Any, ...]:

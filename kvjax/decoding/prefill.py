@@ -42,9 +42,9 @@ from jax import Array, lax
 from kvjax.cache import Cache, LayerSpec
 from kvjax.decoding.layers import fingerprint, init_shared, layer_methods, layer_specs, observe
 from kvjax.decoding.passes import Pass, checked, reread
-from kvjax.decoding.reading_order import By, Order, RowBytes, reading_order, why_chunks
+from kvjax.decoding.reading_order import By, Order, chosen_order
 from kvjax.decoding.shared_storage import Common, barrier, common_storage, finish, made_after
-from kvjax.protocol.method import LayerMethod, Method, num_bytes
+from kvjax.protocol.method import LayerMethod, Method
 from kvjax.protocol.typing import Model, attention_soft_cap, is_recurrent, layered, not_none, position_option
 from pallas_kernels import axes
 from pallas_kernels.numerics import bounded_loop
@@ -78,9 +78,9 @@ def run_prefill_each(
     """
     batch, padded = tokens.shape
     each = tuple(layer_methods(method, model) for method in methods)
-    start = functools.partial(_Run, params, tuple(methods), each, model, padded, (max_new_tokens, parts, kv_dtype))
-    row = None if why_chunks(methods, model, padded) else lambda chosen: start(chosen).row_bytes()
-    run = start(reading_order(each, batch, padded, chunk_size, by=order, row=row))
+    sizes = {"max_new_tokens": max_new_tokens, "parts": parts, "kv_dtype": kv_dtype}
+    chosen = chosen_order(methods, each, model, batch, padded, **sizes, chunk_size=chunk_size, order=order)
+    run = _Run(params, tuple(methods), each, model, padded, tuple(sizes.values()), chosen)
     tokens = jnp.pad(tokens, ((0, 0), (0, run.order.slots - padded)))
     every = run.sized(batch)
     with soft_cap(attention_soft_cap(model)):
@@ -140,16 +140,6 @@ class _Run:
         # What rereads a prompt may change what it has stored.
         common = common_storage(self.each, specs, [method.reread_tokens(self.padded) > 0 for method in self.methods])
         return _Sized(rows=rows, specs=specs, shared=shared, common=common)
-
-    def row_bytes(self) -> RowBytes:
-        """Compute what one row takes of the device."""
-        one, model = self.sized(1), not_none("model", layered(self.model))
-        begun, (blank, kept) = jax.eval_shape(lambda: self.begun(one)), self._blank(one)
-        return RowBytes(
-            reading=tuple(num_bytes(layer) for layer in begun),
-            kept=tuple(num_bytes(layer) for layer in kept.strip(blank)),
-            hidden=self.order.slots * model.hidden_size * jnp.dtype(model.dtype).itemsize,
-        )
 
     def begun(self, sized: _Sized) -> tuple:
         """Make empty states, stripped."""

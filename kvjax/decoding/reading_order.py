@@ -6,9 +6,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from kvjax.decoding.layers import is_offloaded
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from kvjax.decoding.layer_bytes import Stored, layer_bytes
+from kvjax.decoding.layers import is_offloaded, layer_specs
 from kvjax.protocol.method import LayerMethod, Method
-from kvjax.protocol.typing import Model, layered
+from kvjax.protocol.typing import Model, layered, not_none
 
 By = Literal["layers", "chunks"]
 
@@ -19,6 +23,7 @@ class RowBytes:
 
     reading: tuple[int, ...]  # of each layer, while the prompt is read
     kept: tuple[int, ...]  # of each layer, when the prompt has been read
+    made: tuple[int, ...]  # the part of these that the end of the prompt makes anew
     hidden: int  # of the prompt's hidden states
 
 
@@ -42,8 +47,9 @@ class Order:
         """Compute the bytes that the states of ``batch`` rows, and hidden states, take at most while prompts are read."""
         if self.by == "layers":
             return self.rows * (max(row.reading) + row.hidden) + batch * sum(row.kept)
+        rows = self.rows if self.apart else batch
         finished = batch * sum(row.kept) if self.apart and self.groups > 1 else 0
-        return (self.rows if self.apart else batch) * sum(row.reading) + finished
+        return rows * (sum(row.reading) + sum(row.made)) + finished
 
 
 def prompt_blocks(methods: Sequence[LayerMethod], padded: int, chunk_size: int) -> tuple[int, int]:
@@ -94,6 +100,57 @@ def reading_order(
         return by_chunks
     needed = row(by_chunks)
     return min(by_chunks, by_layers, key=lambda order: order.peak(batch, needed))
+
+
+def chosen_order(
+    methods: Sequence[Method],
+    each: Sequence[Sequence[LayerMethod]],
+    model: Model,
+    batch: int,
+    padded: int,
+    *,
+    max_new_tokens: int,
+    chunk_size: int,
+    parts: int = 1,
+    kv_dtype: str | None = None,
+    order: By | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+) -> Order:
+    """Choose the order in which a prefill reads ``batch`` prompts of ``padded`` tokens, from shapes alone.
+
+    Args:
+        methods: which share the prefill.
+        each: for every method, its layers' methods.
+        model: the description of a device's part of the model.
+        batch: rows of a device.
+        padded: tokens.
+        max_new_tokens, chunk_size, kv_dtype, order: as in `kvjax.prefill`.
+        parts: devices that divide the slots of a row.
+        mesh: their mesh, outside of `jax.shard_map`.
+    """
+
+    def row(order: Order) -> RowBytes:
+        found = []
+        for layers in each:
+            specs = layer_specs(layers, model, 1, order.slots, max_new_tokens, parts, kv_dtype)
+            found.append([layer_bytes(one, spec, mesh) for one, spec in zip(layers, specs, strict=True)])
+        of_layers = list(zip(*found, strict=True))
+        hidden = order.slots * not_none("model", layered(model)).hidden_size * jnp.dtype(model.dtype).itemsize
+        return RowBytes(
+            reading=tuple(_together([x.reading for x in own]) for own in of_layers),
+            kept=tuple(_together([x.kept for x in own]) for own in of_layers),
+            made=tuple(sum(x.made for x in own) for own in of_layers),
+            hidden=hidden,
+        )
+
+    allowed = None if why_chunks(methods, model, padded) else row
+    return reading_order(each, batch, padded, chunk_size, by=order, row=allowed)
+
+
+def _together(states: Sequence[Stored]) -> int:
+    """Add up the bytes on the device of a layer's states under several methods; equal storage exists once."""
+    shared = {state.key: state.common for state in states if state.key is not None}
+    return sum(state.device - state.common * (state.key is not None) for state in states) + sum(shared.values())
 
 
 def why_chunks(methods: Sequence[Method], model: Model, padded: int) -> str | None:

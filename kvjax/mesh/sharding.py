@@ -128,11 +128,17 @@ def on_each(mesh: Mesh | AbstractMesh, run: Callable[..., Any]) -> Callable[...,
 
 def bytes_on_device(tree: Any) -> int:
     """Count the bytes on a device of the arrays or shapes of ``tree``; shapes without a sharding count whole."""
-    total = 0
-    for x in jax.tree.leaves(tree):
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes_on_device(tree)))
+
+
+def shapes_on_device(tree: Any) -> Any:
+    """Return the shapes on a device of the arrays or shapes of ``tree``; those without a sharding are whole."""
+
+    def one(x: Any) -> jax.ShapeDtypeStruct:
         shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
-        total += math.prod(shape) * x.dtype.itemsize
-    return total
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    return jax.tree.map(one, tree)
 
 
 def plan_of(params: Any) -> Plan | None:

@@ -13,6 +13,7 @@ from kvjax.methods.infinigen import InfiniGen as InfiniGen
 from kvjax.methods.infllm import InfLLM as InfLLM
 from kvjax.methods.keydiff import KeyDiff as KeyDiff
 from kvjax.methods.knorm import Knorm as Knorm
+from kvjax.methods.kvgrad import KVgrad as KVgrad
 from kvjax.methods.kvzip import KVzip as KVzip
 from kvjax.methods.magicpig import MagicPIG as MagicPIG
 from kvjax.methods.mosaickv.method import MosaicKV as MosaicKV

@@ -13,13 +13,15 @@ first: ``ask`` and ``answer`` before the first chunk; ``ask_later``, the last ``
 
 where p_t,g is a softmax over the first ``num_sink`` tokens, the chunk's tokens where they are stored, and the tokens of this
 reading up to t. The slots with the best scores of all heads and layers stay, whichever head they are in; with ``layerwise``,
-each layer keeps the best of its own heads. The first ``num_sink`` tokens are always kept.
+each layer keeps the best of its own heads. The first ``num_sink`` tokens are always kept. With ``plus`` (KVzip+) p_t,g[i] is
+multiplied by |v_i W_g|, the norm of what the value writes through the output projection of query head g, and divided by the
+norm of token t's input to the layer's attention.
 
 The second reading costs as much as the first or more: a chunk attends to the whole prompt.
 
 **Source**: Kim et al., "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction" (arXiv:2505.23416);
 snu-mllab/KVzip 5d84729, level "pair", with its texts, chunk and overlap; NVIDIA/kvpress 8bb29b9, KVzipPress, for
-``layerwise`` and 4 first tokens.
+``layerwise`` and 4 first tokens, and of kvpress 0.5.5 ``kvzip_plus_normalization``.
 
 **Departures**: a head keeps at most ``head_factor`` times the budget; what it would keep beyond that goes to the other
 heads. What other factors score: docs/notebook/readings-others.md. The released code stores heads of any length one behind
@@ -32,7 +34,6 @@ Without a tokenizer the text is reread without a request.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -43,16 +44,20 @@ from kvjax.cache import LayerCache
 from kvjax.methods.rereading import Rereading
 from kvjax.protocol.method import Inputs, Prompt, Reading
 from kvjax.protocol.slots import SlotState
-from kvjax.protocol.typing import EMPTY, not_none, pytree
-from pallas_kernels.attend.past_attention import past_attention
-from pallas_kernels.score.column_mass import column_mass
+from kvjax.protocol.typing import not_none, pytree, static
 
 
 @pytree
 class KVzip(Rereading):
     """Keep what the model attends to when it repeats the prompt; see the module docstring."""
 
+    plus: bool = static("whether weights count what their values write: KVzip+", default=False)
+
     PAPER: ClassVar[str] = "arXiv:2505.23416"
+
+    @property
+    def probes(self) -> bool:
+        return self.plus
 
     def reread(self, states: tuple[SlotState, ...], reading: Reading) -> tuple[SlotState, ...]:
         caches = tuple(state.cache.resident() for state in states)
@@ -60,27 +65,24 @@ class KVzip(Rereading):
 
         def read(index: Array | int, size: int, scores: tuple) -> tuple:
             begin = self.num_sink + index * size
-            start = jnp.minimum(begin, reading.tokens.shape[1] - size)  # the last chunk may reach into the one before
 
             def attend(state: tuple[LayerCache, Array], inputs: Inputs) -> tuple[Array, tuple]:
                 cache, score = state
                 query, key = inputs.rotated()
                 out, lse, _ = attend_behind(query, key, inputs.value, cache, inputs.position, inputs.sinks)
-                own, at, old = (lax.dynamic_slice_in_dim(x, start, size, 2) for x in (cache.key, cache.position, score))
-                at = jnp.where(at < begin, EMPTY, at)
-                # The previous chunk's entries go to the end, so that the keys that are seen stand in front.
-                seen = jnp.concatenate([cache.key[:, :, : self.num_sink], jnp.roll(own, start - begin, axis=2)], axis=2)
-                count = jnp.sum(cache.position[:, 0, : self.num_sink] >= 0, axis=1) + jnp.sum(at[:, 0] >= 0, axis=1)
-                scale = 1 / math.sqrt(query.shape[-1])
-                _, stored = past_attention(query, seen, seen, count=count.astype(jnp.int32), scale=scale)
-                most = column_mass(
-                    query, own, jnp.logaddexp(lse, stored), query_position=inputs.position, key_position=at, scale=scale,
-                    reduce="max",
-                )  # fmt: skip
+                written = {}
+                if self.plus:
+                    hidden, kernel = not_none("written", inputs.written)
+                    written = {"weight": 1 / jnp.linalg.norm(hidden.astype(jnp.float32), axis=2), "kernel": kernel}
+                most = self.received(cache, query, lse, inputs.position, begin, size, **written)
+                start = self.start(cache, begin, size)
+                old = lax.dynamic_slice_in_dim(score, start, size, 2)
                 return out, (cache, lax.dynamic_update_slice_in_dim(score, jnp.maximum(old, most), start, 2))
 
             given = tuple(zip(caches, scores, strict=True))
-            return tuple(score for _, score in reading.run(given, *self.piece(reading, index, size)[:2], attend))
+            nudges = [jnp.zeros((), cache.key.dtype) for cache in caches] if self.plus else None
+            read, _ = reading.apply(given, *self.piece(reading, index, size)[:2], attend, nudges)
+            return tuple(score for _, score in read)
 
         scores = self.each_chunk(reading, read, scores)
         prompts = (not_none("prompt", state.prompt) for state in states)

@@ -8,6 +8,7 @@ every later chunk. Source: as in `kvjax.methods.kvzip`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +19,12 @@ from kvjax.cache import LayerCache
 from kvjax.protocol.families import AppendOnly
 from kvjax.protocol.method import Prompt, Reading
 from kvjax.protocol.slots import check_budget
-from kvjax.protocol.typing import Model, pytree, static, traced
+from kvjax.protocol.typing import EMPTY, Model, pytree, static, traced
 from kvjax.selection import best_of_heads, compact, floor_share, top_slots
 from pallas_kernels import axes
+from pallas_kernels.attend.past_attention import past_attention
+from pallas_kernels.numerics import product_precision
+from pallas_kernels.score.column_mass import column_mass
 
 _TEXTS = {  # of the released code
     "ask": "\n\nRepeat the previous context exactly.",
@@ -43,6 +47,7 @@ class Rereading(AppendOnly):
     ask_later: tuple[int, ...] = static("before every later chunk's overlap", default=(), least=0, empty=True)
     answer: tuple[int, ...] = static("token ids right before every chunk", default=(), least=0, empty=True)
 
+    probes = False  # True: it reads `Inputs.written`, which not every model can give
     overlap = 8  # last tokens of a chunk that stand before the next one
 
     keeps = "`budget` tokens per KV head, mean over all layers' heads"
@@ -53,6 +58,9 @@ class Rereading(AppendOnly):
         check_budget(self, self.num_sink + 1, f"num_sink={self.num_sink} first tokens and one more")
 
     def check_sizes(self, model: Model) -> None:
+        if self.probes and not getattr(model, "can_probe", False):
+            who = type(self).__name__
+            raise ValueError(f"{who} reads what attention writes: expected a model with can_probe = True, got {model!r:.60}")
         worst = max((*self.ask, *self.ask_later, *self.answer), default=0)
         if worst >= model.vocab_size:
             who = type(self).__name__
@@ -75,6 +83,53 @@ class Rereading(AppendOnly):
             return read(0, size, carry)
         longest = axes.most(jnp.max(reading.length), axes.DATA)
         return lax.fori_loop(0, -((self.num_sink - longest) // size), lambda index, given: read(index, size, given), carry)
+
+    def start(self, cache: LayerCache, begin: Array | int, size: int) -> Array:
+        """Return the first slot of a chunk that begins at ``begin``: the last chunk may reach into the one before."""
+        return jnp.minimum(begin, cache.num_slots - size)
+
+    def received(
+        self,
+        cache: LayerCache,
+        query: Array,
+        lse: Array,
+        position: Array,
+        begin: Array | int,
+        size: int,
+        *,
+        weight: Array | None = None,
+        kernel: Array | None = None,
+    ) -> Array:
+        """Find the largest attention that each token of a chunk receives from any query: float32 [B, H, size].
+
+        The softmax is over the first tokens, the chunk, and the tokens that are read up to the query's own.
+
+        Args:
+            query: [B, H, G, T, D], rotated, of the tokens at ``position`` int32 [B, T].
+            lse: float32 [B, H, G, T], over the tokens that are read alone.
+            begin: first token of the chunk; slots from `start` on are scored.
+            weight: float32 [B, T], a factor of each query's probabilities.
+            kernel: [H, G, D, d], the output projection: a token counts times the norm of what its value writes.
+        """
+        start = self.start(cache, begin, size)
+        own, value, at = (lax.dynamic_slice_in_dim(x, start, size, 2) for x in (cache.key, cache.value, cache.position))
+        at = jnp.where(at < begin, EMPTY, at)
+        # The previous chunk's entries go to the end, so that the keys that are seen stand in front.
+        seen = jnp.concatenate([cache.key[:, :, : self.num_sink], jnp.roll(own, start - begin, axis=2)], axis=2)
+        count = jnp.sum(cache.position[:, 0, : self.num_sink] >= 0, axis=1) + jnp.sum(at[:, 0] >= 0, axis=1)
+        scale = 1 / math.sqrt(query.shape[-1])
+        _, stored = past_attention(query, seen, seen, count=count.astype(jnp.int32), scale=scale)
+        lse = jnp.logaddexp(lse, stored)
+        if weight is not None:
+            lse = lse - jnp.log(weight)[:, None, None]
+        shape = query.shape[:3]
+        if kernel is not None:  # what a value writes differs in each query head
+            query, lse = query.reshape(shape[0], -1, 1, *query.shape[3:]), lse.reshape(shape[0], -1, 1, lse.shape[3])
+            own, at = jnp.repeat(own, shape[2], axis=1), jnp.repeat(at, shape[2], axis=1)
+        most = column_mass(query, own, lse, query_position=position, key_position=at, scale=scale, reduce="max")
+        if kernel is None:
+            return most
+        return jnp.max(most.reshape(*shape, size) * _written_norm(value, kernel), axis=2)
 
     def kept(self, cache: LayerCache, prompt: Prompt) -> tuple[Array, Array]:
         """List the prompt slots that stay: int32 [B, H, K], ascending, and bool [B, H, K], True for those that count."""
@@ -128,3 +183,13 @@ class Rereading(AppendOnly):
         empty = jnp.zeros(caches[0].position.shape, bool)
         row, head = jnp.arange(empty.shape[0])[:, None, None], jnp.arange(empty.shape[1])[None, :, None]
         return [empty.at[row, head, slots].max(chosen[:, layer]) for layer, slots in enumerate(found)]
+
+
+def _written_norm(value: Array, kernel: Array) -> Array:
+    """Compute the norm of what values [B, H, S, D] write through ``kernel`` [H, G, D, d]: float32 [B, H, G, S]."""
+    exact = product_precision(jnp.float32)
+    wide = kernel.astype(jnp.float32)
+    square = jnp.einsum("hgim,hgjm->hgij", wide, wide, precision=exact)
+    value = value.astype(jnp.float32)
+    turned = jnp.einsum("bhsi,hgij->bhgsj", value, square, precision=exact)
+    return jnp.sqrt(jnp.maximum(jnp.sum(turned * value[:, :, None], axis=4), 0))

@@ -45,6 +45,9 @@ class Inputs:
     # [B, H, G, T, D], before RoPE: the guessed query, which is this layer's query projection applied to the previous layer's
     # attention input. Given in decode steps of a method with `LayerMethod.needs_guess`, in layers above 0; else None.
     guess: Array | None = None
+    # With nudges (`Reading.apply`), else None: the layer's attention input [B, T, d], and the projection of attention's
+    # output to the residual stream, [H, G, D, d].
+    written: tuple[Array, Array] | None = None
     signal: Any = None  # `LayerMethod.signal` of the layer that `Method.source` names, in this decode step
     sinks: Array | None = None  # float32 [H, G], the layer's sink logits (`kvjax.attention.sinks`); None for a model without
 
@@ -86,10 +89,10 @@ class Reading:
     # ``apply(states, tokens, count, attend) -> (states, logits)``: the model runs on ``tokens`` int32 [B, T] at the positions
     # after the prompt; the first ``count`` int32 [B] tokens are real. A layer calls ``attend(state, inputs) -> (out, state)``
     # with its entry of ``states``, whatever it is. Nothing is stored but what ``attend`` returns. The logits float32 [B, V]
-    # are of the token after the last real one.
-    apply: Callable[
-        [tuple[Any, ...], Array, Array, Callable[[Any, Inputs], tuple[Array, Any]]], tuple[tuple[Any, ...], Array]
-    ]
+    # are of the token after the last real one. A fifth argument ``nudges``, [B, T, d] of each of these layers, is added to
+    # what attention adds to the residual stream. Then `Inputs` have ``written``, and in place of the logits comes the stream
+    # [B, T, d] before the last norm. Only a model with ``can_probe`` takes nudges.
+    apply: Callable[..., tuple[tuple[Any, ...], Array]]
 
     def run(self, states: tuple[Any, ...], tokens: Array, count: Array, attend: Callable[[Any, Inputs], Any]) -> Any:
         """Return the states of `apply` alone."""

@@ -119,6 +119,9 @@ class Model(Protocol):
     A model that can guess queries has a member ``can_guess`` that is True, and its `apply` takes another argument, ``guess``.
     Only methods with `kvjax.protocol.method.LayerMethod.needs_guess` use it.
 
+    A model that can be probed has a member ``can_probe`` that is True, and its `apply` takes another argument, ``nudges``,
+    which methods pass to `kvjax.protocol.method.Reading`.
+
     A model that can run one layer at a time has the members of `LayeredModel`; long prompts may then be read layer by layer.
 
     A model that can run over several devices has a method ``local(devices)``, which returns the description of one device's
@@ -166,6 +169,11 @@ class Model(Protocol):
         A model with ``can_guess`` takes ``guess``, a collection of layers above 0, () if it is not given. In these layers
         ``attend`` gets one more array after v, [B, H, G, T, D] and not rotated: this layer's query projection, with bias and
         norm, applied to the previous layer's attention input.
+
+        A model with ``can_probe`` takes ``nudges``, None or an array [B, T, d] of each layer, which it adds to what the
+        layer's attention adds to the residual stream. Then ``attend`` gets a keyword argument ``written``: the layer's
+        attention input [B, T, d] and the projection of attention's output [H, G, D, d]. The result has the stream
+        [B, T, d] after the last layer, before its norm, in place of the logits.
 
         Returns:
             logits float32 [B, V] (or [B, T, V] with ``last=None``) and the new states.

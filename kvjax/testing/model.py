@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+import functools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -32,6 +33,7 @@ class TinyModel:
     eos_token_ids: tuple[int, ...] = (60,)
     dtype: str = "float32"
     can_guess: ClassVar[bool] = True
+    can_probe: ClassVar[bool] = True
     # The shape of the tokens of every trace; models that differ in this list alone are equal.
     traces: list[tuple[int, ...]] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
@@ -57,14 +59,22 @@ class TinyModel:
         *,
         last: jax.Array | None = None,
         guess: Collection[int] = (),
+        nudges: Sequence[jax.Array] | None = None,
     ) -> tuple[jax.Array, tuple]:
         """Run all layers on ``tokens`` int32 [B, T]; see `kvjax.protocol.typing.Model.apply`."""
         x, before, new = self.embed(params, tokens), None, []
         for layer, state in enumerate(states):
             guessed = self._projected(params, layer, before)[:1] if before is not None and layer in guess else []
             before = x
-            x, state = self.run_layer(params, layer, x, attend, state, *guessed)
+            heard = attend
+            if nudges is not None:
+                kernel = params["layers"][layer]["out"].reshape(self.num_kv_heads, -1, self.head_dim, self.hidden_size)
+                heard = functools.partial(attend, written=(_normed(x), kernel))
+            x, state = self.run_layer(params, layer, x, heard, state, *guessed)
+            x = x if nudges is None else x + nudges[layer]
             new.append(state)
+        if nudges is not None:
+            return x, tuple(new)
         if last is not None:
             x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
         return self.head(params, x), tuple(new)

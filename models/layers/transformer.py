@@ -35,7 +35,7 @@ Layers are a Python loop, because a scan over stacked weights would copy every w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -44,7 +44,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import axes
-from pallas_kernels.formats.coded_matrix import CodedMatrix, taken
+from pallas_kernels.formats.coded_matrix import CodedMatrix, decoded, taken
 from pallas_kernels.layer.add_norm import rms_norm
 from pallas_kernels.layer.coded_product import MOST_VECTORS, coded_product
 
@@ -106,12 +106,19 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, attend: Attend, state: Any, before: jax.Array | None = None, scale: jax.Array | None = None
+        self,
+        x: jax.Array,
+        attend: Attend,
+        state: Any,
+        before: jax.Array | None = None,
+        scale: jax.Array | None = None,
+        nudge: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Compute the update of the residual stream [B, T, d] and the layer's new state, from ``x`` [B, T, d].
 
         ``before`` [B, T, d] is the ``x`` of the previous layer, if ``attend`` is to get this layer's query for it. With the
         ``scale`` [d] of a norm ``x`` is the stream before the norm, and the stream is returned with the update added.
+        A ``nudge`` [B, T, d] is added to the update, and ``attend`` gets what a probe needs: see `Transformer`.
         """
         config = self.config
         heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
@@ -145,6 +152,10 @@ class Attention(nn.Module):
         if config.attention_sinks:
             logits = Kernel(config, (heads * group,), "bias", name="sinks")()
             sinks = {"sinks": logits.astype(jnp.float32).reshape(heads, group)}
+        if nudge is not None:
+            kernel = self.get_variable("params", "out")["kernel"]
+            kernel = decoded(kernel).T if isinstance(kernel, CodedMatrix) else kernel
+            sinks["written"] = x, kernel.reshape(heads, group, dim, config.hidden_size)
         with jax.named_scope("attend"):
             out, state = attend(self.layer, state, q, k, v, *guess, **sinks)
         if out.shape != q.shape:
@@ -157,7 +168,7 @@ class Attention(nn.Module):
         out = axes.total(Dense(config, config.hidden_size, name="out")(out, **added))
         if config.out_bias:
             out = out + Kernel(config, (config.hidden_size,), "bias", name="out_bias")().astype(out.dtype)[None, None]
-        return out, state
+        return out if nudge is None else out + nudge.astype(out.dtype), state
 
 
 class Block(nn.Module):
@@ -168,7 +179,13 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, update: jax.Array | None, attend: Attend, state: Any, before: jax.Array | None = None
+        self,
+        x: jax.Array,
+        update: jax.Array | None,
+        attend: Attend,
+        state: Any,
+        before: jax.Array | None = None,
+        nudge: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None, Any, jax.Array]:
         """Run the layer on a residual stream to which the last update of the previous layer is not added yet.
 
@@ -178,6 +195,7 @@ class Block(nn.Module):
             attend: the caller's attention.
             state: the caller's state of this layer.
             before: [B, T, d], the attention input of the previous layer, if ``attend`` is to get a guessed query.
+            nudge: [B, T, d], added to the update of attention.
 
         Returns:
             The stream after this layer's attention, this layer's own last update, the new state, and this layer's attention
@@ -185,7 +203,7 @@ class Block(nn.Module):
             where products add their results to the stream.
         """
         config, layer, experts = self.config, self.layer, self.config.experts
-        if before is None and self._in_passing(x):
+        if before is None and nudge is None and self._in_passing(x):
             x = x if update is None else x + update
             scale, of_mlp = (Scale(config, config.hidden_size, name=name)() for name in ("attention_norm", "mlp_norm"))
             inputs = rms_norm(x, scale, config.rms_norm_eps)  # computed only if the next layer's query is guessed from it
@@ -196,7 +214,8 @@ class Block(nn.Module):
             update, state = GatedDelta(config, layer, name="linear")(inputs, attend, state)
         else:
             attention = Attention if config.latent is None else LatentAttention
-            update, state = attention(config, layer, name="attention")(inputs, attend, state, before)
+            nudges = {} if nudge is None else {"nudge": nudge}
+            update, state = attention(config, layer, name="attention")(inputs, attend, state, before, **nudges)
         mixed = experts is not None and layer in experts.layers
         mlp = MLP(config, name="mlp") if experts is None or not mixed else MixtureMLP(config, experts, name="mlp")
         if config.norm_place == "parallel":
@@ -301,7 +320,13 @@ class Transformer(nn.Module):
             self.lm_head = Table(config)
 
     def __call__(
-        self, tokens: jax.Array, attend: Attend, states: tuple, last: jax.Array | None = None, guess: Collection[int] = ()
+        self,
+        tokens: jax.Array,
+        attend: Attend,
+        states: tuple,
+        last: jax.Array | None = None,
+        guess: Collection[int] = (),
+        nudges: Sequence[jax.Array] | None = None,
     ) -> tuple[jax.Array, tuple]:
         """Compute the logits of the next token.
 
@@ -316,9 +341,12 @@ class Transformer(nn.Module):
                 None means all positions.
             guess: layers above 0 in which ``attend`` gets one more array after v, shaped like q: the guessed query, which is
                 this layer's query projection applied to the previous layer's attention input.
+            nudges: [B, T, d] of each layer, added to what attention adds to the stream. Then ``attend`` gets a keyword
+                argument ``written``: the layer's attention input [B, T, d], and the output projection [H, G, D, d].
 
         Returns:
-            Logits, float32 [B, V] (or [B, T, V] with ``last=None``), and the new states.
+            Logits, float32 [B, V] (or [B, T, V] with ``last=None``), and the new states. With ``nudges`` the stream
+            [B, T, d] before the final norm in place of the logits.
 
         Raises:
             ValueError: ``tokens``, ``last`` or ``states`` do not have these shapes.
@@ -332,8 +360,11 @@ class Transformer(nn.Module):
         update, inputs, new_states = None, None, []
         for layer, state in enumerate(states):
             before = inputs if layer in guess else None
-            x, update, state, inputs = self.layers[layer](x, update, attend, state, before)
+            nudge = None if nudges is None else nudges[layer]
+            x, update, state, inputs = self.layers[layer](x, update, attend, state, before, nudge)
             new_states.append(state)
+        if nudges is not None:
+            return x if update is None else x + update, tuple(new_states)
         if last is not None:
             at = last[:, None, None]
             x, update = jax.tree.map(lambda y: jnp.take_along_axis(y, at, axis=1)[:, 0], (x, update))

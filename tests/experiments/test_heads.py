@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 
 import jax
@@ -13,10 +14,10 @@ import pytest
 import kvjax
 from experiments.answering import LoadedModel
 from experiments.benchmarks import Example
-from experiments.heads import heads, layers
-from kvjax.methods import HeadKV
+from experiments.heads import heads, layers, sharing
+from kvjax.methods import HeadKV, Quest, SnapKV
 from kvjax.protocol.typing import EMPTY
-from kvjax.wrappers import LayerBudgets, layer_shares
+from kvjax.wrappers import LayerBudgets, Reuse, layer_shares
 from models import ModelConfig, random_params
 from tests.oracles.plain import softmax
 from tests.tiny_models import write_model
@@ -112,3 +113,55 @@ def test_heads_are_measured_on_right_answers(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "| layer | cosine | share |" in printed and "shares=(" in printed
     assert heads.main(["--samples", "0"]) == layers.main(["--length", "0"]) == 2
+
+
+def test_anchors_are_the_best_of_all_sets():
+    for seed in range(20):
+        worth = np.triu(np.random.default_rng(seed).random((6, 6)))
+
+        def value(anchors, worth=worth):
+            return sum(worth[max(at for at in anchors if at <= layer), layer] for layer in range(6))
+
+        for count in (1, 2, 3, 6):
+            every = [(0, *rest) for rest in itertools.combinations(range(1, 6), count - 1)]
+            assert value(sharing.best_anchors(worth, count)) == pytest.approx(max(map(value, every)))
+
+
+@pytest.mark.slow
+def test_agreement_of_layers_equals_float64():
+    """Of attention and selected tokens that a step has left; a layer agrees with itself, and with a list of everything."""
+    rng = np.random.default_rng(0)
+    params = random_params(CONFIG, jax.random.key(0))
+    prompts = rng.integers(0, 60, (2, 40)).tolist()
+    method = sharing.Paired(method=Quest(budget=12, page_size=4, num_dense_layers=1))
+    cache = kvjax.prefill(params, prompts, config=CONFIG, method=method, max_new_tokens=4, pad_multiple=1)
+    cache = kvjax.decode_step(params, cache, np.array([3, 5]))
+    got = np.asarray(sharing.agreements(cache))
+    weight, chosen = (np.stack([np.asarray(vars(state)[name]) for state in cache.layers]) for name in ("weight", "chosen"))
+    np.testing.assert_allclose(weight.sum(axis=-1), 1, atol=1e-5)
+    np.testing.assert_array_equal(chosen[1:].sum(axis=-1), 9)  # two pages and the newest token
+    assert chosen[0, :, :, :41].all() and not chosen[..., 41:].any()
+    for one, other, h, g in np.ndindex(*got.shape):
+        shares = [
+            weight[other, b, g][chosen[one, b, h]].sum() / weight[other, b, g][chosen[other, b, g]].sum() for b in (0, 1)
+        ]
+        assert got[one, other, h, g] == pytest.approx(np.mean(shares), abs=1e-4)
+    told = sharing.shared(got.astype(np.float64), np.ones(4), 2, [0])
+    assert told["anchors"][0] == 1 and len(told["anchors"]) == 2 and [len(row) for row in told["heads"]] == [2] * 4
+    inner = Quest(budget=12, page_size=4, num_dense_layers=1)
+    reuse = Reuse(method=inner, anchors=tuple(told["anchors"]), heads=tuple(map(tuple, told["heads"])))
+    cache = kvjax.prefill(params, prompts, config=CONFIG, method=reuse, max_new_tokens=4, pad_multiple=1)
+    assert np.isfinite(kvjax.decode_step(params, cache, np.array([3, 5])).logits).all()
+    with pytest.raises(ValueError, match="keep every token .*SnapKV"):
+        sharing.Paired(method=SnapKV())
+
+
+@pytest.mark.slow
+def test_sharing_is_measured_on_a_model(tmp_path, capsys):
+    write_model(tmp_path / "model", dataclasses.replace(CONFIG, vocab_size=5120))
+    given = ["--model", str(tmp_path / "model"), "--length", "256", "--samples", "2", "--steps", "2", "--every", "2"]
+    for method in ("quest(budget=64)", "tokenselect(budget=1/8)"):
+        assert sharing.main([*given, "--method", method, "--out", str(tmp_path / "sharing.json")]) == 0
+        assert "under layer -1" in capsys.readouterr().out
+        told = json.loads((tmp_path / "sharing.json").read_text())
+        assert len(told["agreement"]) == 4 and told["anchors"][0] == (2 if "quest" in method else 0)

@@ -105,7 +105,7 @@ def test_what_the_evaluation_reads_together_kvjax_does_not_refuse(directory, tmp
     (shape,) = {batch.shape for batch in run._plan.batches(groups[0])}
     sizes = {"batch": shape.rows, "prompt_slots": shape.length, "max_new_tokens": shape.room, "chunk_size": 8192}
     two, three = (
-        kvjax.memory_needed(some, run.model.config, **sizes, share_storage=True).device for some in (given[:2], given)
+        kvjax.memory_needed(some, run.model.config, **sizes, share_storage=True).peak for some in (given[:2], given)
     )
     assert two < three and two < limit  # the method that answers has a copy of its cache
     monkeypatch.setattr(memory, "free_bytes", lambda mesh: two)
@@ -116,16 +116,16 @@ def test_what_the_evaluation_reads_together_kvjax_does_not_refuse(directory, tmp
 
 @pytest.mark.parametrize("length", [pytest.param(512, marks=pytest.mark.thorough), 16384])
 def test_bytes_of_a_group_add_up_to_what_kvjax_counts_for_it(directory, length):
-    """For any rows, from one row of each method alone; a prompt has one chunk of tokens or two."""
+    """For any rows; a prompt has one chunk of tokens or two."""
     config = dataclasses.replace(CONFIG, max_position_embeddings=length, num_layers=3)
-    model = dataclasses.replace(loaded(directory), config=config)
+    model = dataclasses.replace(loaded(directory), config=config, params=models.param_shapes(config))
     every = {name: kvjax.make(name) for name in ("full", "quest", "mosaickv", "snapkv", "h2o", "kvzip")}
     needed = plan.Plan(None, model, None, (), 0).bytes_needed
     for names in ("h2o kvzip snapkv", " ".join(every)):
         methods = [every[name] for name in names.split()]
         for rows in (3, 40):
             sizes = {"batch": rows, "prompt_slots": length, "max_new_tokens": 128}
-            exact = kvjax.memory_needed(methods, model.config, **sizes, share_storage=True).device
+            exact = kvjax.memory_needed(methods, model.config, **sizes, share_storage=True, params=model.params).peak
             assert needed(methods, Shape(length, rows, 128), copy=False) == exact, (names, rows)
 
 

@@ -17,7 +17,8 @@ from experiments.speed import bench as speed_bench
 from experiments.speed import offload as experiment
 from experiments.speed.filled_cache import filled_cache
 from experiments.speed.settings import SpeedSettings
-from kvjax.accounting.memory import memory_needed, placed_bytes
+from kvjax.accounting.memory import memory_needed
+from kvjax.decoding.layer_bytes import placed_bytes
 from kvjax.methods import FreeKV, MagicPIG
 from kvjax.protocol.method import num_bytes
 from models import ModelConfig, random_params

@@ -73,7 +73,7 @@ def test_memory_is_counted_per_device():
         part = memory_needed(Full(), CONFIG, mesh=mesh, **sizes)
         assert whole.device / 8 <= part.device <= 1.01 * whole.device / 8
         # Two layers of Quest are dense.
-        assert offload_share(Quest(), CONFIG, mesh=mesh, device_bytes=part.device, spare=0, **sizes) == 0
+        assert offload_share(Quest(), CONFIG, mesh=mesh, device_bytes=part.peak, spare=0, **sizes) == 0
     with pytest.raises(ValueError, match="a multiple of the 3 devices of the mesh's axis 'data', got 4 rows"):
         memory_needed(Full(), CONFIG, mesh=AbstractMesh((3, 1), ("data", "model")), **sizes)
     with pytest.raises(ValueError, match="axes of a mesh must be among 'data', 'model' and 'slots', got .'tp',"):

@@ -22,13 +22,19 @@ def readings(prompt, num_sink, chunk, overlap, ask, ask_later, answer):
         before = part
 
 
-def received(queries, cached, fresh, count):
-    """Of each of the last ``count`` cached keys the largest probability, from queries [G, T, D]; fresh keys are causal."""
+def received(queries, cached, fresh, count, factor=None, norms=None):
+    """Of each of the last ``count`` cached keys the largest probability, from queries [G, T, D]; fresh keys are causal.
+
+    Probabilities are multiplied by a ``factor`` [T] of the query and by ``norms`` [G, count]; None: by 1.
+    """
     most = np.zeros(count)
-    for query in queries:
+    for g, query in enumerate(queries):
         for t in range(len(query)):
             weight = softmax([float(query[t] @ key) / np.sqrt(len(key)) for key in [*cached, *fresh[: t + 1]]])
-            most = np.maximum(most, weight[len(cached) - count : len(cached)])
+            counted = weight[len(cached) - count : len(cached)]
+            if norms is not None:
+                counted = counted * norms[g] * factor[t]
+            most = np.maximum(most, counted)
     return most
 
 
@@ -48,9 +54,13 @@ def keep(score, budget, head_factor, layerwise):
     return kept
 
 
-def kept(q, k, v, prompt, inv_freq, budget, head_factor, layerwise, num_sink, chunk, overlap, ask, ask_later, answer):
-    """The positions of the prompt that each head of each layer keeps; see `run`."""
-    q, k = (np.asarray(x, np.float64) for x in (q, k))
+def kept(q, k, v, prompt, inv_freq, budget, head_factor, layerwise, num_sink, chunk, overlap, ask, ask_later, answer,
+         factor=None, kernel=None):  # fmt: skip
+    """The positions of the prompt that each head of each layer keeps; see `run`.
+
+    With a ``kernel`` [L, H, G, D, d] scores count what values write, and ``factor`` [L, T] of the token that asks.
+    """
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     sinks = range(min(num_sink, prompt))
     score = [[dict.fromkeys(sinks, np.inf) for _ in layer] for layer in k]
     for part, overlapping, ask_first, ask_last in readings(prompt, num_sink, chunk, overlap, ask, ask_later, answer):
@@ -59,12 +69,21 @@ def kept(q, k, v, prompt, inv_freq, budget, head_factor, layerwise, num_sink, ch
             cached = [rotate(k[layer, head, i], i, inv_freq) for i in [*sinks, *part]]
             fresh = [rotate(k[layer, head, x], prompt + j, inv_freq) for j, x in enumerate(ids)]
             queries = [[rotate(one[x], prompt + j, inv_freq) for j, x in enumerate(ids)] for one in q[layer, head]]
-            score[layer][head] |= dict(zip(part, received(queries, cached, fresh, len(part)), strict=True))
+            counted = {}
+            if kernel is not None:
+                norms = [[np.linalg.norm(v[layer, head, i] @ one) for i in part] for one in kernel[layer][head]]
+                counted = {"norms": np.array(norms), "factor": [factor[layer][x] for x in ids]}
+            most = received(queries, cached, fresh, len(part), **counted)
+            score[layer][head] |= dict(zip(part, most, strict=True))
     return keep(score, budget, head_factor, layerwise)
+
+
+def traces(q, k, v, prompt, inv_freq, held):
+    """The traces of all layers whose heads keep the positions ``held`` [L][H]."""
+    turned = [rotate_all(x, inv_freq) for x in (q, k)]
+    return [keep_once(turned[0][at], turned[1][at], np.asarray(v[at], np.float64), prompt, held[at]) for at in range(len(k))]
 
 
 def run(q, k, v, prompt, inv_freq, **knobs):
     """The traces of all layers, of q [L, H, G, T, D], k and v [L, H, T, D] before RoPE; token id t is the token at t."""
-    turned = [rotate_all(x, inv_freq) for x in (q, k)]
-    held = kept(q, k, v, prompt, inv_freq, **knobs)
-    return [keep_once(turned[0][at], turned[1][at], np.asarray(v[at], np.float64), prompt, held[at]) for at in range(len(k))]
+    return traces(q, k, v, prompt, inv_freq, kept(q, k, v, prompt, inv_freq, **knobs))

@@ -12,8 +12,9 @@ import pytest
 
 import kvjax
 from kvjax.accounting import memory
-from kvjax.accounting.memory import memory_needed, placed_bytes
+from kvjax.accounting.memory import memory_needed
 from kvjax.cache.quantised import KV_DTYPES
+from kvjax.decoding.layer_bytes import placed_bytes
 from kvjax.decoding.layers import is_offloaded
 from kvjax.wrappers import DenseBelow, Periodic, PerLayer, Stages, Twilight
 from tests.harness import NAMES, TINY, TRACES, WRAPPERS, example, group, prompts, read, repeated, tiny_params
@@ -174,7 +175,7 @@ def test_the_least_share_that_fits(monkeypatch, needed):
 
     def total(share):
         bytes_of = needed(example("pariskv", offload=share), model, **sizes)
-        return bytes_of.device + bytes_of.staged
+        return bytes_of.peak
 
     def share(size, method="pariskv"):
         made = example(method) if method == "pariskv" else method
@@ -182,7 +183,7 @@ def test_the_least_share_that_fits(monkeypatch, needed):
 
     assert share(total(3 / 4)) == share(total(2 / 4) - 1) == 3 / 4
     assert share(total(0)) == 0 and share(total(1)) == 1
-    with pytest.raises(MemoryError, match=r"ParisKV with offload=True needs .* and 0.00 MiB for activations, got 0.\d\d MiB"):
+    with pytest.raises(MemoryError, match=r"ParisKV with offload=True needs .* and 0.00 MiB for activations, got [\d.]+ MiB"):
         share(total(1) - 1)
     for wrong in ("full", Periodic(evict=example("snapkv")), PerLayer(layers={}, default=example("snapkv"))):
         with pytest.raises(ValueError, match=r"a field offload, or a wrapper around one, got (Full|P\w+); .*: .*, ParisKV"):
@@ -205,7 +206,7 @@ def test_a_wrapper_has_the_least_share_of_its_method(needed):
         yield PerLayer(layers={0: kvjax.methods.Full()}, default=method)
 
     for made, half in zip(wrapped(paris), wrapped(dataclasses.replace(paris, offload=1 / 2)), strict=True):
-        size = needed(half, model, **sizes).device + needed(half, model, **sizes).staged
+        size = needed(half, model, **sizes).peak
         assert made.offloaded(1 / 2) == half and not made.offload
         assert kvjax.offload_share(made, model, **sizes, device_bytes=size, spare=0) == 1 / 2
         assert kvjax.offload_share(half, model, **sizes, device_bytes=size - 1, spare=0) == 3 / 4
@@ -320,7 +321,7 @@ def test_memory_is_counted_by_where_it_is(name):
     device, host = placed_bytes(chunked(method, config=config).layers)
     assert needed.device >= device and needed.host >= host
     if name == "pariskv":
-        assert (needed.host, needed.staged) == (host, host // config.num_layers)
+        assert needed.host == host and needed.staged >= host // config.num_layers
 
 
 def test_too_little_memory_is_said_before_the_prompt_is_read(monkeypatch):

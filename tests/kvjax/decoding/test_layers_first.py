@@ -164,15 +164,15 @@ def test_an_order_that_cannot_be_is_refused():
 
 def test_layers_come_first_where_that_takes_less_memory():
     def order(name, batch, by=None, chunk_size=1024, row=None):
-        row = RowBytes(reading=(100,) * 32, kept=(10,) * 32, hidden=200) if row is None else row
+        row = RowBytes(reading=(100,) * 32, kept=(10,) * 32, made=(10,) * 32, hidden=200) if row is None else row
         methods = [layer_methods(example(name), TINY)]
         return reading_order(methods, batch, 32768, chunk_size, by=by, row=lambda order: row)
 
     layers = Order(chunk=1024, chunks=32, rows=1, groups=1, apart=True, by="layers")
-    assert order("snapkv", 1) == layers and layers.peak(1, RowBytes((1, 5), (2, 3), 7)) == 5 + 7 + 5
+    assert order("snapkv", 1) == layers and layers.peak(1, RowBytes((1, 5), (2, 3), (2, 3), 7)) == 5 + 7 + 5
     assert order("quest", 16) == order("snapkv", 16) == dataclasses.replace(layers, groups=16)
     assert order("snapkv", 1, chunk_size=32768).by == order("snapkv", 1, by="chunks").by == "chunks"
-    keeps = RowBytes(reading=(100,) * 32, kept=(100,) * 32, hidden=200)
+    keeps = RowBytes(reading=(100,) * 32, kept=(100,) * 32, made=(0,) * 32, hidden=200)
     assert order("full", 1, row=keeps).by == "chunks" and order("full", 1, by="layers").by == "layers"
     offloaded = kvjax.make("quest", num_dense_layers=0, offload=True)
     assert reading_order([layer_methods(offloaded, TINY)], 4, 32768, 1024, row=lambda order: keeps).by == "chunks"

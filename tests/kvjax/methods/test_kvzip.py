@@ -13,7 +13,7 @@ import kvjax
 from kvjax import registry
 from kvjax.decoding.checks import check_fits
 from kvjax.decoding.layers import check_divisible
-from kvjax.methods import H2O, KVzip, Quest, SnapKV
+from kvjax.methods import H2O, KVgrad, KVzip, Quest, SnapKV
 from kvjax.protocol.typing import pytree
 from kvjax.rope import rotate
 from kvjax.testing.layer import random_tokens, stored
@@ -23,6 +23,7 @@ from models import ModelConfig
 from tests import tape
 from tests.harness import example, repeated, small
 from tests.kvjax.test_prompt_eviction import compressed, golden, model
+from tests.oracles import kvgrad
 from tests.oracles import kvzip as oracle
 from tests.tiny_models import vivid_params
 
@@ -37,6 +38,36 @@ SETTINGS = {
     "in tokens": {"chunk": 1, "overlap": 8},
     "no first tokens": {"num_sink": 0, "budget": 9, "head_factor": 1.0},
 }
+
+
+def probed(rng, layers, rows, total, heads, group, dim, width=12):
+    """What a tape needs for nudges: float32 arrays."""
+    shapes = {
+        "hidden": (layers, rows, total, width),
+        "gain": (layers, rows, total, width),
+        "base": (rows, total, width),
+        "kernel": (layers, heads, group, dim, width),
+    }
+    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("method", [KVzip, KVgrad], ids=["KVzip+", "KVgrad"])
+def test_weights_count_what_values_write_and_what_depends_on_them(method):
+    player, params = recording()
+    params = {**params, **probed(np.random.default_rng(7), 2, ROWS, TOTAL, 2, 2, 8)}
+    knobs = {**(oracle if method is KVzip else kvgrad).KNOBS}
+    plus = {"plus": True} if method is KVzip else {}
+    cache = tape.read(player, params, oracle.LENGTHS, small(method, **knobs, **plus), STEPS)
+    held = [np.asarray(stored(layer).position) for layer in cache.layers]
+    hidden, gain, base, kernel = (np.asarray(params[x], np.float64) for x in ("hidden", "gain", "base", "kernel"))
+    # The stream is base + gain * nudge, whose squares have the gradient 2 * base * gain where nudges are 0.
+    factor = 1 / np.linalg.norm(hidden, axis=3) if method is KVzip else np.linalg.norm(2 * base[None] * gain, axis=3)
+    q, k, v = (np.asarray(params[name]) for name in ("q", "k", "v"))
+    for row, length in enumerate(oracle.LENGTHS):
+        parts = q[:, row], k[:, row], v[:, row], length, player.inv_freq
+        want = oracle.kept(*parts, **knobs, factor=factor[:, row], kernel=kernel)
+        assert [[set(x[x >= 0].tolist()) for x in layer[row]] for layer in held] == want, f"prompt of {length}"
+    assert want != oracle.kept(*parts, **knobs)
 
 
 @functools.cache

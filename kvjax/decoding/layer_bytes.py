@@ -1,0 +1,100 @@
+"""The bytes of one layer under a method, while a prompt is read and afterwards, from shapes alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from kvjax.decoding.shared_storage import keeps_storage, storage_key
+from kvjax.mesh.sharding import on_each
+from kvjax.protocol.method import LayerMethod, LayerSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """The bytes of a layer's state.
+
+    Attributes:
+        device: bytes on the device.
+        host: bytes in pinned host memory.
+        key: what is equal for methods that store the same (`storage_key`); None if no other method does.
+        common: the part of ``device`` that methods of equal keys may share.
+    """
+
+    device: int
+    host: int
+    key: Hashable = None
+    common: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerBytes:
+    """The bytes of some rows of a layer.
+
+    Attributes:
+        reading: of the state while the prompt is read.
+        kept: of the finished state.
+        same: of the arrays on the device that both have.
+    """
+
+    reading: Stored
+    kept: Stored
+    same: int
+
+    @property
+    def made(self) -> int:
+        """The bytes on the device that `LayerMethod.finish` makes anew."""
+        return self.kept.device - self.same
+
+
+def layer_bytes(method: LayerMethod, spec: LayerSpec, mesh: Mesh | AbstractMesh | None = None) -> LayerBytes:
+    """Count the bytes of a layer's state on each device; nothing is computed.
+
+    Args:
+        method: of the layer; the values of its traced fields do not matter.
+        spec: the sizes of its storage.
+        mesh: the devices if they divide the slots of a row, outside of `jax.shard_map`.
+    """
+    leaves, kind = jax.tree.flatten(method)
+    shapes = tuple(jax.api_util.shaped_abstractify(x) for x in leaves)
+    return _layer_bytes(kind, shapes, spec, None if spec.parts == 1 else mesh)
+
+
+@functools.lru_cache(maxsize=1024)
+def _layer_bytes(kind: Any, leaves: tuple[Any, ...], spec: LayerSpec, mesh: Any) -> LayerBytes:
+    found: list[tuple[Hashable, bool, int]] = []
+
+    def finish(method: LayerMethod, state: Any) -> Any:
+        made = method.finish(state, spec)
+        key, had = storage_key(method, spec, state), {id(x) for x in jax.tree.leaves(state)}
+        kept = key is not None and keeps_storage(state, made)
+        found.append((key, kept, placed_bytes([x for x in jax.tree.leaves(made) if id(x) in had])[0]))
+        return made
+
+    method = jax.tree.unflatten(kind, leaves)
+    state = jax.eval_shape(each_device(mesh, lambda method: method.init(spec)), method)
+    made = jax.eval_shape(each_device(mesh, finish), method, state)
+    key, kept, same = found[-1]
+    common = 0 if key is None else placed_bytes(state.cache)[0]
+    return LayerBytes(
+        reading=Stored(*placed_bytes(state), key, common),
+        kept=Stored(*placed_bytes(made), key if kept else None, common if kept else 0),
+        same=same,
+    )
+
+
+def each_device(mesh: Mesh | AbstractMesh | None, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``run`` as each device of a mesh runs it."""
+    return run if mesh is None else on_each(mesh, run)
+
+
+def placed_bytes(tree: Any) -> tuple[int, int]:
+    """Count the bytes of all arrays of ``tree``, or of their shapes, on the device, and in host memory."""
+    sizes = [(jax.typeof(x), x.size * x.dtype.itemsize) for x in jax.tree.leaves(tree)]
+    host = sum(size for kind, size in sizes if kind.memory_space == jax.memory.Space.Host)
+    return sum(size for _, size in sizes) - host, host
