@@ -80,8 +80,8 @@ def in_place(body, states, *, grid, names=NAMES, out_type=(), parts=1):
             at = lax.axis_index(axis)
             body(*(ref.at[at] if is_mapped else ref for ref, is_mapped in zip(refs, whole, strict=True)))
 
-        made = in_place(one, states, grid=(size, *grid), names=(axis, *names), parts=parts)(*operands)
-        return made, [True] * len(states)
+        results = in_place(one, states, grid=(size, *grid), names=(axis, *names), parts=parts)(*operands)
+        return results, [True] * len(states)
 
     states = [*states, *(lax.empty(x.shape, x.dtype) for x in out_type)]
     return lambda *operands: launch(list(operands), states)

@@ -29,10 +29,10 @@ def _body(mask_ref, list_ref, keep_ref, words, peers, *, capacity, size, parts):
         list_ref, jnp.where((hit > 0) & (place < capacity), row * capacity + place, -1), part * size + arrays.in_order(size)
     )
     # The programs of a row share out the entries behind the list, and the mask.
-    own = arrays.size_of(-(-capacity // parts))
-    at = part * own + arrays.counted(own)
+    share = arrays.size_of(-(-capacity // parts))
+    at = part * share + arrays.counted(share)
     inside = at < capacity
-    arrays.store(list_ref, jnp.where(inside & (at >= total), row * capacity + at, -1), arrays.spread(0, own))
+    arrays.store(list_ref, jnp.where(inside & (at >= total), row * capacity + at, -1), arrays.spread(0, share))
     arrays.store(keep_ref, jnp.where(inside, row * capacity + at, -1), (at < total).astype(jnp.int32))
 
 

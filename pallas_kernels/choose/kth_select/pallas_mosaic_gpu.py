@@ -18,7 +18,7 @@ from pallas_kernels.numerics import finite_or_zero
 ALONE = 2**13  # entries of a row for which one program is enough
 
 
-def _body(*refs, joining, budget, traced, most, slots, capacity, heads, size, parts):
+def _body(*refs, joining, budget, traced, most, capacity, heads, size, parts):
     # score [L, S], or logits [L * G, S] and lse [L, N, G] if joining; budget [n] if traced; then list, keep [L, K] and
     # count [L].
     score_ref, lse_ref, budget_ref = refs[0], refs[1 : 1 + joining], refs[1 + joining : 1 + joining + traced]
@@ -26,12 +26,12 @@ def _body(*refs, joining, budget, traced, most, slots, capacity, heads, size, pa
     row, part = lax.axis_index("x"), lax.axis_index("part") if parts > 1 else jnp.int32(0)
     asked = budget_ref[0][budget(row)] if traced else jnp.int32(budget)
     wanted = jnp.minimum(jnp.maximum(asked, 0), most)
-    own = arrays.size_of(-(-capacity // parts))
-    at = part * own + arrays.counted(own)
+    share = arrays.size_of(-(-capacity // parts))
+    at = part * share + arrays.counted(share)
 
     def fill(chosen):  # the programs of a row share out the entries behind the list, and the mask
         inside = at < capacity
-        arrays.store(list_ref, jnp.where(inside & (at >= chosen), row * capacity + at, -1), arrays.spread(0, own))
+        arrays.store(list_ref, jnp.where(inside & (at >= chosen), row * capacity + at, -1), arrays.spread(0, share))
         arrays.store(keep_ref, jnp.where(inside, row * capacity + at, -1), (at < chosen).astype(jnp.int32))
         arrays.put(count_ref, jnp.where(part < 1, row, -1), chosen)
 
@@ -85,7 +85,7 @@ def kth_select(score, budget, capacity, lse=None):
     listed, keep, count = arrays.program(
         functools.partial(
             _body, joining=len(flat) - 1, budget=place if traced else int(budget), traced=traced, most=min(capacity, slots),
-            slots=slots, capacity=capacity, heads=score.shape[2] if lse is not None else 1, size=size, parts=parts,
+            capacity=capacity, heads=score.shape[2] if lse is not None else 1, size=size, parts=parts,
         ),
         [
             jax.ShapeDtypeStruct((lists, capacity), jnp.int32),

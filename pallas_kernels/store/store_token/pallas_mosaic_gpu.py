@@ -23,16 +23,16 @@ def _body(packed_ref, place_ref, *refs, shape, slots, rotating, sinks):
     inv_freq_ref, refs = refs[:rotating], refs[rotating:]
     key_ref, value_ref, position_ref, cursor_ref, *query_ref = refs
     b, (heads, group, dim), parts = lax.axis_index("x"), shape, parts_for(shape[0])
-    own, part = heads // parts, lax.axis_index("part") if parts > 1 else jnp.int32(0)
+    few, part = heads // parts, lax.axis_index("part") if parts > 1 else jnp.int32(0)
     place, at = arrays.scalar(place_ref, b), arrays.scalar(cursor_ref, b)
     arrays.arrive(parts)
     fits = (place >= 0) & (at < slots)
     key_row, value_row = (at if sinks is None else copy_row(at, sinks, ref.shape[2]) for ref in (key_ref, value_ref))
 
     def taken(lines, width):  # heads, one of `lines` vectors of each, and a channel, for `width` channels of each vector
-        entry = arrays.counted(arrays.size_of(own * lines * width))
-        vector, inside = lax.div(entry, width), entry < own * lines * width
-        return part * own + lax.div(vector, lines), lax.rem(vector, lines), lax.rem(entry, width), inside
+        entry = arrays.counted(arrays.size_of(few * lines * width))
+        vector, inside = lax.div(entry, width), entry < few * lines * width
+        return part * few + lax.div(vector, lines), lax.rem(vector, lines), lax.rem(entry, width), inside
 
     def load(head, member, channel, inside):
         line = jnp.minimum((b * heads + head) * (group + 2) + member, packed_ref.shape[0] * heads * (group + 2) - 1)
@@ -57,8 +57,8 @@ def _body(packed_ref, place_ref, *refs, shape, slots, rotating, sinks):
     head, _, channel, inside = taken(1, dim)
     for ref, member, row in rest:
         write(ref, head, row, channel, inside & fits, load(head, member, channel, inside))
-    head = arrays.counted(arrays.size_of(own))
-    where = jnp.where((head < own) & fits, (b * heads + part * own + head) * slots + at, -1)
+    head = arrays.counted(arrays.size_of(few))
+    where = jnp.where((head < few) & fits, (b * heads + part * few + head) * slots + at, -1)
     arrays.store(position_ref, where, arrays.spread(place, head.shape[0]))
     arrays.wait(parts)  # all threads have read the cursor
     arrays.put(cursor_ref, jnp.where((place >= 0) & (part < 1), b, -1), at + 1)  # a full row moves its cursor too

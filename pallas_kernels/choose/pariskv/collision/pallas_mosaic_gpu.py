@@ -80,28 +80,28 @@ def _body(
     arrays.begin_parts(peers, parts)
     table[...] = arrays.load(table_ref, line * width + arrays.counted(width))
     arrays.meet()
-    own = arrays.counted(t.THREADS * TOGETHER)
+    entry = arrays.counted(t.THREADS * TOGETHER)
 
     def place_of(entry):  # of its votes in shared memory: neither neighbours nor threads meet in a bank
         turn = lax.rem(entry, size // t.THREADS)
         return turn * t.THREADS + ((lax.div(entry, size // t.THREADS) + turn) & (t.THREADS - 1))
 
     def load(step):
-        slot = jnp.minimum(part * size + step * own.shape[0] + own, slots - 1)
+        slot = jnp.minimum(part * size + step * entry.shape[0] + entry, slots - 1)
         return tuple(_load_ids(ids_ref, line * slots + slot, slices))
 
     def add(step, ids):
         ahead = load(step + 1)
-        _add_votes(table, ids, votes, place_of(step * own.shape[0] + own))
+        _add_votes(table, ids, votes, place_of(step * entry.shape[0] + entry))
         return ahead
 
-    lax.fori_loop(0, size // own.shape[0], add, load(jnp.int32(0)))
+    lax.fori_loop(0, size // entry.shape[0], add, load(jnp.int32(0)))
     arrays.meet()
-    entry = arrays.in_order(size)
-    slot = part * size + entry
+    key_of = arrays.in_order(size)
+    slot = part * size + key_of
     inside = (slot >= first) & (slot < jnp.minimum(stop, slots))
     position = arrays.load_run(position_ref, line, part * size, size, -1)
-    key = jnp.where(inside & (position >= 0), arrays.load_shared(votes, place_of(entry)), NEVER)
+    key = jnp.where(inside & (position >= 0), arrays.load_shared(votes, place_of(key_of)), NEVER)
     threshold, ties, chosen = threshold_of(key, wanted, parts, peers, repeated=True)
     keep, place = places(key, threshold, ties, part, parts, words, peers)
     listed = keep & (place < jnp.minimum(chosen, capacity))
