@@ -174,9 +174,12 @@ class _Run:
             rows = lax.dynamic_slice_in_dim(by_length, index * order.rows, order.rows)
             own = tokens[rows], length[rows]
             if order.by == "layers":
-                put = lambda layer, made: put_rows(states[layer], kept.strip_layer(layer, made), rows)  # noqa: E731
-                states, new = self.in_layers(*own, group, put)
-                return states, put_rows(logits, new, rows)
+
+                def put(layer: int, made: tuple) -> tuple:
+                    return put_rows(states[layer], kept.strip_layer(layer, made), rows)
+
+                made, new = self.in_layers(*own, group, put)
+                return made, put_rows(logits, new, rows)
             if order.apart:
                 made, new = self.whole(*own, group)
                 return put_rows(carry, (kept.strip(made), new), rows)

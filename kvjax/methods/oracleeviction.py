@@ -26,7 +26,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -65,16 +64,16 @@ class OracleEviction(AppendOnly):
 
         def judge(cache: LayerCache, inputs: Inputs) -> tuple[Array, Array]:
             query, key = inputs.rotated()
-            out, later = attend_behind(query, key, inputs.value, cache, inputs.position)
+            out, later, (_, stored) = attend_behind(query, key, inputs.value, cache, inputs.position)
+            lses = jnp.logaddexp(stored, later)
 
             def add(score: Array, at: Array) -> tuple[Array, None]:
-                one, moved, behind, real = (
+                one, lse, mean, real = (
                     lax.dynamic_index_in_dim(x, at, axis, keepdims=False)
-                    for x, axis in ((query, 3), (out, 3), (later, 3), (inputs.position, 1))
+                    for x, axis in ((query, 3), (lses, 3), (out, 3), (inputs.position, 1))
                 )
                 logits = logits_of(one, cache.key, cache.valid)
-                lse = jnp.logaddexp(jax.nn.logsumexp(logits, axis=-1), behind)
-                own = worth(self.by, logits, cache.value, cache.valid, lse, moved).sum(axis=2)
+                own = worth(self.by, logits, cache.value, cache.valid, lse, mean).sum(axis=2)
                 return score + jnp.where((real >= 0)[:, None, None], own, 0), None
 
             start = jnp.zeros(cache.position.shape, jnp.float32)

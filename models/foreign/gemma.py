@@ -66,6 +66,10 @@ class GemmaModel:
         return self.config.head_dim
 
     @property
+    def hidden_size(self) -> int:
+        return self.config.embed_dim
+
+    @property
     def vocab_size(self) -> int:
         return self.config.num_embed
 
@@ -100,27 +104,47 @@ class GemmaModel:
         self, params: Any, tokens: jax.Array, attend: Callable, states: tuple, *, last: jax.Array | None = None
     ) -> tuple[jax.Array, tuple]:
         """Run the package's layers on ``tokens`` int32 [B, T]; see `kvjax.protocol.typing.Model.apply`."""
+
+        def run(model: Any) -> tuple[jax.Array, tuple]:
+            x, new = model.embedder.encode(tokens), []
+            for layer, state in enumerate(states):
+                x, state = self._block(model, layer, x, attend, state)
+                new.append(state)
+            x = x if last is None else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+            return self._logits(model, x), tuple(new)
+
+        return self.transformer.apply({"params": params}, method=run)
+
+    def embed(self, params: Any, tokens: jax.Array) -> jax.Array:
+        """Embed ``tokens``; see `kvjax.protocol.typing.LayeredModel`, also for the next two."""
+        return self.transformer.apply({"params": params}, method=lambda model: model.embedder.encode(tokens))
+
+    def run_layer(self, params: Any, layer: int, hidden: jax.Array, attend: Callable, state: Any) -> tuple[jax.Array, Any]:
+        """Run one of the package's layers."""
+        run = lambda model: self._block(model, layer, hidden, attend, state)  # noqa: E731
+        return self.transformer.apply({"params": params}, method=run)
+
+    def head(self, params: Any, hidden: jax.Array) -> jax.Array:
+        """Compute logits."""
+        return self.transformer.apply({"params": params}, method=lambda model: self._logits(model, hidden))
+
+    def _block(self, model: Any, layer: int, x: jax.Array, attend: Callable, state: Any) -> tuple[jax.Array, Any]:
         new = []
 
         def answer(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
             if (type(context.module).__name__, context.method_name) != ("Attention", "__call__"):
                 return call(*args, **kwargs)
-            layer = len(new)
-            out, state = self._attended(context.module, args[0], lambda *qkv: attend(layer, states[layer], *qkv))
-            new.append(state)
+            out, after = self._attended(context.module, args[0], lambda *qkv: attend(layer, state, *qkv))
+            new.append(after)
             return None, out  # in the place of the package's cache
 
-        def run(model: Any) -> jax.Array:
-            x = model.embedder.encode(tokens)
-            for block in model.blocks:
-                x = block(x, None, None, None)[1]  # positions, cache and mask are read by `Attention` alone
-            x = model.final_norm(x)
-            x = x if last is None else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
-            logits, cap = model.embedder.decode(x).astype(jnp.float32), self.config.final_logit_softcap
-            return logits if cap is None else jnp.tanh(logits / cap) * cap
-
         with nn.intercept_methods(answer):
-            return self.transformer.apply({"params": params}, method=run), tuple(new)
+            x = model.blocks[layer](x, None, None, None)[1]  # positions, cache and mask are read by `Attention` alone
+        return x, new[0]
+
+    def _logits(self, model: Any, x: jax.Array) -> jax.Array:
+        logits, cap = model.embedder.decode(model.final_norm(x)).astype(jnp.float32), self.config.final_logit_softcap
+        return logits if cap is None else jnp.tanh(logits / cap) * cap
 
     def _attended(self, module: Any, x: jax.Array, attend: Callable) -> tuple[jax.Array, Any]:
         """Compute a module ``Attention`` of ``x`` [B, T, d] by ``attend``; return its output and the layer's new state."""

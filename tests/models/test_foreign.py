@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 
 import kvjax
+from kvjax.protocol.typing import layered
 from models.foreign.bonsai import qwen3
 from models.foreign.gemma import GemmaModel
 from models.foreign.nnx import NNXModel
@@ -47,9 +48,11 @@ def decoded(model, params, method, prompts=PROMPTS, new=NEW):
 def check_tokens(model, params, own):
     """Full draws the tokens ``own``, behind chunks of the prompt and an `extend` too."""
     assert len({*own.ravel()}) > 5, "the tokens must differ, or nothing is shown"
-    cache = kvjax.prefill(params, PROMPTS[:, :4], config=model, method="full", max_new_tokens=NEW + 5, chunk_size=3)
-    cache = kvjax.extend(params, cache, PROMPTS[:, 4:])
-    np.testing.assert_array_equal(kvjax.generate(params, cache, max_new_tokens=NEW, eos_token_ids=()).tokens, own)
+    sizes = {"config": model, "method": "full", "max_new_tokens": NEW + 5, "chunk_size": 3}
+    for order in ("chunks", *["layers"] * (layered(model) is not None)):
+        cache = kvjax.prefill(params, PROMPTS[:, :4], order=order, **sizes)
+        cache = kvjax.extend(params, cache, PROMPTS[:, 4:])
+        np.testing.assert_array_equal(kvjax.generate(params, cache, max_new_tokens=NEW, eos_token_ids=()).tokens, own)
 
 
 def check_more(model, params, own):

@@ -105,6 +105,12 @@ class WatchedLayer(LayerMethod):
     def room(self, state: Watch) -> Array | None:
         return self.inner.room(state.inner)
 
+    def signal(self, state: Watch) -> Any:
+        return self.inner.signal(state.inner)
+
+    def with_signal(self, state: Watch, signal: Any) -> Watch:
+        return dataclasses.replace(state, inner=self.inner.with_signal(state.inner, signal))
+
     def due(self, state: Watch) -> Array | None:
         return self.inner.due(state.inner)
 
@@ -151,6 +157,7 @@ class Watched(Method):
 
     init_shared = passes("method", Method.init_shared)
     reread_tokens = passes("method", Method.reread_tokens)
+    source = passes("method", Method.source)
 
     def check(self) -> None:
         check_method("Watched: method", self.method)

@@ -25,6 +25,7 @@ from pallas_kernels.formats.packed_vectors import words_of
 from pallas_kernels.host import on_host, put_rows, to_device
 from pallas_kernels.store.mosaickv.pack_token import pack_token
 
+_SORTED = 8192  # tokens of a prompt whose channels are sorted at once, which takes several times their bytes
 _FITS = 10  # output segments that there is room to fit; more if many tokens follow, one per 256
 
 
@@ -117,12 +118,13 @@ def _pack_prompt(
         valid = jnp.arange(first, stop)[None] < packed[:, None]
         behind = ((0, 0), (0, 0), (0, max(stop - given, 0)), (0, 0))
         k, v = (jnp.pad(x[:, :, first:stop], behind) for x in (key, value))
-        k, v = (jnp.where(valid[:, None, :, None], x, 0).astype(jnp.float32) for x in (k, v))
-        segment = fit(layout, k, v, valid, max_loss, max_variance)
-        *pruned, lost = prune(layout, segment, k, v, k)
+        k, v = (jnp.where(valid[:, None, :, None], x, 0) for x in (k, v))
+        segment = fit(layout, k.astype(jnp.float32), v.astype(jnp.float32), valid, max_loss, max_variance)
+        pruned, lost = _pruned(layout, segment, k, v)
         segments.append(segment)
-        rows.append(tuple(_stored(x, dtype) for x in pruned))
+        rows.append(pruned)
         loss = loss + axes.mean(lost.mean(axis=1).sum(axis=1))
+        key, value, loss = lax.optimization_barrier((key, value, loss))  # float32 copies of one segment at a time
     slots = prompt + room
     stored = [
         _joined(parts, end)
@@ -152,6 +154,24 @@ def _pack_prompt(
         last=jnp.maximum(packed - 1, 0) // layout.segment,
         output=output,
     )
+
+
+def _pruned(layout: Layout, segment: Segment, key: Array, value: Array) -> tuple[tuple[Packed, ...], Array]:
+    """Run `prune` on some whole buffers of a segment at a time; return what is stored, and each token's loss [B, H, T]."""
+    buffers = key.shape[2] // layout.buffer
+    most = max(_SORTED // layout.buffer, 1)
+    pieces = next(n for n in range(1, buffers + 1) if buffers % n == 0 and buffers // n <= most)
+    count = key.shape[2] // pieces
+
+    def some(at: Array | int) -> tuple[tuple[Packed, ...], Array]:
+        k, v = (lax.dynamic_slice_in_dim(x, at * count, count, 2).astype(jnp.float32) for x in (key, value))
+        *pruned, lost = prune(layout, segment, k, v, k)
+        return tuple(_stored(x, key.dtype) for x in pruned), lost
+
+    if pieces == 1:
+        return some(0)
+    parts = lax.map(some, jnp.arange(pieces, dtype=jnp.int32))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, *x.shape[4:]), parts)
 
 
 def write(layout: Layout, cache: LayerStorage, store: Store, key: Array, value: Array, position: Array) -> Store:

@@ -97,11 +97,9 @@ def test_both_orders_make_the_same_cache_of_rows_together(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["snapkv", "quest", "chess", "keydiff"])
+@pytest.mark.parametrize("name", ["snapkv", "chess", "streamingllm"])
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_both_orders_make_the_same_cache_of_every_kind_of_model(kind, name):
-    if name == "keydiff" and KINDS[kind].attention_sinks:
-        pytest.skip("KeyDiff")
     check_equal([any_example(name)], KINDS[kind], params_of_kind(kind))
 
 
@@ -145,9 +143,7 @@ def test_bfloat16_differs_by_rounding_alone():
     config = dataclasses.replace(TINY, dtype="bfloat16")
     one, other = (read([SNAPKV], order, config, config.random_params())[0] for order in ("layers", "chunks"))
     np.testing.assert_allclose(one.logits, other.logits, atol=0.1)
-    kept = [np.asarray(cache.layers[1].cache.position) for cache in (one, other)]
-    shared = [np.intersect1d(a, b).size / a.size for a, b in zip(*(x.reshape(-1, x.shape[-1]) for x in kept), strict=True)]
-    assert np.mean(shared) > 0.9
+    assert np.mean(one.layers[1].cache.position == other.layers[1].cache.position) > 0.9
 
 
 def test_an_order_that_cannot_be_is_refused():

@@ -6,10 +6,12 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvjax.methods import Full
+from kvjax.methods.mosaickv import store
 from kvjax.methods.mosaickv.method import MosaicKV
 from kvjax.protocol.method import LayerSpec, num_bytes
 from tests.harness import drive, frequencies, random_tokens, small
@@ -59,6 +61,21 @@ def test_uncompressed_cache_is_gone_after_the_prompt(prompt):
     for leaf in jax.tree.leaves(state):
         assert not (leaf.shape[-1:] == (128,) and leaf.shape[-2] >= prompt), f"a leaf {leaf.shape} holds the prompt"
         assert math.prod(leaf.shape) <= 2 * prompt * 32 * 1.01, f"a leaf {leaf.shape} is larger than the packed keys"
+
+
+@pytest.mark.parametrize("strategy", ["static", pytest.param("dynamic", marks=pytest.mark.slow)])
+def test_a_prompt_may_be_sorted_in_pieces(strategy, monkeypatch):
+    layout = small(MosaicKV, **{**mosaickv.KNOBS, "strategy": strategy, "buffer": 16, "segment": 32})._layout(16)
+    _, key, value = random_tokens(7, 2, 2, 2, 48, 16)
+
+    def packed():
+        run = functools.partial(store._pack_prompt, layout, max_new_tokens=8, max_loss=0.1, max_variance=0.5)
+        return jax.jit(run)(jnp.asarray(key), jnp.asarray(value), jnp.array([32, 48]))
+
+    whole = packed()
+    monkeypatch.setattr(store, "_SORTED", 1)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), packed(), whole)
+    assert (whole.key.values[:, :, :32] != 0).any(axis=-1).all()
 
 
 @pytest.mark.thorough
