@@ -16,16 +16,17 @@ from kvjax.protocol.method import LayerMethod, LayerSpec, num_bytes
 from kvjax.protocol.typing import Model, has_sinks, is_recurrent, layered
 
 
-def finishing(method: LayerMethod, spec: LayerSpec, mesh: Any) -> int:
-    """Estimate what `LayerMethod.finish` takes besides the state before it and the finished state."""
+def finishing(method: LayerMethod, reading: LayerSpec, spec: LayerSpec, mesh: Any) -> int:
+    """Estimate what `LayerMethod.finish` takes besides the state before it and the finished state, as `layer_bytes`."""
     leaves, kind = jax.tree.flatten(method)
-    return _finishing(kind, tuple(map(jax.api_util.shaped_abstractify, leaves)), spec, None if spec.parts == 1 else mesh)
+    shapes = tuple(map(jax.api_util.shaped_abstractify, leaves))
+    return _finishing(kind, shapes, reading, spec, None if spec.parts == 1 else mesh)
 
 
 @functools.lru_cache(maxsize=1024)
-def _finishing(kind: Any, leaves: tuple[Any, ...], spec: LayerSpec, mesh: Any) -> int:
+def _finishing(kind: Any, leaves: tuple[Any, ...], reading: LayerSpec, spec: LayerSpec, mesh: Any) -> int:
     method = jax.tree.unflatten(kind, leaves)
-    state = jax.eval_shape(each_device(mesh, lambda method: method.init(spec)), method)
+    state = jax.eval_shape(each_device(mesh, lambda method: method.init(reading)), method)
     return most_bytes(each_device(mesh, lambda method, state: method.finish(state, spec)), method, state, consumed=(1,))
 
 

@@ -19,6 +19,7 @@ from kvjax.registry import classes, resolve
 
 SPARE = 2 << 30  # bytes for activations
 _MOST_TOKENS, _MOST_ROWS = 1 << 24, 1 << 14  # whatever has room for these is said to have room for no more
+_SOON = 1 << 20  # tried first, because some methods take seconds for the shapes of very long prompts
 
 
 def largest_budget(
@@ -195,7 +196,10 @@ def _most(needs: Callable[[int], int], have: int, least: int, most: int, step: i
     ``needs`` does not fall. It is nearly a straight line, so the next number to try is where the line through both ends has
     ``have`` bytes; every third is the middle.
     """
-    low, high, at_low, at_high = least, most, needs(least), needs(most)
+    low, high, at_low = least, min(most, _SOON), needs(least)
+    at_high = at_low if at_low > have else needs(high)
+    if at_high <= have:
+        low, high, at_low, at_high = high, most, at_high, needs(most)
     if at_low > have or at_high <= have:
         return None if at_low > have else most
     for turn in itertools.count(1):

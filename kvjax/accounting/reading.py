@@ -14,7 +14,7 @@ from kvjax.accounting.activations import finishing, passing
 from kvjax.accounting.phases import Part, Phases, add_parts
 from kvjax.decoding.layer_bytes import LayerBytes, Stored, each_device, layer_bytes
 from kvjax.decoding.layers import init_shared, layer_specs
-from kvjax.decoding.reading_order import Order
+from kvjax.decoding.reading_order import Order, reading_spec
 from kvjax.protocol.method import LayerMethod, Method
 from kvjax.protocol.typing import Model, layer_recurrence, layer_ropes, layered, not_none
 
@@ -54,18 +54,20 @@ class Reading:
             for one, *of_layer in zip(methods, specs, layer_ropes(self.model), layer_recurrence(self.model), strict=True)
         ]
         first = {kind: at for at, kind in reversed(list(enumerate(kinds)))}  # layers of one kind need the same
-        known = {kind: layer_bytes(methods[at], specs[at], self.mesh) for kind, at in first.items()}
+        stored = {at: (methods[at], reading_spec(specs[at], order), specs[at], self.mesh) for at in first.values()}
+        known = {kind: layer_bytes(*stored[at]) for kind, at in first.items()}
         layers = [known[kind] for kind in kinds]
         after = [_part(one.kept, at, shares, self.batch, rows) for at, one in enumerate(layers)]
         in_turn = order.by == "layers" or (order.chunks == 1 and not method.reread_tokens(order.slots))
         reading, hosts = add_parts([*after, *self._read(layers, in_turn, shares)]), [one.reading.host for one in layers]
         # Rows in host memory stay where they are when a layer is finished.
-        reading = dataclasses.replace(reading, host=max(hosts) if in_turn else sum(hosts))
-        beside = max(finishing(methods[at], specs[at], self.mesh) for at in first.values())
+        host = max(hosts) + self._hidden() * order.offloaded if in_turn else sum(hosts)
+        reading, hidden = dataclasses.replace(reading, host=host), 0 if order.offloaded else self._hidden()
+        beside = max(finishing(*one) for one in stored.values())
         taken = self._pass(method, methods, list(first.values()))
         if not order.apart:  # a pass takes its row out of one layer, and puts it back
             taken += max(one.reading.device for one in layers) // self.batch
-        return Phases(reading=reading, after=add_parts(after), staged=self._hidden() + max(beside, taken))
+        return Phases(reading=reading, after=add_parts(after), staged=hidden + max(beside, taken))
 
     def _read(self, layers: Sequence[LayerBytes], in_turn: bool, shares: bool) -> list[Part]:
         """List what exists beside all finished rows, at the peak; ``in_turn`` if only one layer's whole prompt exists."""
@@ -83,7 +85,7 @@ class Reading:
     def _pass(self, method: Method, methods: Sequence[LayerMethod], chosen: Sequence[int]) -> int:
         """Estimate what a pass takes in any of the ``chosen`` layers."""
         order, model = self.order, self.model
-        specs = layer_specs(methods, model, order.rows, order.slots, *self.sizes)
+        specs = [reading_spec(spec, order) for spec in layer_specs(methods, model, order.rows, order.slots, *self.sizes)]
         shared = jax.eval_shape(each_device(self.mesh, lambda: init_shared(method, model, specs)))
         start = 0 if order.chunks == 1 else None
         return max(

@@ -52,32 +52,35 @@ class LayerBytes:
         return self.kept.device - self.same
 
 
-def layer_bytes(method: LayerMethod, spec: LayerSpec, mesh: Mesh | AbstractMesh | None = None) -> LayerBytes:
+def layer_bytes(
+    method: LayerMethod, reading: LayerSpec, spec: LayerSpec, mesh: Mesh | AbstractMesh | None = None
+) -> LayerBytes:
     """Count the bytes of a layer's state on each device; nothing is computed.
 
     Args:
         method: of the layer; the values of its traced fields do not matter.
-        spec: the sizes of its storage.
+        reading: the sizes of its storage while the prompt is read.
+        spec: those of the finished layer.
         mesh: the devices if they divide the slots of a row, outside of `jax.shard_map`.
     """
     leaves, kind = jax.tree.flatten(method)
     shapes = tuple(jax.api_util.shaped_abstractify(x) for x in leaves)
-    return _layer_bytes(kind, shapes, spec, None if spec.parts == 1 else mesh)
+    return _layer_bytes(kind, shapes, reading, spec, None if spec.parts == 1 else mesh)
 
 
 @functools.lru_cache(maxsize=1024)
-def _layer_bytes(kind: Any, leaves: tuple[Any, ...], spec: LayerSpec, mesh: Any) -> LayerBytes:
+def _layer_bytes(kind: Any, leaves: tuple[Any, ...], reading: LayerSpec, spec: LayerSpec, mesh: Any) -> LayerBytes:
     found: list[tuple[Hashable, bool, int]] = []
 
     def finish(method: LayerMethod, state: Any) -> Any:
         made = method.finish(state, spec)
-        key, had = storage_key(method, spec, state), {id(x) for x in jax.tree.leaves(state)}
+        key, had = storage_key(method, reading, state), {id(x) for x in jax.tree.leaves(state)}
         kept = key is not None and keeps_storage(state, made)
         found.append((key, kept, placed_bytes([x for x in jax.tree.leaves(made) if id(x) in had])[0]))
         return made
 
     method = jax.tree.unflatten(kind, leaves)
-    state = jax.eval_shape(each_device(mesh, lambda method: method.init(spec)), method)
+    state = jax.eval_shape(each_device(mesh, lambda method: method.init(reading)), method)
     made = jax.eval_shape(each_device(mesh, finish), method, state)
     key, kept, same = found[-1]
     common = 0 if key is None else placed_bytes(state.cache)[0]

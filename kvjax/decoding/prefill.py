@@ -42,11 +42,12 @@ from jax import Array, lax
 from kvjax.cache import Cache, LayerSpec
 from kvjax.decoding.layers import fingerprint, init_shared, layer_methods, layer_specs, observe
 from kvjax.decoding.passes import Pass, checked, reread
-from kvjax.decoding.reading_order import By, Order, chosen_order
+from kvjax.decoding.reading_order import By, Order, chosen_order, reading_spec
 from kvjax.decoding.shared_storage import Common, barrier, common_storage, finish, made_after
 from kvjax.protocol.method import LayerMethod, Method
 from kvjax.protocol.typing import Model, attention_soft_cap, is_recurrent, layered, not_none, position_option
 from pallas_kernels import axes
+from pallas_kernels.host import to_device, to_host
 from pallas_kernels.numerics import bounded_loop
 from pallas_kernels.soft_cap import soft_cap
 
@@ -146,7 +147,9 @@ class _Run:
         return tuple(self._begun_layer(layer, sized) for layer in range(self.model.num_layers))
 
     def _begun_layer(self, layer: int, sized: _Sized) -> tuple:
-        empty = tuple(layers[layer].init(own[layer]) for layers, own in zip(self.each, sized.specs, strict=True))
+        # Where only one layer is read at a time, the device holds its keys and values until its end, offloaded or not.
+        specs = tuple(reading_spec(own[layer], self.order) for own in sized.specs)
+        empty = tuple(layers[layer].init(spec) for layers, spec in zip(self.each, specs, strict=True))
         return sized.common.strip_layer(layer, empty)
 
     def whole(self, tokens: Array, length: Array, sized: _Sized) -> tuple[tuple, Array]:
@@ -207,11 +210,13 @@ class _Run:
         """
         model, stored = not_none("model", layered(self.model)), []
         hidden = jnp.zeros((*tokens.shape, model.hidden_size), model.dtype)
+        if self.order.offloaded:
+            hidden = to_host(hidden)
         for layer in range(model.num_layers):
             hidden, states = self._read_layer(layer, hidden, tokens, length, sized)
             if layer == model.num_layers - 1:
-                last = jnp.maximum(length - 1, 0)[:, None, None]
-                hidden = jnp.take_along_axis(hidden, last, axis=1)
+                last = jnp.maximum(length - 1, 0)
+                hidden = jnp.concatenate([_piece(hidden, last[row], 1, row) for row in range(len(tokens))])
             states = sized.common.restore_layer(layer, states)
             made = zip(self.each, states, sized.specs, strict=True)
             kept = put(layer, tuple(finish(layers[layer], state, own[layer]) for layers, state, own in made))
@@ -228,7 +233,7 @@ class _Run:
 
         def body(index: Array | int, carry: tuple, operands: tuple) -> tuple:
             (hidden, states), (params, each, shared, length, tokens) = carry, operands
-            piece, part = (lax.dynamic_slice_in_dim(x, index * chunk, chunk, 1) for x in (tokens, hidden))
+            piece, part = (_piece(x, index * chunk, chunk) for x in (tokens, hidden))
             now = Pass.at(index * chunk, piece, length, each, shared)
             if layer == 0:
                 part = model.embed(params, piece, **position_option(model, now.position))
@@ -241,6 +246,7 @@ class _Run:
                 return out, sized.common.strip_layer(layer, whole)
 
             part, states = model.run_layer(params, layer, part, attend, states)
+            part = to_host(part) if self.order.offloaded else part
             return lax.dynamic_update_slice_in_dim(hidden, part, index * chunk, 1), states
 
         carry = hidden, made_after(hidden, self._begun_layer(layer, sized))
@@ -340,6 +346,13 @@ class _Run:
                 )
             )
         return tuple(finished)
+
+
+def _piece(x: Array, start: Array, size: int, row: int | None = None) -> Array:
+    """Slice ``size`` tokens from ``start`` on out of x [B, S, ...] in either memory, of one row or of all."""
+    rows = (0, len(x)) if row is None else (row, 1)
+    begin = (rows[0], start, *(0 for _ in x.shape[2:]))
+    return to_device(lax.dynamic_slice(x, begin, (rows[1], size, *x.shape[2:]), allow_negative_indices=False))
 
 
 def row_of[Tree](tree: Tree, row: Array) -> Tree:

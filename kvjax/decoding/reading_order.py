@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.decoding.layer_bytes import Stored, layer_bytes
 from kvjax.decoding.layers import is_offloaded, layer_specs
-from kvjax.protocol.method import LayerMethod, Method
+from kvjax.protocol.method import LayerMethod, LayerSpec, Method
 from kvjax.protocol.typing import Model, layered, not_none
 
 By = Literal["layers", "chunks"]
@@ -37,6 +37,7 @@ class Order:
     groups: int
     apart: bool  # True: each group has its own storage and is finished before the next group. False: all rows have storage
     by: By = "chunks"  # "chunks": a pass goes through all layers. "layers": a layer reads all chunks, and is then finished
+    offloaded: bool = False  # whether a layer goes to host memory, and hidden states that wait for the next layer with it
 
     @property
     def slots(self) -> int:
@@ -46,7 +47,8 @@ class Order:
     def peak(self, batch: int, row: RowBytes) -> int:
         """Compute the bytes that the states of ``batch`` rows, and hidden states, take at most while prompts are read."""
         if self.by == "layers":
-            return self.rows * (max(row.reading) + row.hidden) + batch * sum(row.kept)
+            hidden = 0 if self.offloaded else row.hidden
+            return self.rows * (max(row.reading) + hidden) + batch * sum(row.kept)
         rows = self.rows if self.apart else batch
         finished = batch * sum(row.kept) if self.apart and self.groups > 1 else 0
         return rows * (sum(row.reading) + sum(row.made)) + finished
@@ -76,7 +78,8 @@ def reading_order(
         batch: rows.
         padded: tokens.
         chunk_size: the most tokens of a pass.
-        by: the order of layers and chunks; None chooses "layers" where prompts have several chunks and it takes less memory.
+        by: the order of layers and chunks; None chooses "layers" where prompts have several chunks, and it takes less memory,
+            or a layer is offloaded.
         row: computes what a row takes; None if the order must be "chunks", see `why_chunks`.
     """
     methods = [m for layers in each for m in layers]
@@ -88,7 +91,7 @@ def reading_order(
     # Host memory is written in slices along the slots. And where a method with a block of its own keeps its prompt, a pass
     # has several rows, but their few tokens would not repay the copies of their storage.
     offloaded = any(is_offloaded(m, at, len(layers)) for layers in each for at, m in enumerate(layers))
-    together = Order(chunk=chunk, chunks=chunks, rows=batch, groups=1, apart=True)
+    together = Order(chunk=chunk, chunks=chunks, rows=batch, groups=1, apart=True, offloaded=offloaded)
     divided = Order(chunk=chunk, chunks=chunks, rows=rows, groups=groups, apart=True)
     whole = groups == 1 or offloaded
     by_layers = dataclasses.replace(together if whole else divided, by="layers")
@@ -96,8 +99,10 @@ def reading_order(
         return by_layers
     whole = whole or (rows > 1 and not apart)
     by_chunks = together if whole else dataclasses.replace(divided, apart=apart)
-    if by == "chunks" or row is None or chunks == 1 or offloaded:
+    if by == "chunks" or row is None or chunks == 1:
         return by_chunks
+    if offloaded:  # each chunk would bring all of the layer back
+        return by_layers
     needed = row(by_chunks)
     return min(by_chunks, by_layers, key=lambda order: order.peak(batch, needed))
 
@@ -133,7 +138,7 @@ def chosen_order(
         found = []
         for layers in each:
             specs = layer_specs(layers, model, 1, order.slots, max_new_tokens, parts, kv_dtype)
-            found.append([layer_bytes(one, spec, mesh) for one, spec in zip(layers, specs, strict=True)])
+            found.append([layer_bytes(one, spec, spec, mesh) for one, spec in zip(layers, specs, strict=True)])
         of_layers = list(zip(*found, strict=True))
         hidden = order.slots * not_none("model", layered(model)).hidden_size * jnp.dtype(model.dtype).itemsize
         return RowBytes(
@@ -151,6 +156,11 @@ def _together(states: Sequence[Stored]) -> int:
     """Add up the bytes on the device of a layer's states under several methods; equal storage exists once."""
     shared = {state.key: state.common for state in states if state.key is not None}
     return sum(state.device - state.common * (state.key is not None) for state in states) + sum(shared.values())
+
+
+def reading_spec(spec: LayerSpec, order: Order) -> LayerSpec:
+    """Return the sizes of a layer's storage while its prompt is read; ``spec`` has those of the finished layer."""
+    return dataclasses.replace(spec, offloaded=False) if order.by == "layers" else spec
 
 
 def why_chunks(methods: Sequence[Method], model: Model, padded: int) -> str | None:

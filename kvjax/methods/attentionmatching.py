@@ -5,10 +5,9 @@ of the prompt has the key of a token, a bias, and a value of its own; the bias i
 multiple of 16 numbers. No question is known, so one cache serves all later questions. A head keeps at most
 ``floor(head_factor * budget)`` slots, which are allocated for each head.
 
-The prompt is read again in chunks, as in `KVzip`. Query t of the second reading, of query head g, attends to the prompt's
-tokens with weights p, which sum to 1 over the prompt. Score of token i for KV head h::
+The prompt is read again in chunks, and tokens are scored by the largest attention that they receive, as in `KVzip`::
 
-    s[h, i] = max over t, g of p_t,g[i]
+    s[h, i] = max over queries t of this reading and query heads g of p_t,g[i]
 
 The slots with the best scores of all heads and layers stay, and the first ``num_sink`` tokens. Then each KV head is fitted to
 N = ``queries`` queries of the second reading: evenly spaced tokens, with all query heads of the group. With the logits x of
@@ -19,17 +18,18 @@ query n to all tokens of the prompt, their maximum m[n], and the kept tokens j::
     P[n, j] = softmax over j of x[n, j] + bias[j]
     value = the values with the least |P value - attention of query n to the whole prompt|^2
 
-Both are ridge regressions: the squared distance from 1 and from the tokens' own values counts, times ``ridge`` and the mean
-square of a column. w is cut to its bounds, and two steps of projected gradient descent follow.
+w begins as 1 and takes 16 steps of projected gradient descent. The values are a ridge regression: their squared distance from
+the tokens' own values counts, times ``ridge`` and the mean square of a column of P.
 
 **Source**: Zweiger et al., "Fast KV Compaction via Attention Matching" (arXiv:2602.16284); adamzweiger/compaction 2e59cc8:
-keys of the highest attention, chosen in all heads together ("global"), queries by repetition ("repeat"), bounds and steps.
+keys of the highest attention, chosen in all heads together ("global", "max"), queries by repetition ("repeat"), bounds.
 
-**Departures**: the released code regresses without a penalty in its settings, or with one towards zero; here the penalty is
-towards what was stored, so that tokens that no sampled query asks for keep their values. Its other scores (mean, root mean
-square), matching pursuit, budgets of heads measured beforehand, queries of answers that the model makes up, and queries of
-the compacted model ("on-policy") are left out. It draws queries at random. It pads heads with biases of -inf; here these
-slots are empty. The texts that ask for the repetition are KVzip's.
+**Departures**: the released code scores by a softmax over all of the prompt, and this by KVzip's, over the chunk that is
+repeated. For w it solves least squares, cuts, and takes 2 steps. It fits values without a penalty in its settings, or with
+one towards zero; here the penalty is towards what was stored, so that tokens that no sampled query asks for keep their
+values. Its other scores (mean, root mean square), matching pursuit, budgets of heads measured beforehand, queries of answers
+that the model makes up, and queries of the compacted model ("on-policy") are left out. It draws queries at random. It pads
+heads with biases of -inf; here these slots are empty. The texts that ask for the repetition are KVzip's.
 """
 
 from __future__ import annotations
@@ -51,12 +51,11 @@ from kvjax.protocol.slots import SlotState
 from kvjax.protocol.typing import not_none, pytree, static
 from kvjax.selection import kept_positions, pick
 from pallas_kernels.numerics import finite_or_zero, product_precision
-from pallas_kernels.score.column_mass import column_mass
 from pallas_kernels.soft_cap import capped
 
 _EXACT = product_precision(jnp.float32)
 _BOUND = math.exp(3)  # of a slot's weight, and its inverse
-_DESCENTS = 2  # steps of projected gradient descent
+_DESCENTS = 16  # steps of projected gradient descent
 
 
 @pytree
@@ -73,7 +72,7 @@ class AttentionMatching(Rereading):
     """Fit few slots to the attention of a second reading; see the module docstring."""
 
     queries: int = static("queries of each KV head to which its slots are fitted", default=4096, least=1)
-    ridge: float = static("weight of the distance from the tokens' own values", default=1e-3, above=0)
+    ridge: float = static("weight of the distance from the tokens' own values", default=0.01, above=0)
 
     PAPER: ClassVar[str] = "arXiv:2602.16284"
     TITLE: ClassVar[str] = "Attention Matching"
@@ -91,12 +90,12 @@ class AttentionMatching(Rereading):
             def attend(state: tuple[LayerCache, Array, Asked], inputs: Inputs) -> tuple[Array, tuple]:
                 cache, score, asked = state
                 query, key = inputs.rotated()
-                out, _, past = attend_behind(query, key, inputs.value, cache, inputs.position, inputs.sinks)
-                most = column_mass(
-                    query, cache.key, past[1], query_position=inputs.position, key_position=cache.position,
-                    scale=1 / math.sqrt(query.shape[-1]), reduce="max",
-                )  # fmt: skip
-                return out, (cache, jnp.maximum(score, most), _sampled(asked, at, query, past))
+                out, lse, past = attend_behind(query, key, inputs.value, cache, inputs.position, inputs.sinks)
+                most = self.received(cache, query, lse, inputs.position, self.num_sink + index * size, size)
+                start = self.start(cache, self.num_sink + index * size, size)
+                old = lax.dynamic_slice_in_dim(score, start, size, 2)
+                score = lax.dynamic_update_slice_in_dim(score, jnp.maximum(old, most), start, 2)
+                return out, (cache, score, _sampled(asked, at, query, past))
 
             given = tuple((cache, *old) for cache, old in zip(caches, found, strict=True))
             return tuple(tuple(new) for _, *new in reading.run(given, tokens, count, attend))
@@ -183,8 +182,7 @@ def _fit(
     kept = logits(query, key, keep)
     mass = jnp.where(real[:, None], jnp.exp(kept - finite_or_zero(most)[:, None]), 0)
     whole = jnp.where(real, jnp.exp(lse - finite_or_zero(most)), 0)
-    weight = 1 + _ridge(mass, (whole - mass.sum(axis=1))[:, None], keep, ridge)[:, 0]
-    bias = jnp.where(keep, jnp.log(_descended(mass, whole, jnp.clip(weight, 1 / _BOUND, _BOUND))), 0)
+    bias = jnp.where(keep, jnp.log(_descended(mass, whole)), 0)
     share = jnp.where(real[:, None], jax.nn.softmax(kept + bias[None], axis=1), 0)
     old = value.astype(jnp.float32)
     missing = jnp.where(real[:, None], out.astype(jnp.float32) - jnp.matmul(share, old, precision=_EXACT), 0)
@@ -206,18 +204,20 @@ def _ridge(columns: Array, target: Array, keep: Array, ridge: float) -> Array:
     return jnp.where(jnp.all(jnp.isfinite(found)), found, 0)
 
 
-def _descended(columns: Array, target: Array, weight: Array) -> Array:
-    """Lower ``|columns weight - target|`` from ``weight`` float32 [K] on by projected gradient descent within the bounds."""
+def _descended(columns: Array, target: Array) -> Array:
+    """Lower ``|columns weight - target|`` from a weight of ones, float32 [K], by projected gradient descent in the bounds."""
 
     def gradient(given: Array, target: Array | float) -> Array:
         return jnp.matmul(columns.T, jnp.matmul(columns, given, precision=_EXACT) - target, precision=_EXACT)
 
-    largest = jnp.ones_like(weight)  # of the eigenvectors of columns' square, by power iteration
-    for _ in range(4):
-        largest = gradient(largest, 0.0)
-        norm = jnp.linalg.norm(largest)
-        largest /= jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)
-    for _ in range(_DESCENTS):
-        weight -= gradient(weight, target) / jnp.maximum(norm, 1e-6)
-        weight = jnp.clip(weight, 1 / _BOUND, _BOUND)
-    return weight
+    def power(_: int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        vector = gradient(carry[0], 0.0)
+        norm = jnp.linalg.norm(vector)
+        return vector / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny), norm
+
+    def descend(_: int, weight: Array) -> Array:
+        return jnp.clip(weight - gradient(weight, target) / jnp.maximum(norm, 1e-6), 1 / _BOUND, _BOUND)
+
+    ones = jnp.ones(columns.shape[1], jnp.float32)
+    _, norm = lax.fori_loop(0, 4, power, (ones, jnp.float32(0)))  # the largest eigenvalue of the columns' square
+    return lax.fori_loop(0, _DESCENTS, descend, ones)

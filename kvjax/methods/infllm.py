@@ -143,11 +143,10 @@ class InfLLM(LayerMethod):
         return out, self._noted(state, cache, read, mass, inputs)
 
     def finish(self, state: BlockState, spec: LayerSpec) -> BlockState:
-        rows = state.cache.rows
-        if rows is None:
+        if not spec.offloaded:
             return state
-        near = Near(first=self.num_sink, newest=self.num_local + self.block_size)
-        cache = offload(state.cache.resident(), near, host=rows.host)
+        near, rows = Near(first=self.num_sink, newest=self.num_local + self.block_size), state.cache.rows
+        cache = offload(state.cache.resident(), near, host=None if rows is None else rows.host)
         return dataclasses.replace(state, cache=cache)
 
     def due(self, state: BlockState) -> Array | None:

@@ -168,11 +168,11 @@ class TokenSelect(LayerMethod):
         return with_sinks(*made, inputs.sinks)[0], state
 
     def finish(self, state: TokenState, spec: LayerSpec) -> TokenState:
-        rows = state.cache.rows
-        if rows is None:
+        if not spec.offloaded:
             return state
-        near = Near(first=self.num_sink, newest=self.num_local)
-        return dataclasses.replace(state, cache=offload(state.cache.resident(), near, host=rows.host, values_only=True))
+        near, rows = Near(first=self.num_sink, newest=self.num_local), state.cache.rows
+        host = None if rows is None else rows.host
+        return dataclasses.replace(state, cache=offload(state.cache.resident(), near, host=host, values_only=True))
 
     def chosen(self, state: TokenState, inputs: Inputs) -> Array:
         slots, _, _ = self._select(state, inputs)

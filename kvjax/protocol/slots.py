@@ -254,9 +254,10 @@ class SlotMethod(SlotAttention):
         whole, rows = state.cache.resident(), state.cache.rows
         prompt = dataclasses.replace(state.prompt, length=whole.cursor)
         cache, aux = self.compress(whole, prompt, spec.max_new_tokens)
-        if rows is not None:
+        if spec.offloaded:
             near = self.near(cache.num_slots, spec.max_new_tokens)
-            host = rows.host if cache is whole else None  # if the whole prompt is kept, its rows are in host memory already
+            # If the whole prompt is kept, its rows may be in host memory already.
+            host = rows.host if rows is not None and cache is whole else None
             cache = offload(cache, near, host=host, values_only=self.keys_stay)
         return SlotState(cache=cache, aux=aux)
 

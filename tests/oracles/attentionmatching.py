@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.oracles.kvzip import keep, readings
-from tests.oracles.plain import Trace, attend, dense_prompt, rotate, rotate_all, softmax
+from tests.oracles.kvzip import keep, readings, received
+from tests.oracles.plain import Trace, attend, dense_prompt, rotate, rotate_all
 
 KNOBS = {
     "budget": 12, "head_factor": 1.5, "layerwise": False, "num_sink": 2, "chunk": 7, "overlap": 3,
@@ -13,11 +13,6 @@ KNOBS = {
 }  # fmt: skip
 LENGTHS = (1, 2, 3, 9, 13, 40)
 LEAST, MOST = np.exp(-3), np.exp(3)  # bounds of a slot's weight
-
-
-def weights(query, keys):
-    """The probabilities of a query over the prompt's keys."""
-    return softmax([float(query @ key) / np.sqrt(len(key)) for key in keys])
 
 
 def ridge_towards(columns, target, start, penalty):
@@ -32,9 +27,9 @@ def fit(queries, keys, values, kept, ridge):
     logits = queries @ keys.T / np.sqrt(keys.shape[1])
     mass = np.exp(logits - logits.max(axis=1, keepdims=True))
     whole, columns = mass.sum(axis=1), mass[:, kept]
-    weight = np.clip(ridge_towards(columns, whole, np.ones(len(kept)), ridge), LEAST, MOST)
+    weight = np.ones(len(kept))
     largest = np.linalg.eigvalsh(columns.T @ columns)[-1]
-    for _ in range(2):
+    for _ in range(16):
         weight = np.clip(weight - columns.T @ (columns @ weight - whole) / largest, LEAST, MOST)
     share = np.exp(logits[:, kept]) * weight
     share /= share.sum(axis=1, keepdims=True)
@@ -55,14 +50,12 @@ def matched(q, k, v, prompt, inv_freq, budget, head_factor, layerwise, num_sink,
     for part, overlapping, ask_first, ask_last in readings(prompt, num_sink, chunk, overlap, ask, ask_later, answer):
         ids = [*ask_first, *overlapping, *ask_last, *part]
         for layer, head in np.ndindex(k.shape[:2]):
-            of = score[layer][head]
-            for one in q[layer, head]:
-                for j, token in enumerate(ids):
-                    query = rotate(one[token], prompt + j, inv_freq)
-                    for i, weight in enumerate(weights(query, cached[layer][head])):
-                        of[i] = max(of.get(i, 0), weight)
-                    if j >= len(ids) - len(part) and token in wanted:
-                        sampled[layer][head].append(query)
+            fresh = [rotate(k[layer, head, x], prompt + j, inv_freq) for j, x in enumerate(ids)]
+            asking = [[rotate(one[x], prompt + j, inv_freq) for j, x in enumerate(ids)] for one in q[layer, head]]
+            most = received(asking, [cached[layer][head][i] for i in [*sinks, *part]], fresh, len(part))
+            score[layer][head] |= dict(zip(part, most, strict=True))
+            for one in asking:
+                sampled[layer][head] += [one[j] for j in range(len(ids) - len(part), len(ids)) if ids[j] in wanted]
     kept = keep(score, budget, head_factor, layerwise)
     found = []
     for layer in range(len(k)):

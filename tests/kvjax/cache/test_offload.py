@@ -124,6 +124,15 @@ def test_offloaded_codes_equal_resident_codes(name, kind, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["quest", "tokenselect"])
+def test_both_orders_of_layers_and_chunks_leave_the_same_rows(name):
+    """By layers a layer is on the device while its prompt is read, by chunks in host memory."""
+    first, second = (chunked(make(name, offload=True), config=model(name), order=order) for order in ("layers", "chunks"))
+    assert memory_kinds(first) == memory_kinds(second)
+    np.testing.assert_array_equal(go_on(first).tokens, go_on(second).tokens)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", repeated([group(name) for name in OFFLOADED], but=("quest",)))
 def test_a_share_of_the_layers(name):
     """Only the last layers have their rows in host memory, and the tokens are the same."""

@@ -171,7 +171,7 @@ def test_layers_come_first_where_that_takes_less_memory():
     keeps = RowBytes(reading=(100,) * 32, kept=(100,) * 32, made=(0,) * 32, hidden=200)
     assert order("full", 1, row=keeps).by == "chunks" and order("full", 1, by="layers").by == "layers"
     offloaded = kvjax.make("quest", num_dense_layers=0, offload=True)
-    assert reading_order([layer_methods(offloaded, TINY)], 4, 32768, 1024, row=lambda order: keeps).by == "chunks"
+    assert reading_order([layer_methods(offloaded, TINY)], 4, 32768, 1024, row=lambda order: keeps).by == "layers"
 
 
 def test_only_one_layer_is_stored_while_a_prompt_is_read():
