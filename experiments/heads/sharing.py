@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from experiments.records import markdown_rows, write_bytes
 from kvjax.cache import Cache
 from kvjax.methods.oracle import logits_of
 from kvjax.protocol.method import Cost, Inputs, LayerMethod, LayerSpec, Method
+from kvjax.protocol.slots import SlotMethod
 from kvjax.protocol.typing import pytree
 from kvjax.rope import rotate
 from kvjax.wrappers.compose import answers, passes
@@ -201,7 +202,7 @@ def _sharing(settings: SharingSettings) -> None:
     method = choice.at(settings.length, model.tokenizer, model.config).method
     count = model.config.num_layers
     inner = [method.for_layer(layer, count) for layer in range(count)]
-    dense = [layer for layer, each in enumerate(inner) if each.composable and not each.selects]
+    dense = [layer for layer, each in enumerate(inner) if each.composable and not cast("SlotMethod", each).selects]
     prompts = encode_prompts(model, settings).wholes
     agreement = measured(model.params, model.config, method, prompts, settings.steps)
     importance = 1 - np.asarray(attention_similarity(model.params, prompts, model.config))

@@ -15,7 +15,7 @@ from jax import Array
 from kvjax.cache import Cache
 from kvjax.cache.quantised import row_bytes
 from kvjax.decoding.layer_bytes import placed_bytes
-from kvjax.decoding.layers import layer_methods
+from kvjax.decoding.layers import layer_methods, on_model
 from kvjax.decoding.recurrent import row_bytes as state_bytes
 from kvjax.protocol.describe import count_rows, describe_numbers, megabytes
 from kvjax.protocol.method import num_bytes
@@ -100,9 +100,9 @@ def with_bytes(stats: Stats, cache: Cache, params: Any) -> Stats:
 def step_cost(cache: Cache) -> Stats:
     """Compute the cost of the next decode step without the fields that `with_bytes` adds; it can be traced."""
     model = cache.model
-    methods, count = layer_methods(cache.method, model), model.num_layers
+    methods, count, source = layer_methods(cache.method, model), model.num_layers, on_model(cache.method, model).source
     signals: dict[int | None, Any] = {at: m.signal(cache.layers[at]) for at, m in enumerate(methods)}
-    states = [m.with_signal(cache.layers[at], signals.get(cache.method.source(at, count))) for at, m in enumerate(methods)]
+    states = [m.with_signal(cache.layers[at], signals.get(source(at, count))) for at, m in enumerate(methods)]
     costs = [m.cost(state, cache.shared) for m, state in zip(methods, states, strict=True)]
     length = cache.length.astype(jnp.float32)
     recurrence = layer_recurrence(model)

@@ -13,7 +13,7 @@ from jax import Array, lax
 from kvjax.cache import Cache
 from kvjax.cache.offload import steps_between_syncs, sync
 from kvjax.decoding.history import Memory
-from kvjax.decoding.layers import guessing_layers, layer_methods, observe
+from kvjax.decoding.layers import guessing_layers, layer_methods, observe, on_model
 from kvjax.decoding.log_probs import LogProbs, Seen, log_probs
 from kvjax.decoding.passes import checked, layer_inputs
 from kvjax.decoding.recurrent import run_recurrent
@@ -42,6 +42,7 @@ def run_step(
     position = jnp.where(active, at, EMPTY)
     count = jnp.sum(active, axis=1, dtype=jnp.int32)
     length = cache.length + count if length is None else length
+    source = on_model(cache.method, cache.model).source
     signals: dict[int | None, Any] = {}  # by layer, what it hands to later layers
 
     def attend(layer: int, state: Any, *projections: Any, sinks: Array | None = None) -> tuple[Array, Any]:
@@ -52,7 +53,7 @@ def run_step(
         inputs = layer_inputs(cache.model, layer, method, q, k, v, position, tokens, shared, None, length, guess, sinks)
         if tokens.shape[1] > 1:  # several tokens attend to all that is stored
             return run_shared(type(method).attend, method, state, inputs)
-        inputs = dataclasses.replace(inputs, signal=signals.get(cache.method.source(layer, cache.model.num_layers)))
+        inputs = dataclasses.replace(inputs, signal=signals.get(source(layer, cache.model.num_layers)))
         out, state = run_shared(type(method).attend, method, state, inputs)
         signals[layer] = method.signal(state)
         return out, state
@@ -75,6 +76,9 @@ def run_step(
     )
 
 
+_PASS = 8192  # the most tokens of a pass of `run_extend`, of all rows together: it bounds the memory of activations
+
+
 def run_extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache:
     """Append right-padded tokens int32 [B, T], ``length`` int32 [B] of them real, in chunks that the method can take."""
     methods = layer_methods(cache.method, cache.model)
@@ -82,7 +86,7 @@ def run_extend(params: Any, cache: Cache, tokens: Array, length: Array) -> Cache
     # A single token would look like a decode step, in which a method selects. But an `extend` attends to all kept tokens,
     # however long it is, so a single token gets a padding token after it.
     limits = [most for m in methods if (most := m.max_tokens(in_prompt=False)) is not None]
-    chunk = min([max(total, 2), *limits])
+    chunk = min([max(total, 2), max(_PASS // len(tokens), 8), *limits])
     chunks = -(-total // chunk)
     tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - total)))
     active = jnp.arange(chunks * chunk)[None] < length[:, None]

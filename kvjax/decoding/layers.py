@@ -44,7 +44,7 @@ def layer_methods(method: Method, model: Model) -> tuple[LayerMethod, ...]:
 
     A layer with a sliding window runs `SlidingWindow`, and a recurrent layer `Recurrent`, whatever the method.
     """
-    runs = method_layers(model)
+    runs, method = method_layers(model), on_model(method, model)
 
     def of_layer(layer: int, window: int | None, recurrence: Recurrence | None) -> LayerMethod:
         if layer in runs:
@@ -53,6 +53,11 @@ def layer_methods(method: Method, model: Model) -> tuple[LayerMethod, ...]:
 
     both = zip(layer_windows(model), layer_recurrence(model), strict=True)
     return tuple(of_layer(layer, *kinds) for layer, kinds in enumerate(both))
+
+
+def on_model(method: Method, model: Model) -> Method:
+    """Return the method as it runs in a model; see `Method.on_layers`."""
+    return method.on_layers(method_layers(model), model.num_layers)
 
 
 def shares_prefill(method: Method, model: Model) -> bool:

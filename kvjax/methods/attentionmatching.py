@@ -72,7 +72,7 @@ class AttentionMatching(Rereading):
     """Fit few slots to the attention of a second reading; see the module docstring."""
 
     queries: int = static("queries of each KV head to which its slots are fitted", default=4096, least=1)
-    ridge: float = static("weight of the distance from the tokens' own values", default=0.01, above=0)
+    ridge: float = static("weight of the distance from the tokens' own values", default=0.1, above=0)
 
     PAPER: ClassVar[str] = "arXiv:2602.16284"
     TITLE: ClassVar[str] = "Attention Matching"

@@ -17,7 +17,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Self, final
+from typing import Any, ClassVar, Self, cast, final
 
 import jax
 from jax import Array
@@ -187,6 +187,16 @@ class Method(abc.ABC):
     @abc.abstractmethod
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         """Return the method that runs in ``layer``."""
+
+    def on_layers(self, layers: tuple[int, ...], num_layers: int) -> Method:
+        """Return the method for a model in which ``layers`` run it; others have windows or no attention. By default itself.
+
+        The methods inside of it are asked, too.
+        """
+        inner = {name: value for name, value in vars(self).items() if isinstance(value, Method)}
+        new = {name: method.on_layers(layers, num_layers) for name, method in inner.items()}
+        changed = {name: method for name, method in new.items() if method is not inner[name]}
+        return dataclasses.replace(cast("Any", self), **changed) if changed else self
 
     def source(self, layer: int, num_layers: int) -> int | None:
         """Return the earlier layer whose `LayerMethod.signal` ``layer`` gets in a decode step; None, the default: of none."""

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from kvjax.attention.over_cache import Selection
 from kvjax.cache import LayerCache, LayerStorage
-from kvjax.protocol.method import LayerMethod, Prompt, Step
+from kvjax.protocol.method import LayerMethod, Method, Prompt, Step
 from kvjax.protocol.slots import Reads, SlotMethod, SlotState, count_all
 from kvjax.protocol.typing import Model, method_layers, pytree, static
 from kvjax.wrappers.compose import Around, answers, inner_of_layer, passes, slot_method
@@ -23,8 +23,13 @@ class Choice:
     """The state that `Reuse` keeps in addition to the cache."""
 
     inner: Any  # the metadata of the inner method
-    chosen: Selection | None  # what the inner method selected last; None if it attends to all slots at this size
+    chosen: Selection  # what the inner method selected last; without entries if it attends to all slots at this size
     at: Array  # int32 [B], slots in use when it did; 0 if the next step must select
+
+    @property
+    def dense(self) -> bool:
+        """Whether the inner method attends to all slots at this size."""
+        return self.chosen.slots.shape[2] == 0
 
 
 @answers("method")
@@ -34,10 +39,11 @@ class Reuse(Around):
 
     Example: ``Reuse(method=Quest(budget=2048), every=4)``.
 
-    The layers in which ``method`` selects are counted from the first: number 0, ``every``, 2 * ``every`` and so on are
-    *anchors*, or the layers that ``anchors`` lists. In a decode step an anchor selects as ``method`` does. The layers behind
-    it, up to the next anchor, attend to the same slots, each with its own keys, values and queries; they keep no metadata. KV
-    head h takes the list of the anchor's KV head h, or of ``heads[layer][h]``. What ``method`` leaves dense stays dense.
+    The layers in which ``method`` selects are counted from the first, without layers that have a window or no attention:
+    number 0, ``every``, 2 * ``every`` and so on are *anchors*, or the layers that ``anchors`` lists. In a decode step an
+    anchor selects as ``method`` does. The layers behind it, up to the next anchor, attend to the same slots, each with its
+    own keys, values and queries; they keep no metadata. KV head h takes the list of the anchor's KV head h, or of
+    ``heads[layer][h]``. What ``method`` leaves dense stays dense.
 
     With ``steps`` above 1 an anchor selects in its first step and in every ``steps``-th step after it, and attends in between
     to its last list and to all tokens that came since. A row that gets several tokens at once (`kvjax.extend`) selects anew.
@@ -91,17 +97,10 @@ class Reuse(Around):
             )
 
     def check_sizes(self, model: Model) -> None:
-        self.method.check_sizes(model)
         runs, count = method_layers(model), model.num_layers
-        for layer in runs:
-            source = self.source(layer, count)
-            if source is not None and source not in runs:
-                raise ValueError(
-                    f"Reuse: layer {source} of this model does not attend to the whole context, so it cannot select for "
-                    f"layer {layer}; give anchors among {list(runs)}"
-                )
-        if self.anchors is not None and not set(self.anchors) <= set(range(count)):
-            raise ValueError(f"Reuse: anchors must be layers below {count}, got {list(self.anchors)}")
+        if self.anchors is not None and not set(self.anchors) <= set(runs):
+            which = f"below {count}" if len(runs) == count else f"that attend to the whole context, {list(runs)}"
+            raise ValueError(f"Reuse: anchors must be layers {which}, got {list(self.anchors)}")
         if self.heads is not None:
             sizes, most = [len(row) for row in self.heads], max(max(row, default=0) for row in self.heads)
             if sizes != [model.num_kv_heads] * count or most >= model.num_kv_heads:
@@ -117,6 +116,12 @@ class Reuse(Around):
     @property
     def slot_block(self) -> int | None:
         return self.method.slot_block if self.steps == 1 else None  # tokens since a selection may lie on another device
+
+    def on_layers(self, layers: tuple[int, ...], num_layers: int) -> Method:
+        if self.every == 1 or self.anchors is not None:
+            return self
+        selecting = [at for at in layers if inner_of_layer(self.method, at, num_layers).selects]
+        return dataclasses.replace(self, anchors=tuple(selecting[:: self.every]))
 
     def source(self, layer: int, num_layers: int) -> int | None:
         if not self._across:
@@ -135,7 +140,7 @@ class Reuse(Around):
         return Follower(method=inner, heads=None if self.heads is None else self.heads[layer])
 
     def signal(self, state: SlotState) -> Selection | None:
-        return None if state.aux.chosen is None else self._extended(state.cache, state.aux)
+        return None if state.aux.dense else self._extended(state.cache, state.aux)
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerStorage, Choice]:
         cache, inner = self.method.compress(cache, prompt, room)
@@ -144,13 +149,15 @@ class Reuse(Around):
         at = jnp.zeros((batch, 1), jnp.int32)
         step = Step(query=query, position=at, tokens=at, shared=None, guess=query)
         shapes = jax.eval_shape(self.method.select, cache, inner, step)
+        if shapes is None:  # a tree as at other sizes, or a saved cache could not be loaded
+            shapes = Selection(slots=jnp.zeros((batch, 1, 0), jnp.int32), mask=jnp.zeros((batch, 1, 0), bool))
         chosen = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return cache, Choice(inner=inner, chosen=chosen, at=jnp.zeros((batch,), jnp.int32))
 
     def select(self, cache: LayerStorage, aux: Choice, step: Step) -> Selection | None:
-        active = step.position[:, 0] >= 0
-        if aux.chosen is None:
+        if aux.dense:
             return None
+        active = step.position[:, 0] >= 0
         if self.steps == 1:
             due, fresh = active, self.method.select(cache, aux.inner, step)
         else:
@@ -165,7 +172,7 @@ class Reuse(Around):
         listed = step.select_aux
         if listed is None:  # several tokens, or tokens that another method has read: the list does not know of them
             listed = dataclasses.replace(aux, at=jnp.where((step.position >= 0).any(axis=1), 0, aux.at))
-        inner = None if aux.chosen is None or step.select_aux is None else listed.chosen.select_aux
+        inner = None if step.select_aux is None else listed.chosen.select_aux
         cache, inner = self.method.update(cache, aux.inner, dataclasses.replace(step, select_aux=inner), mass)
         return cache, dataclasses.replace(listed, inner=inner)
 
@@ -174,7 +181,7 @@ class Reuse(Around):
 
     def count(self, cache: LayerStorage, aux: Choice, shared: Any) -> tuple[Array, Array]:
         slots, metadata = self.method.count(cache, aux.inner, shared)
-        if aux.chosen is not None:
+        if not aux.dense:
             _, mask = self._extended(cache, aux).tokens(cache)
             last = jnp.sum(mask, axis=2, dtype=jnp.int32)
             slots = jnp.where((aux.at > 0)[:, None], last, slots)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import inspect
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
+from kvjax.decoding import decode
 from kvjax.methods import Full, Quest
 from kvjax.protocol.families import Retrieval
 from kvjax.testing import laws
@@ -261,6 +263,18 @@ def test_extend_equals_feeding_tokens(name):
         for head in np.ndindex(3, 2):
             ours, theirs = (np.asarray(stored(x).position[head]) for x in (one, two))
             assert set(ours.tolist()) - {-1} == set(theirs.tolist()) - {-1}
+
+
+@pytest.mark.parametrize("name", repeated(METHODS, but=("quest",)))
+def test_a_long_extend_in_passes_equals_one_pass(name, monkeypatch):
+    """Ragged rows, of which one gets nothing; the passes are 8 tokens of each of three rows."""
+    tokens, count = np.random.default_rng(0).integers(0, 60, (3, 20)).astype(np.int32), jnp.asarray([20, 13, 0])
+    found = []
+    for most in (8192, 24):
+        monkeypatch.setattr(decode, "_PASS", most)
+        found.append(jax.jit(lambda *args: decode.run_extend(*args))(tiny_params(), base(name)[1].cache, tokens, count))
+    for one, other in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", repeated([group("full"), group("streamingllm")], but=("full",)))
