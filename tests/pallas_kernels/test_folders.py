@@ -134,6 +134,7 @@ UNREAD = {
     ("dense_attention", "cudnn"): {"limit", "block"},
     ("coded_product", "jax_triton"): {"_"},  # refused by its check
     ("gather_attention", "jax_triton"): {"_"},  # refused by its check
+    ("collision", "pallas_mosaic_gpu"): {"part"},  # refused by its check
     ("dense_decode", "pallas_mosaic_gpu"): {"_"},  # refused by its check
     ("gather_attention", "pallas_mosaic_gpu"): {"_"},  # refused by its check
     ("gather_attention", "pallas_tpu"): {"_"},  # refused by its check, or by the public function for such pages

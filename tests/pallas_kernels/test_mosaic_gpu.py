@@ -18,8 +18,12 @@ from tests.pallas_kernels.operations import arguments, choose, public, small
 # Sizes in which the shapes of a test differ from the small shapes, and how many kernels a call launches.
 OPERATIONS = {
     "add_norm": ({"D": 1024}, 1),
+    "collision": ({"S": 5000}, 1),
+    "compact": ({"S": 20_000, "K": 3000}, 1),
     "evict_token": ({"D": 128, "S": 300}, 1),
     "kth_select": ({"S": 20_000}, 1),
+    "packed_attention": ({}, 1),
+    "packed_score": ({}, 1),
     "page_score": ({}, 1),
     "rotated_rows": ({"D": 128, "K": 300, "S": 600}, 1),
     "sentence_add": ({"D": 128}, 1),
