@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._triton.kth_search import ALL, INFINITE, NEVER, bounds_of, find, hits_of, pair_of
 
-MOST = 2**14  # keys of a program: counts of two kinds share a word
+MOST = 2**14 + 2**12  # keys of a program: they are in registers, and counts of two kinds share a word
 
 
 def threshold_of(key: jax.Array, wanted: Any, parts: int, peers: Any, repeated: bool = False) -> tuple[Any, Any, Any]:
