@@ -58,29 +58,31 @@ def _name_of(body):
     return body.__module__.split(".")[-2] + body.__name__.removeprefix("_body")
 
 
-def in_place(body, states, *, grid, names=NAMES, out_type=(), parts=1):
+def in_place(body, states, *, grid, names=NAMES, out_type=(), scratch=(), parts=1):
     """Make a function like `program`'s, whose kernel also writes ``states``, arrays that it returns before its results.
 
-    The body takes the operands, the states and the results. XLA copies a state that its caller does not give up.
+    The body takes the operands, the states, the results and the scratch memory. XLA copies a state that its caller does not
+    give up.
     """
 
     @jax.custom_batching.custom_vmap
     def launch(operands, states):
-        return pl.run_state(lambda refs: program(body, [], grid=grid, names=names, parts=parts)(*operands, *refs))(states)
+        kernel = program(body, [], grid=grid, names=names, scratch=scratch, parts=parts)
+        return pl.run_state(lambda refs: kernel(*operands, *refs))(states)
 
     @launch.def_vmap
     def launch_all(size, mapped, operands, states):
         states = [
             x if is_mapped else jnp.broadcast_to(x, (size, *x.shape)) for x, is_mapped in zip(states, mapped[1], strict=True)
         ]
-        axis, whole = f"of {size} at {len(grid)}", [*mapped[0], *[True] * len(states)]
+        axis, whole = f"of {size} at {len(grid)}", [*mapped[0], *[True] * len(states), *[False] * len(scratch)]
 
         @functools.partial(functools.update_wrapper, wrapped=getattr(body, "func", body))
         def one(*refs):
             at = lax.axis_index(axis)
             body(*(ref.at[at] if is_mapped else ref for ref, is_mapped in zip(refs, whole, strict=True)))
 
-        results = in_place(one, states, grid=(size, *grid), names=(axis, *names), parts=parts)(*operands)
+        results = in_place(one, states, grid=(size, *grid), names=(axis, *names), scratch=scratch, parts=parts)(*operands)
         return results, [True] * len(states)
 
     states = [*states, *(lax.empty(x.shape, x.dtype) for x in out_type)]
@@ -201,6 +203,40 @@ def repeated(x: jax.Array, times: int) -> jax.Array:
         return t.made_of(t.numbers_of(x, floats) * times, floats)
 
     return run(x)
+
+
+def exchanged(x: jax.Array, distance: int, scratch) -> jax.Array:
+    """Return for each entry i of a float32 or int32 array the entry i ^ ``distance``, a power of two below 128.
+
+    Args:
+        x: [N].
+        distance: below 32 the other thread is in the same warp.
+        scratch: shared memory of the dtype of ``x``, [N] or more, for larger distances.
+    """
+    if distance >= 32:
+        entry = counted(x.shape[0])
+        store_shared(scratch, entry, x)
+        meet()
+        x = load_shared(scratch, entry ^ distance)
+        meet()
+        return x
+    floats = jnp.issubdtype(x.dtype, jnp.floating)
+
+    @plgpu.inline_mgpu(arg_types=(_own(x.shape[0]),), return_type=_type(x.shape[0], x.dtype))
+    def run(ctx, x):
+        return t.made_of([t.shuffle(number, distance) for number in t.numbers_of(x, floats)], floats)
+
+    return run(x)
+
+
+def ballots(bit: jax.Array) -> jax.Array:
+    """Return for each thread a word of its warp, int32 [128]: bit i tells whether entry i of the warp, int32, is not 0."""
+
+    @plgpu.inline_mgpu(arg_types=(_own(t.THREADS),), return_type=_type(t.THREADS))
+    def run(ctx, bit):
+        return t.made_of([t.ballot(*t.numbers_of(bit))])
+
+    return run(bit)
 
 
 def meet() -> None:

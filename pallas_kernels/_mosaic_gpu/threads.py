@@ -174,6 +174,12 @@ def special(name):
     return number(mgpu.utils.inline_ptx(f"mov.u32 $0, %{name};", result_types=i32()))
 
 
+def ballot(bit):
+    """Return a word whose bit i tells whether the number of thread i of this warp is not 0."""
+    text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
+    return number(mgpu.utils.inline_ptx(text, value(bit), result_types=i32(), has_side_effects=True, convergent=True))
+
+
 def popcount(x):
     """Count the bits of a number."""
     return number(mgpu.utils.inline_ptx("popc.b32 $0, $1;", value(x), result_types=i32()))

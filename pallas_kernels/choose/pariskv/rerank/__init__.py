@@ -5,13 +5,13 @@ from typing import Annotated
 
 from jax import Array
 
-from pallas_kernels.choose.pariskv.rerank import pallas_triton, reference
+from pallas_kernels.choose.pariskv.rerank import pallas_mosaic_gpu, pallas_triton, reference
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.signature import INTEGERS, declared, forward
 
 __all__ = ["ESTIMATES", "RERANK", "Regions", "estimates", "rerank"]
 
-RERANK = Operation.of("rerank", pallas_triton, reference)
+RERANK = Operation.of("rerank", pallas_triton, pallas_mosaic_gpu, reference)
 ESTIMATES = Operation(
     "estimates",
     {
