@@ -1,7 +1,5 @@
 """`kvjax fetch`, `kvjax ls models`, and that every command that loads a model takes names, GGUF files and ``--offline``."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """What is measured for budgets of heads and layers, beside float64 loops; the commands on a tiny model."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

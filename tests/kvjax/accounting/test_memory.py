@@ -3,8 +3,6 @@
 The shape is one in which the cache is most of it: long prompts, large heads and small chunks.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

@@ -1,7 +1,5 @@
 """KVzip: its second reading of a prompt, against the oracle on recorded q, k and v, against kvpress, and on models."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

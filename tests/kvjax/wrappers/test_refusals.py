@@ -1,7 +1,5 @@
 """Wrappers that cannot be made, as texts: each is refused in one sentence that names what is wrong."""
 
-from __future__ import annotations
-
 import pytest
 
 import kvjax
