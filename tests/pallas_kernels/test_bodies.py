@@ -25,11 +25,13 @@ SIZES = {  # of kernels that take no smaller ones
     ("gather_attention", "pallas_tpu"): {"P": 16},
     ("collision", "pallas_triton"): {"D": 32, "M": 4},
     ("add_norm", MOSAIC): {"D": 256},
-    ("rerank", "pallas_triton"): {"D": 32, "C": 16, "M": 4},
+    **{("rerank", back_end): {"D": 32, "C": 16, "M": 4} for back_end in ("pallas_triton", MOSAIC)},
     **{
-        (name, "pallas_triton"): {"D": 32}
+        (name, back_end): {"D": 32}
         for name in ("low_rank_attention", "packed_attention", "packed_score", "project_query")
+        for back_end in ("pallas_triton", MOSAIC)
     },
+    ("pack_token", MOSAIC): {"D": 64},
 }
 ROWS = {"add_norm": "T", "coded_product": "V", "merge_splits": "H"}  # the axis of rows, where it is not B
 # Kernels that are fast to interpret, and between them have every kind of argument; the others run thoroughly.
