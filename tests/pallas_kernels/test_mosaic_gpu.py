@@ -29,7 +29,7 @@ OPERATIONS = {
     "packed_score": ({}, 1),
     "page_score": ({}, 1),
     "project_query": ({}, 1),
-    "rerank": ({}, 2),
+    "rerank": ({}, 3),
     "rotated_rows": ({"D": 128, "K": 300, "S": 600}, 1),
     "sentence_add": ({"D": 128}, 1),
     "sentence_cut": ({}, 1),

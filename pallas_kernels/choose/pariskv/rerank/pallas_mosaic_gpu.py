@@ -1,4 +1,4 @@
-"""Estimates of the candidates through Mosaic GPU, which `kth_select` chooses from; plain JAX writes the regions of the list.
+"""Estimates of the candidates through Mosaic GPU, which `kth_select` chooses from, and a kernel that writes the list.
 
 D / 16 threads share a candidate: each has two slices of its row, 16 bytes, and 16 channels of the query.
 """
@@ -14,10 +14,10 @@ from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.pallas import arith, ir, mgpu, plgpu
 from pallas_kernels.choose.kth_select import pallas_mosaic_gpu as kth_kernel
 from pallas_kernels.choose.pariskv.rerank.products import PACK, program
-from pallas_kernels.choose.pariskv.rerank.reference import listed_regions
 from pallas_kernels.formats.key_codes import LEVEL
 
 STEPS = 4  # candidates of a thread
+MOST = 2**13  # entries of a list, in registers
 
 
 def _estimates(query, rows, line, row, dim):
@@ -72,19 +72,52 @@ def estimates(query, slots, count, rows, *, scale):
     return out.reshape(slots.shape)
 
 
+def _body_list(
+    best_ref, count_ref, slots_ref, position_ref, cursor_ref, stop_ref, enough_ref, list_ref, mask_ref, *, heads, regions
+):
+    # best [L, K], entries of slots [L, C], of which count [L] are chosen; position [L, S]; cursor, stop [B]; enough [1]; list
+    # and mask [L, size].
+    line, (most, stored) = lax.axis_index("x"), (slots_ref.shape[1], position_ref.shape[1])
+    cursor, stop = (arrays.scalar(ref, lax.div(line, heads)) for ref in (cursor_ref, stop_ref))
+    dense = (cursor < arrays.scalar(enough_ref, line * 0)) | (stop <= regions.sinks)
+    at = arrays.counted(arrays.size_of(regions.size))
+    number = at - regions.sinks
+    chosen = (number >= 0) & (number < regions.best)
+    found = chosen & (number < arrays.scalar(count_ref, line)) & ~dense
+    entry = arrays.load(best_ref, jnp.where(found, line * regions.best + number, -1))
+    best = arrays.load(slots_ref, jnp.where(found, line * most + entry, -1))
+    behind = number - regions.best
+    slot = jnp.where(behind >= 0, stop + behind, at)
+    slot = jnp.where(dense, at, jnp.where(chosen, best, slot))
+    listed = dense | found | ((at < regions.sinks) | ((behind >= 0) & (behind < regions.tail)))
+    listed = listed & (slot < cursor)
+    slot = jnp.clip(slot, 0, stored - 1)
+    where, listed = jnp.where(at < regions.size, line * regions.size + at, -1), listed & (at < regions.size)
+    held = arrays.load(position_ref, jnp.where(listed, line * stored + slot, -1), -1) >= 0
+    arrays.store(list_ref, where, slot)
+    arrays.store(mask_ref, where, held.astype(jnp.int32))
+
+
 def rerank(query, slots, count, rows, position, cursor, stop, budget, enough, *, regions, scale):
     """List the best candidates by estimate between the first and the last slots."""
+    lists = slots.shape[0] * slots.shape[1]
     score = estimates(query, slots, count, rows, scale=scale)[:, :, None]
-    best, found, _ = kth_kernel.kth_select(score, budget, regions.best)
-    return listed_regions(jnp.take_along_axis(slots, best, axis=2), found, position, cursor, stop, enough, regions)
+    best, _, found = kth_kernel.kth_select(score, budget, regions.best)
+    operands = [x.reshape(lists, -1) for x in (best, slots, position)]
+    listed, mask = arrays.program(
+        functools.partial(_body_list, heads=slots.shape[1], regions=regions),
+        [jax.ShapeDtypeStruct((lists, regions.size), dtype) for dtype in (jnp.int32, jnp.bool_)],
+        grid=(lists,),
+    )(operands[0], found.reshape(-1), *operands[1:], cursor, stop, jnp.asarray(enough, jnp.int32).reshape(1))
+    return tuple(x.reshape(*slots.shape[:2], -1) for x in (listed, mask))
 
 
 def check(query, slots, count, rows, position, cursor, stop, budget, enough, *, regions, scale):
     """Raise ``NotImplementedError`` for sizes that the kernels do not take."""
     arrays.check_hopper()
     dim, score = query.shape[-1], jax.ShapeDtypeStruct((*slots.shape[:2], 1, slots.shape[2]), jnp.float32)
-    if dim not in (32, 64, 128, 256) or rows.size // dim >= 2**31 or regions.size > position.shape[2]:
-        raise NotImplementedError(
-            f"got head_dim {dim}, rows {rows.shape} and {regions}, expected 32 to 256 and a shorter list"
-        )
+    if dim not in (32, 64, 128, 256) or max(rows.size // dim, slots.size) >= 2**31:
+        raise NotImplementedError(f"got rows {rows.shape} and slots {slots.shape}, expected head_dim 32 to 256")
+    if not regions.size <= min(position.shape[2], MOST):
+        raise NotImplementedError(f"got {regions}, expected a list of at most {min(position.shape[2], MOST)}")
     kth_kernel.check(score, budget, regions.best)

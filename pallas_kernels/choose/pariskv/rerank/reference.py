@@ -18,16 +18,12 @@ def estimates(query, slots, count, rows, *, scale):
 
 def rerank(query, slots, count, rows, position, cursor, stop, budget, enough, *, regions, scale):
     """List the best candidates by estimate between the first and the last slots, in plain JAX."""
+    batch, heads, stored = position.shape
     keep = jnp.arange(slots.shape[2], dtype=jnp.int32)[None, None] < count[..., None]
     slots = jnp.where(keep, slots, 0)
     score = estimates(query, slots, count, rows, scale=scale)
     best, found = kth_select_mask(score, budget, regions.best)
-    return listed_regions(jnp.take_along_axis(slots, best, axis=2), found, position, cursor, stop, enough, regions)
-
-
-def listed_regions(best, found, position, cursor, stop, enough, regions):
-    """List ``best`` int32 [B, H, K], of which those with ``found`` count, between the first and the last slots."""
-    batch, heads, stored = position.shape
+    best = jnp.take_along_axis(slots, best, axis=2)
     sinks = jnp.broadcast_to(jnp.arange(regions.sinks, dtype=jnp.int32), (batch, heads, regions.sinks))
     near = jnp.arange(regions.tail, dtype=jnp.int32)[None, None] + stop[:, None, None]
     near = jnp.broadcast_to(near, (batch, heads, regions.tail))
