@@ -1,7 +1,8 @@
-"""Decode attention over packed blocks through Mosaic GPU; plain JAX attends to the buffer of raw tokens and joins the parts.
+"""Decode attention over packed blocks through Mosaic GPU; `dense_decode` attends to the buffer of raw tokens.
 
 As for Triton, a program takes a share of one list of blocks, goes through its segments, and writes one partial for each, in
-the segment's basis: program j writes that of segment s to row ``j + s``. Its tokens' logits stay in registers.
+the segment's basis: program j writes that of segment s to row ``j + s``. Its tokens' logits stay in registers. A second kernel
+adds up the partials of each segment, and turns the sums into the model's basis.
 """
 
 import functools
@@ -15,10 +16,13 @@ from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.packed import BYTE, MOST_QUERIES, add_weighted, products
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._triton.packed_vectors import check_format, query_table
+from pallas_kernels.attend.dense_decode import pallas_mosaic_gpu as dense_kernel
 from pallas_kernels.numerics import LOG2_E, finite_or_zero
 
 TOKENS = 256  # of a program
 TOGETHER = 4  # values that a thread reads together
+JOINED = 8  # partials, or rows of a basis, that a thread reads together
+WIDTH = 32  # columns of a basis that a program joins with
 
 
 def _body(
@@ -96,17 +100,86 @@ def _body(
     lax.fori_loop(low, high + 1, attend, 0)
 
 
-def _recent(query, recent, scale):
-    """Attend to the raw tokens of the buffer: float32 [B, H, G, D] and lse [B, H, G]."""
-    key, value, position = recent
-    held = position[..., None] >= 0
-    key, value = (jnp.where(held, x, 0).astype(jnp.float32) for x in (key, value))
-    exact = {"precision": lax.Precision.HIGHEST}
-    logits = jnp.einsum("bhgd,bhsd->bhgs", query.astype(jnp.float32), key, **exact) * scale
-    logits = jnp.where(position[:, :, None] >= 0, logits, -jnp.inf)
-    lse = jax.nn.logsumexp(logits, axis=-1)
-    weight = jnp.exp(logits - finite_or_zero(lse)[..., None])
-    return jnp.einsum("bhgs,bhsd->bhgd", weight, value, **exact), lse
+def _body_join(
+    out_ref, lse_ref, segment_ref, raw_ref, raw_lse_ref, basis_ref, merged_ref, weights, sums, *, group, dim, width
+):
+    # out [L, X, G, D], lse [L, X, G], segment [L, X]; of the raw buffer out [L, N, G, D] and lse [L, N, G]; basis [L, M, D, D];
+    # merged [L, G, D], of which a program computes ``width`` columns. In shared memory the weight of each partial, [G, X + N],
+    # and the sums of each segment, [M, G, D].
+    line, left = lax.axis_index("x"), lax.axis_index("y") * width
+    partials, raws, segments = segment_ref.shape[1], raw_lse_ref.shape[1], basis_ref.shape[1]
+    number = arrays.counted(arrays.size_of(partials + raws))
+    packed, raw = number < partials, (number >= partials) & (number < partials + raws)
+    segment = arrays.load(segment_ref, jnp.where(packed, line * partials + number, -1), -1)
+    highest = jnp.int32(-1)  # segment with a token
+    for g in range(group):
+        lse = arrays.load(lse_ref, jnp.where(packed, (line * partials + number) * group + g, -1), -jnp.inf)
+        other = arrays.load(raw_lse_ref, jnp.where(raw, (line * raws + number - partials) * group + g, -1), -jnp.inf)
+        lse = jnp.maximum(lse, other)
+        weight = jnp.exp(lse - finite_or_zero(jnp.max(lse)))
+        total = jnp.sum(weight)
+        weight = weight / jnp.where(total > 0, total, 1.0)
+        highest = jnp.maximum(highest, jnp.max(jnp.where(weight > 0, segment, -1)))
+        arrays.store_shared(weights, g * number.shape[0] + number, weight)
+    channel = arrays.counted(arrays.size_of(dim))
+    held = jnp.minimum(channel, dim - 1)  # threads behind the last channel have it too
+    for at in range(segments * group):
+        arrays.store_shared(sums, at * dim + held, arrays.spread(0.0, channel.shape[0], jnp.float32))
+    arrays.meet()
+
+    def weight_of(x, g):
+        return arrays.load_shared(weights, arrays.spread(g * number.shape[0] + x, channel.shape[0]))
+
+    def collect(step, carry):
+        rows = [step * JOINED + i for i in range(JOINED)]
+        reads = [jnp.minimum(x, partials - 1) for x in rows]
+        where = [[((line * partials + x) * group + g) * dim + held for g in range(group)] for x in reads]
+        parts = [[arrays.load(out_ref, at) for at in row] for row in where]  # all are loaded before anything is added
+        for x, read, part in zip(rows, reads, parts, strict=True):
+            s = arrays.scalar(segment_ref, line * partials + read)
+            for g in range(group):
+                at = (s * group + g) * dim + held
+                more = jnp.where(x < partials, weight_of(read, g) * part[g], 0.0)
+                arrays.store_shared(sums, at, arrays.load_shared(sums, at) + more)
+        return carry
+
+    lax.fori_loop(0, lax.div(partials + (JOINED - 1), JOINED), collect, 0)
+    arrays.meet()
+    thread = arrays.counted(t.THREADS)
+    column, quarter = left + lax.rem(thread, width), lax.div(thread, width)
+    each = dim * width // t.THREADS  # channels of a segment that a thread multiplies
+
+    def project(step, carry):
+        s, first = lax.div(step, each // JOINED), lax.rem(step, each // JOINED) * JOINED
+        rows = [quarter * each + (first + i) for i in range(JOINED)]
+        base = (line * segments + s) * dim
+        bases = [arrays.load(basis_ref, column, rows=(base + row, dim)) for row in rows]
+        return tuple(
+            functools.reduce(
+                jnp.add,
+                (arrays.load_shared(sums, (s * group + g) * dim + row) * x for row, x in zip(rows, bases, strict=True)),
+                total,
+            )
+            for g, total in enumerate(carry)
+        )
+
+    nothing = arrays.spread(0.0, t.THREADS, jnp.float32)
+    merged = lax.fori_loop(0, (highest + 1) * (each // JOINED), project, (nothing,) * group)
+    arrays.meet()
+    for g, x in enumerate(merged):
+        arrays.store_shared(sums, g * t.THREADS + thread, x)
+    arrays.meet()
+    for g in range(group):
+        parts = [
+            arrays.load_shared(sums, g * t.THREADS + i * width + lax.rem(thread, width)) for i in range(t.THREADS // width)
+        ]
+        for i in range(raws):
+            part = arrays.load(raw_ref, ((line * raws + i) * group + g) * dim + column)
+            share = arrays.load_shared(weights, arrays.spread(g * number.shape[0] + partials + i, t.THREADS))
+            parts.append(jnp.where(share > 0, part * share, 0.0))
+        arrays.store(
+            merged_ref, jnp.where(quarter < 1, (line * group + g) * dim + column, -1), functools.reduce(jnp.add, parts)
+        )
 
 
 def packed_attention(parts, query, key, value, basis, blocks, count, last, recent, *, scale, granule, span, owner):
@@ -130,22 +203,26 @@ def packed_attention(parts, query, key, value, basis, blocks, count, last, recen
     out, lse, segment = arrays.program(
         body, [jax.ShapeDtypeStruct(*x) for x in shapes], grid=(lists, splits), scratch=[plgpu.SMEM(*x) for x in scratch]
     )(table, *packed, blocks.reshape(lists, listed), count.reshape(-1), last, *([] if owner is None else [owner]))
-    out, lse, segment = (x.reshape(rows, heads, *x.shape[1:]) for x in (out, lse, segment))
-    raw, raw_lse = _recent(query, recent, scale)
-    whole = finite_or_zero(jax.nn.logsumexp(jnp.concatenate([lse, raw_lse[:, :, None]], axis=2), axis=2))
-    share = jnp.exp(lse - whole[:, :, None])
-    number = jnp.arange(segments, dtype=jnp.int32).reshape(1, 1, 1, -1)
-    member = jnp.where(segment[..., None] == number, 1.0, 0.0)
-    exact = {"precision": lax.Precision.HIGHEST}
-    each = jnp.einsum("bhxm,bhxge->bhmge", member, jnp.where(share > 0, share, 0)[..., None] * out, **exact)
-    merged = jnp.einsum("bhmge,bhmed->bhgd", each, basis, **exact)
-    return (merged + raw * jnp.exp(raw_lse - whole)[..., None]).astype(query.dtype)
+    buffer_key, buffer_value, position = recent
+    limit = jnp.full((rows,), buffer_key.shape[2], jnp.int32)
+    raw = dense_kernel.dense_decode(query, buffer_key, buffer_value, position=position, limit=limit, scale=scale, parts=True)
+    raw_out, raw_lse = (x.reshape(lists, *x.shape[2:]) for x in raw)
+    width = min(WIDTH, dim)
+    shares = group * arrays.size_of(partials + raw_lse.shape[1])
+    (merged,) = arrays.program(
+        functools.partial(_body_join, group=group, dim=dim, width=width),
+        [jax.ShapeDtypeStruct((lists, group, dim), query.dtype)],
+        grid=(lists, dim // width),
+        scratch=[plgpu.SMEM((x,), jnp.float32) for x in (shares, group * max(segments * dim, t.THREADS))],
+    )(out, lse, segment, raw_out, raw_lse, basis.reshape(lists, segments, dim, dim))
+    return merged.reshape(query.shape)
 
 
 def check(parts, query, key, value, basis, blocks, count, last, recent, *, scale, granule, span, owner):
     """Raise ``NotImplementedError`` for other GPUs, head dims, dtypes and sizes than the kernel takes."""
     arrays.check_hopper()
     check_format(query.shape[-1], *(x.dtype for x in (parts, query, key[0], value[0], *recent[:2])))
+    dense_kernel.check(query, *recent[:2])
     rows, heads, slots, rank = key[0].shape
     if parts.shape[3] > MOST_QUERIES or granule > TOKENS or not blocks.shape[2] * rank or rows * heads * slots >= 2**31:
         raise NotImplementedError(
