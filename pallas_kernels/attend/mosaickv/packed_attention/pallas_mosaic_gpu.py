@@ -1,8 +1,8 @@
 """Decode attention over packed blocks through Mosaic GPU; `dense_decode` attends to the buffer of raw tokens.
 
 As for Triton, a program takes a share of one list of blocks, goes through its segments, and writes one partial for each, in
-the segment's basis: program j writes that of segment s to row ``j + s``. Its tokens' logits stay in registers. A second kernel
-adds up the partials of each segment, and turns the sums into the model's basis.
+the segment's basis: program j writes that of segment s to row ``j + s``. Its tokens' logits stay in registers. A second
+kernel adds up the partials of each segment, and turns the sums into the model's basis.
 """
 
 import functools
@@ -103,9 +103,9 @@ def _body(
 def _body_join(
     out_ref, lse_ref, segment_ref, raw_ref, raw_lse_ref, basis_ref, merged_ref, weights, sums, *, group, dim, width
 ):
-    # out [L, X, G, D], lse [L, X, G], segment [L, X]; of the raw buffer out [L, N, G, D] and lse [L, N, G]; basis [L, M, D, D];
-    # merged [L, G, D], of which a program computes ``width`` columns. In shared memory the weight of each partial, [G, X + N],
-    # and the sums of each segment, [M, G, D].
+    # out [L, X, G, D], lse [L, X, G], segment [L, X]; of the raw buffer out [L, N, G, D] and lse [L, N, G]; basis
+    # [L, M, D, D]; merged [L, G, D], of which a program computes ``width`` columns. In shared memory the weight of each
+    # partial, [G, X + N], and the sums of each segment, [M, G, D].
     line, left = lax.axis_index("x"), lax.axis_index("y") * width
     partials, raws, segments = segment_ref.shape[1], raw_lse_ref.shape[1], basis_ref.shape[1]
     number = arrays.counted(arrays.size_of(partials + raws))
@@ -122,9 +122,13 @@ def _body_join(
         highest = jnp.maximum(highest, jnp.max(jnp.where(weight > 0, segment, -1)))
         arrays.store_shared(weights, g * number.shape[0] + number, weight)
     channel = arrays.counted(arrays.size_of(dim))
-    held = jnp.minimum(channel, dim - 1)  # threads behind the last channel have it too
+    held = jnp.minimum(channel, dim - 1)
+
+    def sum_at(s, g):  # threads behind the last channel have places behind all sums
+        return jnp.where(channel < dim, (s * group + g) * dim + channel, segments * group * dim + channel - dim)
+
     for at in range(segments * group):
-        arrays.store_shared(sums, at * dim + held, arrays.spread(0.0, channel.shape[0], jnp.float32))
+        arrays.store_shared(sums, sum_at(0, at), arrays.spread(0.0, channel.shape[0], jnp.float32))
     arrays.meet()
 
     def weight_of(x, g):
@@ -138,9 +142,8 @@ def _body_join(
         for x, read, part in zip(rows, reads, parts, strict=True):
             s = arrays.scalar(segment_ref, line * partials + read)
             for g in range(group):
-                at = (s * group + g) * dim + held
                 more = jnp.where(x < partials, weight_of(read, g) * part[g], 0.0)
-                arrays.store_shared(sums, at, arrays.load_shared(sums, at) + more)
+                arrays.store_shared(sums, sum_at(s, g), arrays.load_shared(sums, sum_at(s, g)) + more)
         return carry
 
     lax.fori_loop(0, lax.div(partials + (JOINED - 1), JOINED), collect, 0)
@@ -213,7 +216,7 @@ def packed_attention(parts, query, key, value, basis, blocks, count, last, recen
         functools.partial(_body_join, group=group, dim=dim, width=width),
         [jax.ShapeDtypeStruct((lists, group, dim), query.dtype)],
         grid=(lists, dim // width),
-        scratch=[plgpu.SMEM((x,), jnp.float32) for x in (shares, group * max(segments * dim, t.THREADS))],
+        scratch=[plgpu.SMEM((x,), jnp.float32) for x in (shares, group * max(segments * dim, t.THREADS) + t.THREADS)],
     )(out, lse, segment, raw_out, raw_lse, basis.reshape(lists, segments, dim, dim))
     return merged.reshape(query.shape)
 
