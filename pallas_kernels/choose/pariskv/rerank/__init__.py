@@ -16,6 +16,7 @@ ESTIMATES = Operation(
     "estimates",
     {
         "pallas_triton": Implementation(pallas_triton.estimates, ("gpu",), pallas_triton.check_estimates),
+        "pallas_mosaic_gpu": Implementation(pallas_mosaic_gpu.estimates, ("gpu",), pallas_mosaic_gpu.check_estimates),
         "xla": Implementation(reference.estimates),
     },
 )

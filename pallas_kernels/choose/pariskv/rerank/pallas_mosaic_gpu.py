@@ -18,6 +18,7 @@ from pallas_kernels.formats.key_codes import LEVEL
 
 STEPS = 4  # candidates of a thread
 MOST = 2**13  # entries of a list, in registers
+LEAST = float(jnp.finfo(jnp.float32).min)
 
 
 def _estimates(query, rows, line, row, dim):
@@ -55,7 +56,8 @@ def _body(query_ref, slots_ref, count_ref, rows_ref, out_ref, *, slots, dim, sca
     live = at < jnp.minimum(arrays.scalar(count_ref, line), candidates)
     slot = jnp.clip(arrays.load(slots_ref, jnp.where(live, line * candidates + at, -1)), 0, slots - 1)
     total = _estimates(query_ref, rows_ref, line, line * slots + slot, dim) * (scale * LEVEL)
-    total = jnp.maximum(jnp.where(total == 0, 0.0, total), float(jnp.finfo(jnp.float32).min))
+    total = jnp.where(total == 0, 0.0, total)
+    total = jnp.where(total < LEAST, LEAST, total)  # NaN stays, and is never chosen
     mine = (at < candidates) & (lax.rem(thread, lanes) < 1)
     arrays.store(out_ref, jnp.where(mine, line * candidates + at, -1), jnp.where(live, total, -jnp.inf))
 
@@ -114,10 +116,16 @@ def rerank(query, slots, count, rows, position, cursor, stop, budget, enough, *,
 
 def check(query, slots, count, rows, position, cursor, stop, budget, enough, *, regions, scale):
     """Raise ``NotImplementedError`` for sizes that the kernels do not take."""
-    arrays.check_hopper()
-    dim, score = query.shape[-1], jax.ShapeDtypeStruct((*slots.shape[:2], 1, slots.shape[2]), jnp.float32)
-    if dim not in (32, 64, 128, 256) or max(rows.size // dim, slots.size) >= 2**31:
-        raise NotImplementedError(f"got rows {rows.shape} and slots {slots.shape}, expected head_dim 32 to 256")
+    check_estimates(query, slots, count, rows, scale=scale)
+    score = jax.ShapeDtypeStruct((*slots.shape[:2], 1, slots.shape[2]), jnp.float32)
     if not regions.size <= min(position.shape[2], MOST):
         raise NotImplementedError(f"got {regions}, expected a list of at most {min(position.shape[2], MOST)}")
     kth_kernel.check(score, budget, regions.best)
+
+
+def check_estimates(query, slots, count, rows, *, scale):
+    """Raise ``NotImplementedError`` for sizes that the kernel of estimates does not take."""
+    arrays.check_hopper()
+    dim = query.shape[-1]
+    if dim not in (32, 64, 128, 256) or not slots.size or max(rows.size // dim, slots.size) >= 2**31:
+        raise NotImplementedError(f"got rows {rows.shape} and slots {slots.shape}, expected head_dim 32 to 256")
