@@ -14,7 +14,7 @@ from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu.products import CHUNK, Products
 from pallas_kernels._mosaic_gpu.threads import greatest
 
-STEPS = 4  # pages of a block that a thread reads a part of; as many are on their way
+STEPS = 8  # vectors of a block that a thread reads a part of; as many are on their way
 PROGRAMS = 396  # three for each streaming multiprocessor of an H100 or H200
 MOST_QUERIES = 8  # of a KV head, in registers; 16 where a page has one vector
 
@@ -74,7 +74,7 @@ def scores(query, vectors, limit, *, page_size=1, added=None, reduce, newest=Fal
     """Score by two bounds, or by one vector; arguments as in `page_score` and `vector_score`."""
     rows, heads, group, dim = query.shape
     lists, pages, limit = rows * heads, vectors[0].shape[2], limit.reshape(-1)
-    n = Products(group, dim, STEPS, bounded=len(vectors) > 1, summed=reduce == "sum")
+    n = Products(group, dim, STEPS // len(vectors), bounded=len(vectors) > 1, summed=reduce == "sum")
     programs = max(1, min(PROGRAMS // lists, -(-pages // n.rows)))
     operands = [query.reshape(lists, group, dim), *(x.reshape(lists * pages, dim) for x in vectors)]
     operands += [added.reshape(lists, group, dim)] * (added is not None) if added is not None else []

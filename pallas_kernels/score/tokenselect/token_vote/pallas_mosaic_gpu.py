@@ -15,8 +15,8 @@ from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
 from pallas_kernels._mosaic_gpu.products import CHUNK, Products
 from pallas_kernels._mosaic_gpu.threads import THREADS
 
-STEPS = 4  # keys of a block that a thread reads a part of; as many are on their way
-PROGRAMS = 528  # of the first kernel: four for each streaming multiprocessor of an H100 or H200
+STEPS = 8  # keys of a block that a thread reads a part of; as many are on their way
+PROGRAMS = 396  # of the first kernel: three for each streaming multiprocessor of an H100 or H200
 MOST_SPLITS = 128  # programs for one KV head
 BLOCK = 512  # tokens of a program of the second kernel
 TOGETHER = 8  # heads whose logits it loads together
