@@ -3,8 +3,6 @@
 A new task is a section of tasks.toml and a row of `_KINDS`: the function that draws it, and the function that scores it.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Callable, Iterable, Sequence

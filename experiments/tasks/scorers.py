@@ -1,7 +1,5 @@
 """The scorers of the tasks: the score of an output, given the references."""
 
-from __future__ import annotations
-
 import bisect
 import difflib
 import itertools

@@ -5,8 +5,6 @@ answers every declaration as its inner methods do (`answers`), except declaratio
 the hooks that it does not change.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence

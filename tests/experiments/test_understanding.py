@@ -1,7 +1,5 @@
 """Tasks without literal needles: twins, shares, chances, and answers that another reader of the text finds."""
 
-from __future__ import annotations
-
 import collections
 import random
 import re
