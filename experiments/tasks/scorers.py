@@ -44,6 +44,12 @@ def score_first_word(prediction: str, answers: Sequence[str]) -> float:
     return float(match is not None and match.group().lower() == answers[0].lower())
 
 
+def score_conclusion(prediction: str, answers: Sequence[str]) -> float:
+    """Score what an answer ends with: 1.0 if its last word, or its last number for a number, is the reference, else 0.0."""
+    found = re.findall(r"\d+" if answers[0].isdecimal() else r"\w+", prediction)
+    return float(found[-1:] != [] and found[-1].lower() == answers[0].lower())
+
+
 def score_leading_words(prediction: str, answers: Sequence[str]) -> float:
     """Compute the share of the reference's words that the output begins with, without regard to case and punctuation."""
     words, wanted = (re.findall(r"\w+", text.lower()) for text in (prediction, answers[0]))
