@@ -26,9 +26,9 @@ Nothing outside imports it, and it is in no wheel:
 * ``rollouts``: log-ratios of sampled tokens between a method and Full, and importance weights.
 * ``fidelity``: KL, top-1 agreement and perplexity beside Full, along texts through the decode path.
 * ``insight``: attention mass and recall by layer, head and step.
-* ``peers``: the same steps in PyTorch.
+* ``attention_peers``: one call of attention beside FlashInfer's.
 * ``training``: how the shipped model and the adapter were made.
-* ``goldens``: makers of the numbers of other programs that tests compare with.
-* ``profile``, ``tpu_bytes``: the kernels of a step on GPUs, and the bytes of steps compiled for a TPU.
+* ``goldens``: the numbers of transformers that tests compare with.
+* ``profile``: the kernels of a step on GPUs.
 * ``site``, ``plot``: pages and tables of the documentation, figures of the lab's records.
 """

@@ -1,7 +1,5 @@
 """Decoders with parameters as plain JAX arrays: one module made of parts, for every family of `models.files.tables`."""
 
-from __future__ import annotations
-
 from . import shapes as shapes
 from .config import ModelConfig
 from .files.adapter import apply_adapter

@@ -3,7 +3,7 @@
 Stored after the prompt: ``budget`` slots per KV head, as the mean over all heads of all layers, and every later token. A slot
 of the prompt has the key of a token, a bias, and a value of its own; the bias is two more channels of the key, in rows of a
 multiple of 16 numbers. No question is known, so one cache serves all later questions. A head keeps at most
-``floor(head_factor * budget)`` slots, which are allocated for each head.
+``floor(head_factor * budget)`` slots, which are allocated for each head of a layer; see `KVzip` for ``head_factor``.
 
 The prompt is read again in chunks, and tokens are scored by the largest attention that they receive, as in `KVzip`::
 

@@ -2,7 +2,7 @@
 
 Stored after the prompt: ``budget`` slots per KV head, as the mean over all heads of all layers, and every later token. No
 query is known, so one cache serves all later questions. A head keeps at most ``floor(head_factor * budget)`` slots, which are
-allocated for each head.
+allocated for each head of a layer; ``head_factor`` is one number, or one for each layer, as in `KVzip`.
 
 The prompt is read again in chunks, as in `KVzip`. Each chunk's pass is followed by its reverse, which gives the gradient of
 the squares of the last layer's hidden states h, summed over the tokens that are read, with respect to what attention adds to

@@ -1,8 +1,9 @@
 """KVzip: read the prompt again, and keep the tokens that the model attends to when it has to repeat the prompt.
 
 Stored after the prompt: ``budget`` slots per KV head, as the mean over all heads of all layers, and every later token. No
-query is known, so one cache serves all later questions. A head keeps at most ``floor(head_factor * budget)`` slots. This
-number is allocated for each head, because arrays have one length for all heads.
+query is known, so one cache serves all later questions. A head keeps at most ``floor(head_factor * budget)`` slots, which are
+allocated for each head of a layer, because arrays have one length for all heads. The few heads that retrieve want several
+times the budget, so ``head_factor`` may have a number for each layer: ``python -m experiments.heads.kept`` measures it.
 
 After the prefill of n tokens, the model rereads the text behind its first ``num_sink`` tokens, in chunks of C = ``chunk``
 tokens. Each chunk is reread behind the whole prompt, at the positions from n on, and is not stored. A request to repeat comes

@@ -172,8 +172,6 @@ class Stages(SlotMethod):
             )
         if retrieve.evicts:
             raise ValueError(f"Stages: retrieve must keep every slot it is given, but {type(retrieve).__name__} evicts")
-        if retrieve.spans_layers:
-            raise ValueError(f"Stages: retrieve must choose in each layer alone, {type(retrieve).__name__} chooses for all")
         if evict.packs:
             name = type(evict).__name__
             other = "evict must keep whole keys" if evict.evicts else f"it must come last: retrieve={name}()"
@@ -310,6 +308,10 @@ def slot_method(role: str, value: Any, weighs: bool = False) -> SlotMethod:
         ValueError: ``value`` is another method, or none.
     """
     method = check_method(role, value)
+    if method.slotted and method.spans_layers and not method.composable:
+        raise ValueError(
+            f"{role} must choose in each layer alone, got {type(value).__name__}, which must be the outer wrapper"
+        )
     if not (method.slotted if weighs else method.composable):
         plain = "" if weighs else " and attends to these alone, with plain logits"
         raise ValueError(f"{role} must be a method that chooses cache slots (a SlotMethod){plain}, got {value!r}")

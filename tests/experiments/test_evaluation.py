@@ -1,7 +1,5 @@
 """Evaluation: cells, where the question stands, folders that resume, paired comparison, sweeps, a bad method."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import functools

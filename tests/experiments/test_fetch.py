@@ -1,7 +1,5 @@
 """`kvjax fetch`, `kvjax ls models`, and that every command that loads a model takes names, GGUF files and ``--offline``."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -28,6 +26,7 @@ LOADING = {  # a command line of every job that loads a model, without the model
     "experiments.answering.__main__": ["--prompt-file", "PROMPT"],
     "experiments.answering.answer": ["PROMPT", "--question", "What?"],
     "experiments.heads.heads": [],
+    "experiments.heads.kept": [],
     "experiments.heads.layers": [],
     "experiments.heads.patterns": [],
     "experiments.heads.sharing": [],
@@ -37,7 +36,8 @@ LOADING = {  # a command line of every job that loads a model, without the model
     "experiments.lab.training.adapter": [],
 }
 WITHOUT_OUT = {
-    "experiments.answering.__main__", "experiments.answering.answer", "experiments.heads.layers", "experiments.lab.rollouts",
+    "experiments.answering.__main__", "experiments.answering.answer", "experiments.heads.kept", "experiments.heads.layers",
+    "experiments.lab.rollouts",
 }  # fmt: skip
 
 

@@ -1,7 +1,5 @@
 """What is measured for budgets of heads and layers, beside float64 loops; the commands on a tiny model."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -15,8 +13,8 @@ import pytest
 import kvjax
 from experiments.answering import LoadedModel, choices_of
 from experiments.benchmarks import Example
-from experiments.heads import heads, layers, sharing
-from kvjax.methods import HeadKV, Quest, SnapKV
+from experiments.heads import heads, kept, layers, sharing
+from kvjax.methods import HeadKV, KVzip, Quest, SnapKV
 from kvjax.protocol.typing import EMPTY
 from kvjax.wrappers import LayerBudgets, Reuse, layer_shares
 from models import ModelConfig, random_params
@@ -172,6 +170,23 @@ def test_sharing_is_measured_on_a_model(tmp_path, capsys):
         assert len(told["agreement"]) == 4 and told["anchors"][0] == (2 if "quest" in method else 0)
     assert sharing.main([*given, "--method", "full", "--out", str(tmp_path / "none.json")]) == 2
     assert "selects in a layer" in capsys.readouterr().err and not (tmp_path / "none.json").exists()
+
+
+@pytest.mark.slow
+def test_what_heads_keep_without_a_bound_bounds_them(tmp_path, capsys):
+    write_model(tmp_path / "model", dataclasses.replace(CONFIG, vocab_size=5120))
+    given = ["--model", str(tmp_path / "model"), "--length", "256", "--samples", "2"]
+    assert kept.main([*given, "--method", "kvzip(budget=1/8, chunk=64)"]) == 0
+    printed = capsys.readouterr().out
+    factors = tuple(map(float, re.search(r"head_factor=\(([^)]*)\)", printed)[1].split(",")))
+    assert len(factors) == CONFIG.num_layers and 1 <= np.mean(factors) < 8
+    method = KVzip(budget=32, chunk=64, head_factor=factors)
+    cache = kvjax.prefill(random_params(CONFIG, jax.random.key(0)), [[1] * 200], config=CONFIG, method=method)
+    slots = [state.cache.num_slots for state in cache.layers]
+    assert [max(int(32 * x), 5) for x in factors] == [count - (slots[0] - max(int(32 * factors[0]), 5)) for count in slots]
+    with pytest.raises(ValueError, match="one for each layer .* got 3; 4 of the model's 4 layers"):
+        kvjax.prefill(random_params(CONFIG, jax.random.key(0)), [[1]], config=CONFIG, method=KVzip(head_factor=factors[:3]))
+    assert kept.main([*given, "--method", "snapkv"]) == 2
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """The benchmarks end to end on a tiny random model: rows, floors, resuming, running out of memory, kernels."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

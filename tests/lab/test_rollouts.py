@@ -1,7 +1,5 @@
 """Log-ratios of rollouts: importance weights by their definition, a method that keeps everything, the command."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tokenizer, training data, loss, resuming, and that what is learned is what generation uses."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

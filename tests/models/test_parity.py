@@ -105,7 +105,7 @@ def generator():
     """The golden generator as a module; needs torch and transformers."""
     pytest.importorskip("torch", reason="the live comparison needs torch")
     pytest.importorskip("transformers", reason="the live comparison needs transformers")
-    return importlib.import_module("experiments.lab.goldens.models")
+    return importlib.import_module("experiments.lab.goldens")
 
 
 # The peers' own deprecation warnings are not ours to fix.

@@ -6,8 +6,6 @@ Sources: the GGUF specification (``docs/gguf.md`` in the ggml repository); for w
 llama.cpp's ``convert_hf_to_gguf.py``, which writes such files.
 """
 
-from __future__ import annotations
-
 from .codes import coder
 from .config import read_config
 from .conversion import convert, save_tokenizer

@@ -1,7 +1,5 @@
 """`prefill_each`: several methods share one prefill."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -2,7 +2,7 @@
 
 Run with torch and transformers installed::
 
-    python -m experiments.lab.goldens.models [FAMILY ...]
+    python -m experiments.lab.goldens [FAMILY ...]
 
 Each file holds ``config`` (the JSON text that transformers writes), ``tokens`` int64 [B, T], ``hidden``
 float32 [L, B, T, d] (the residual stream after each layer), ``logits`` float32 [B, T, V], and every tensor of
@@ -22,7 +22,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from experiments.lab.goldens import FOLDER
+from tests.goldens import FOLDER
 
 HERE = FOLDER / "models"
 SEED = 20261121
