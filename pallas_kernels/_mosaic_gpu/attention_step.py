@@ -91,13 +91,13 @@ def _corner(n, place, by_entries):
     some, other, row = t.signed(lane // 8 % 2), t.signed(lane // 16), t.signed(lane % 8)
     entries, chunk = (some, other) if by_entries else (other, some)
     if n.tiled:
-        return place + entries * (8 * n.width) + row * LINE + (chunk ^ row) * 16
+        return place + (entries * 8 + row) * LINE + (chunk ^ row) * 16
     return place + (entries * 8 + row) * n.pitch + chunk * 16
 
 
 def _matrices(n, corner, k, transposed=False):
-    """Load four matrices of the entries' bytes from 32 k on; a tile has eight lines, in which chunks change places."""
-    at, offset = (corner ^ 32 * k % LINE, 8 * LINE * (32 * k // LINE)) if n.tiled else (corner, 32 * k)
+    """Load four matrices of the entries' bytes from 32 k on; in the lines of a tile, chunks of 16 bytes change places."""
+    at, offset = (corner ^ 32 * k % LINE, n.block * LINE * (32 * k // LINE)) if n.tiled else (corner, 32 * k)
     return w.load_matrices(at, offset, transposed)
 
 

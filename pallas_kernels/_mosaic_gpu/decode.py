@@ -18,7 +18,7 @@ from jax import lax
 
 from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
 from pallas_kernels._mosaic_gpu.sizes import LINE, ROWS, Lists, Sizes
-from pallas_kernels._mosaic_gpu.steps import copier, meet_block, merger, multiplier, transforms
+from pallas_kernels._mosaic_gpu.steps import copier, meet_block, merger, multiplier
 from pallas_kernels._triton.quantised import check_codes
 from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.machine import current_machine
@@ -120,9 +120,10 @@ def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtyp
             """Have the copy engine bring a block, when all warps have read what is in its place."""
             stage = lax.rem(step, n.stages)
             pl.when(step >= n.stages)(lambda: plgpu.barrier_wait(free.at[stage]))
-            rows = pl.ds(base * n.slots + start(step), n.block)
-            for ref, tile in ((key_ref, keys), (value_ref, values)):
-                plgpu.copy_gmem_to_smem(ref.at[rows], tile.at[stage], full.at[stage])
+            rows, channels = pl.ds(base * n.slots + start(step), n.block), n.dim // n.lines
+            for (ref, tile), i in itertools.product(((key_ref, keys), (value_ref, values)), range(n.lines)):
+                part = ref.at[rows, pl.ds(i * channels, channels)]
+                plgpu.copy_gmem_to_smem(part, tile.at[stage, i], full.at[stage])
 
         if n.tiled:
             room, team = keys, lax.axis_index("warpgroup")
@@ -193,7 +194,7 @@ def attend(
         kind, scales, key, value = key.kind, (key.scale, value.scale), key.codes, value.codes
     n = Sizes(**shape, kind=kind, dtype=query.dtype, shared=current_machine().shared_memory)
     tiled = dataclasses.replace(n, tiled=True)
-    if lists.tiled and tiled.fits and not (n.width % LINE or n.slots % 8) and current_machine().capability >= (9, 0):
+    if lists.tiled and tiled.fits and not n.width % LINE and current_machine().capability >= (9, 0):
         n, key, value = tiled, *(x.reshape(-1, dim) for x in (key, value))
     splits, clusters = programs or default_programs(batch * heads, -(-entries // n.block))
     n = dataclasses.replace(n, splits=splits, clusters=clusters)
@@ -226,8 +227,8 @@ def attend(
 
 def _tiles(n, dtype):
     """List the shared memory of tiles of keys and of values, and barriers that tell when they are full and free."""
-    tiles = plgpu.SMEM((n.stages, n.block, n.dim), dtype, transforms=transforms(n))
-    full = plgpu.Barrier(num_arrivals=2, num_barriers=n.stages)
+    tiles = plgpu.SMEM((n.stages, n.lines, n.block, n.dim // n.lines), dtype, transforms=(plgpu.SwizzleTransform(LINE),))
+    full = plgpu.Barrier(num_arrivals=2 * n.lines, num_barriers=n.stages)
     return tiles, tiles, full, plgpu.Barrier(num_arrivals=n.warpgroups, num_barriers=n.stages)
 
 

@@ -12,7 +12,7 @@ from pallas_kernels._mosaic_gpu import warps as w
 ENTRIES = 16  # of a step of a warp: a product of 16-bit numbers sums over 16
 TILES = ENTRIES // 8  # a product has 8 of them as columns
 SPARE = 2048  # bytes of shared memory that rings do not take
-LINE = 128  # bytes of a line of a tile of the copy engine, which has eight
+LINE = 128  # bytes of a line of a tile of the copy engine
 ROWS = 4096  # of a query, times channels: more sums do not fit into the registers of a warp
 
 
@@ -109,6 +109,11 @@ class Sizes:
     def width(self) -> int:
         """Bytes of a row of keys or values."""
         return self.dim * (2 if self.kind is None else 1)
+
+    @property
+    def lines(self) -> int:
+        """Tiles of a block of keys or values; a row has a line in each."""
+        return self.width // LINE
 
     @property
     def pitch(self) -> int:

@@ -22,14 +22,9 @@ def a_ref():
     return plgpu.RefType()
 
 
-def a_tile(n: Sizes):
+def a_tile():
     """Return the type of the ring's tiles of keys or values."""
-    return plgpu.RefType(transforms(n))
-
-
-def transforms(n: Sizes):
-    """Return how the copy engine lays out tiles of eight lines; the chunks of a line change places."""
-    return plgpu.TilingTransform((8, LINE * n.dim // n.width)), plgpu.SwizzleTransform(LINE)
+    return plgpu.RefType((plgpu.SwizzleTransform(LINE),))
 
 
 def a_number():
@@ -94,14 +89,14 @@ def copier(n: Sizes, lists: Lists, position: bool):
         run(stored, ring, loaded, scalars, base, stage)
 
     def copy_rows(stored, place, row, first):
-            chunks = n.width // 16  # of 16 bytes, which a lane copies at once
-            at_once, chunk, lead = w.LANES // chunks, t.signed(w.lane() % chunks), t.signed(w.lane() // chunks)
-            sources = [t.at(t.at(t.address(x), first, n.width), chunk, 16) for x in stored]
-            to = place + lead * n.pitch + chunk * 16
-            for step in range(0, ENTRIES, at_once):
-                taken = w.lane_value(row, lead + step)
-                for offset, source in zip((step, ENTRIES + step), sources, strict=True):
-                    w.copy_async(to, t.at(source, taken, n.width), 16, taken >= 0, offset * n.pitch)
+        chunks = n.width // 16  # of 16 bytes, which a lane copies at once
+        at_once, chunk, lead = w.LANES // chunks, t.signed(w.lane() % chunks), t.signed(w.lane() // chunks)
+        sources = [t.at(t.at(t.address(x), first, n.width), chunk, 16) for x in stored]
+        to = place + lead * n.pitch + chunk * 16
+        for step in range(0, ENTRIES, at_once):
+            taken = w.lane_value(row, lead + step)
+            for offset, source in zip((step, ENTRIES + step), sources, strict=True):
+                w.copy_async(to, t.at(source, taken, n.width), 16, taken >= 0, offset * n.pitch)
 
     def write_tags(stored, place, row, loaded, first):
         """Write what is not negative for an entry that holds a token: its position, or without positions its row."""
@@ -162,11 +157,11 @@ def multiplier(n: Sizes, scale: float, biased: bool):
         place = n.place(ring, stage)
         if not tiles:
             return place, place + ENTRIES * n.pitch, place + n.tags
-        first = (stage * n.warps + w.warp()) * (ENTRIES * n.width)
+        first = (stage * (n.lines * n.block) + w.warp() * ENTRIES) * LINE
         return *(t.number(t.address(x)) + first for x in tiles), place
 
     def add(refs, query, asked, state, stage):
-        types = (a_ref(), *(a_tile(n),) * (len(refs) - 1))
+        types = (a_ref(), *(a_tile(),) * (len(refs) - 1))
         own = (t.own(n.halves * tiles), (t.own(n.halves),) * len(asked), tuple(map(t.own, counts)))
 
         @plgpu.inline_mgpu(arg_types=(types, *own, a_number()), return_type=tuple(numbers(x, jnp.float32) for x in counts))
@@ -187,7 +182,7 @@ def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, joining: bo
     ``beside`` parts in global memory enter the same sums; of several clusters of a list, in the first. ``joining``: there is
     nothing else.
     """
-    whole, room = n.group * n.dim, a_tile(n) if n.tiled else a_ref()
+    whole, room = n.group * n.dim, a_tile() if n.tiled else a_ref()
     several, threads = n.splits > 1 and not joining, t.THREADS * (1 if joining else n.warpgroups + n.tiled)
     edges, joined_edges = 4 * whole, 4 * whole + 8 * n.group  # where maxima and denominators lie
 

@@ -74,8 +74,8 @@ def test_a_step_of_a_warp_equals_float64(group, dim, dtype, biased, asked, kind,
     n = Sizes(heads=1, group=group, dim=dim, slots=1, dtype=jnp.dtype(dtype), shared=1 << 17, kind=kind, tiled=tiled)
     if tiled and n.width % LINE:
         pytest.skip("a row is no line of a tile")
-    rng, warp = np.random.default_rng(dim), Warp(1 << 16)
-    places = [0, 1 << 14, 1 << 15] if tiled else [64, 64 + ENTRIES * n.pitch, 64 + n.tags]
+    rng, warp = np.random.default_rng(dim), Warp(1 << 18)
+    places = [0, 1 << 16, 1 << 17] if tiled else [64, 64 + ENTRIES * n.pitch, 64 + n.tags]
     monkeypatch.setattr(attention_step, "t", warp)
     monkeypatch.setattr(attention_step, "w", warp)
     rows, tiles = 8 * n.halves, dim // 8
@@ -100,8 +100,7 @@ def test_a_step_of_a_warp_equals_float64(group, dim, dtype, biased, asked, kind,
     for place, stored in zip(places, (key, value)):
         for i, x in enumerate(np.ascontiguousarray(stored).view(np.uint8)):
             for chunk, part in enumerate(x.reshape(-1, 16)):
-                line = i // 8 * 8 * n.width // LINE + chunk // 8 * 8 + i % 8
-                at = line * LINE + (chunk % 8 ^ i % 8) * 16 if tiled else i * n.pitch + chunk * 16
+                at = (chunk // 8 * n.block + i) * LINE + (chunk % 8 ^ i % 8) * 16 if tiled else i * n.pitch + chunk * 16
                 warp.memory[place + at :][:16] = part
     tags = (position, bias * np.float32(LOG2_E), *(np.asarray(x, np.int32) for x in (*words, halves)))
     for i, x in enumerate(tags):
@@ -113,7 +112,9 @@ def test_a_step_of_a_warp_equals_float64(group, dim, dtype, biased, asked, kind,
     asking = [Number(x[row]) for x in own.reshape(n.halves, 8)] if asked else None
     state = [[warp.float_number(x)] * n.halves * many for x, many in ((0.0, 2 * tiles), (-np.inf, 1), (0.0, 1))]
     for _ in range(2):
-        state = attention_step.attend_step(n, SCALE, biased, [warp.number(x) for x in places], [Number(x) for x in words], asking, *state)
+        state = attention_step.attend_step(
+            n, SCALE, biased, [warp.number(x) for x in places], [Number(x) for x in words], asking, *state
+        )
     sums, maximum, total = (np.stack([x.each for x in numbers]).reshape(n.halves, -1, 8, 4) for numbers in state)
     total, maximum = total.sum(-1).reshape(-1, 1), maximum[..., :1].reshape(-1, 1)
     out = sums.reshape(n.halves, tiles, 2, 8, 4).transpose(0, 3, 1, 4, 2)
