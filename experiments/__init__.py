@@ -1,4 +1,4 @@
-"""Measure, evaluate and train: one package per job, run by ``python -m experiments.<job>`` or ``kvjax <command>``.
+"""Measure and evaluate: one package per job, run by ``python -m experiments.<job>`` or ``kvjax <command>``.
 
 Shared by all jobs:
 
@@ -27,7 +27,6 @@ Nothing outside imports it, and it is in no wheel:
 * ``fidelity``: KL, top-1 agreement and perplexity beside Full, along texts through the decode path.
 * ``insight``: attention mass and recall by layer, head and step.
 * ``attention_peers``: one call of attention beside FlashInfer's.
-* ``training``: how the shipped model and the adapter were made.
 * ``goldens``: the numbers of transformers that tests compare with.
 * ``profile``: the kernels of a step on GPUs.
 * ``site``, ``plot``: pages and tables of the documentation, figures of the lab's records.

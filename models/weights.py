@@ -1,7 +1,5 @@
 """Parameters from and to Hugging Face checkpoint directories, and random parameters for when only shapes matter."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Cells of a table, and their examples as token ids. No JAX is imported, so that worker processes start fast."""
 
-from __future__ import annotations
-
 import collections
 import concurrent.futures
 import dataclasses

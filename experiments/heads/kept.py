@@ -3,12 +3,15 @@
 A method whose heads share one budget (`kvjax.methods.KVzip`, `kvjax.methods.KVgrad`, `kvjax.methods.AttentionMatching`) gives
 most of it to the few heads that retrieve, but allocates one number of slots for each head. The model prefills prompts of a
 task, without a bound on what a head keeps. The most slots that a head of a layer keeps in any of them, as a multiple of the
-budget and times ``spare``, is the layer's ``head_factor``: which heads these are belongs to the model.
+budget, is rounded up to a power of the root of 2, so that few layers differ: this is the layer's ``head_factor``, at least
+0.25. Which heads retrieve belongs to the model. The file has ``{"head_factor": [...]}``; commands take its path for the knob.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
 
 import numpy as np
 from jsonargparse.typing import PositiveInt
@@ -17,7 +20,7 @@ import kvjax
 from experiments.answering import choices_of
 from experiments.cli import Job
 from experiments.heads.prompts import PromptSettings, encode_prompts
-from experiments.records import markdown_rows
+from experiments.records import markdown_rows, write_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +29,12 @@ class KeptSettings(PromptSettings):
 
     Attributes:
         method: the method, with its knobs
-        spare: factor for prompts of which a layer keeps more
+        out: the file of factors
     """
 
     method: str = "kvzip(budget=1/8)"
     samples: PositiveInt = 4
-    spare: float = 1.25
+    out: pathlib.Path = pathlib.Path("runs/kept.json")
 
 
 def _kept(settings: KeptSettings) -> None:
@@ -46,15 +49,13 @@ def _kept(settings: KeptSettings) -> None:
         cache = kvjax.prefill(model.params, [prompt], config=model.config, method=free, max_new_tokens=1)
         held = [np.asarray(state.cache.position >= 0).sum(axis=2).max() for state in cache.layers]
         most = np.maximum(most, np.array(held) / method.budget)
-    factors = np.round(most * settings.spare, 2)
-    print(
-        "\n".join(
-            markdown_rows(
-                [("layer", "most", "head_factor"), *((str(x), f"{most[x]:.2f}", f"{factors[x]:g}") for x in range(len(most)))]
-            )
-        )
+    factors = np.round(np.exp2(np.ceil(2 * np.log2(np.maximum(most, 0.25))) / 2), 3)
+    write_bytes(settings.out, (json.dumps({"head_factor": factors.tolist()}) + "\n").encode())
+    rows = (
+        (str(layer), f"{kept:.2f}", f"{factor:g}") for layer, (kept, factor) in enumerate(zip(most, factors, strict=True))
     )
-    print(f"\nhead_factor=({', '.join(f'{x:g}' for x in factors)}), slots allocated {factors.mean():.2f} times the budget")
+    print("\n".join(markdown_rows([("layer", "most", "head_factor"), *rows])))
+    print(f"\nhead_factor={settings.out}, slots allocated {factors.mean():.2f} times the budget")
 
 
 main = Job(_kept, KeptSettings, compiles=True)

@@ -7,8 +7,6 @@ tail; and what becomes of importance weights exp(d), token by token and of whole
 the same arithmetic in two programs leaves.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import pathlib

@@ -1,7 +1,5 @@
 """The JSON record of a measurement: settings, versions, device, commit, date, metrics with units."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import json
@@ -17,7 +15,7 @@ import jax
 
 from pallas_kernels.dispatch import get_default_implementation
 
-PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "orbax-checkpoint", "safetensors", "tokenizers", "wonderwords")
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "safetensors", "tokenizers", "wonderwords")
 _KEPT = 50  # characters of a file's name in its draft's name: a longer name would be too long with more letters
 
 

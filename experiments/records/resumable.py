@@ -1,7 +1,5 @@
 """Results that survive an interruption: the record is written after every cell, and a later run continues it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Patterns that say which keys the query heads of a prompt attend to; files of patterns, and checks against a model."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib

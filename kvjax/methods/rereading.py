@@ -6,8 +6,6 @@ and ``answer`` before the first chunk; ``ask_later``, the last ``overlap`` token
 every later chunk. Source: as in `kvjax.methods.kvzip`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

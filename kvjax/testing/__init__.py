@@ -5,8 +5,6 @@
 ...     check_method(Spread, budget=12, page_size=4)
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 import traceback

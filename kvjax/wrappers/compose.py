@@ -5,8 +5,6 @@ answers every declaration as its inner methods do (`answers`), except declaratio
 the hooks that it does not change.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -172,6 +170,8 @@ class Stages(SlotMethod):
             )
         if retrieve.evicts:
             raise ValueError(f"Stages: retrieve must keep every slot it is given, but {type(retrieve).__name__} evicts")
+        if retrieve.spans_layers:
+            raise ValueError(f"Stages: retrieve must choose in each layer alone, {type(retrieve).__name__} chooses for all")
         if evict.packs:
             name = type(evict).__name__
             other = "evict must keep whole keys" if evict.evicts else f"it must come last: retrieve={name}()"

@@ -175,17 +175,19 @@ def test_sharing_is_measured_on_a_model(tmp_path, capsys):
 @pytest.mark.slow
 def test_what_heads_keep_without_a_bound_bounds_them(tmp_path, capsys):
     write_model(tmp_path / "model", dataclasses.replace(CONFIG, vocab_size=5120))
-    given = ["--model", str(tmp_path / "model"), "--length", "256", "--samples", "2"]
+    given = ["--model", str(tmp_path / "model"), "--length", "256", "--samples", "2", "--out", str(tmp_path / "kept.json")]
     assert kept.main([*given, "--method", "kvzip(budget=1/8, chunk=64)"]) == 0
-    printed = capsys.readouterr().out
-    factors = tuple(map(float, re.search(r"head_factor=\(([^)]*)\)", printed)[1].split(",")))
-    assert len(factors) == CONFIG.num_layers and 1 <= np.mean(factors) < 8
-    method = KVzip(budget=32, chunk=64, head_factor=factors)
+    assert "slots allocated" in capsys.readouterr().out
+    text = f"kvzip(budget=1/8, chunk=64, head_factor={tmp_path / 'kept.json'})"
+    method = choices_of(text)[0].at(256, None, CONFIG).method
+    assert len(method.head_factor) == CONFIG.num_layers and 1 <= np.mean(method.head_factor) < 8
     cache = kvjax.prefill(random_params(CONFIG, jax.random.key(0)), [[1] * 200], config=CONFIG, method=method)
-    slots = [state.cache.num_slots for state in cache.layers]
-    assert [max(int(32 * x), 5) for x in factors] == [count - (slots[0] - max(int(32 * factors[0]), 5)) for count in slots]
-    with pytest.raises(ValueError, match="one for each layer .* got 3; 4 of the model's 4 layers"):
-        kvjax.prefill(random_params(CONFIG, jax.random.key(0)), [[1]], config=CONFIG, method=KVzip(head_factor=factors[:3]))
+    room = {state.cache.num_slots - max(int(32 * x), 5) for x, state in zip(method.head_factor, cache.layers, strict=True)}
+    assert len(room) == 1, "each layer has its own number of slots, and all have the same room"
+    with pytest.raises(ValueError, match="one for each layer .* got 1; 4 of the model's 4 layers"):
+        kvjax.prefill(random_params(CONFIG, jax.random.key(0)), [[1]], config=CONFIG, method=KVzip(head_factor=(2.0,)))
+    with pytest.raises(ValueError, match="none.json must hold"):
+        choices_of(f"kvzip(head_factor={tmp_path / 'none.json'})")[0].at(256, None, CONFIG)
     assert kept.main([*given, "--method", "snapkv"]) == 2
 
 

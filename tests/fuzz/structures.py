@@ -1,7 +1,5 @@
 """Random methods, wrappers and models: what is compiled (a structure), and numbers that share its programs (draws)."""
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Every field of every method refuses what it cannot hold, by name. Nothing here is compiled."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import types

@@ -1,7 +1,5 @@
 """KVzip: the tokens that receive the most attention from any query of a second reading, which repeats the prompt, stay."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import keep_once, rotate, rotate_all, softmax

@@ -3,8 +3,6 @@
 Records of finished studies, of which no command is left, are listed without tables.
 """
 
-from __future__ import annotations
-
 import json
 import pathlib
 from collections.abc import Mapping, Sequence

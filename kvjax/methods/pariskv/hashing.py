@@ -9,8 +9,6 @@ This module has the parts in plain JAX. A decode step runs operations that combi
 `pallas_kernels.store.pariskv.encode`, `pallas_kernels.choose.pariskv.collision` and `pallas_kernels.choose.pariskv.rerank`.
 """
 
-from __future__ import annotations
-
 import math
 
 import jax
