@@ -11,7 +11,7 @@ from pallas_kernels.signature import declared, forward
 CAUSAL_ATTENTION = Operation.of("causal_attention", pallas_mosaic_gpu, cudnn, reference, logits=True)
 
 
-@declared(CAUSAL_ATTENTION, derivative="through all, on a GPU by cuDNN or plain JAX")
+@declared(CAUSAL_ATTENTION, derivative="through ``pallas_mosaic_gpu`` and ``cudnn`` and ``xla``")
 def causal_attention(
     query: Annotated[Array, "B H G T D"],
     key: Annotated[Array, "like query B H T D"],
