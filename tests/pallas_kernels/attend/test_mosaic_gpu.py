@@ -16,7 +16,7 @@ from pallas_kernels import dispatch
 from pallas_kernels._mosaic_gpu import attention_step
 from pallas_kernels._mosaic_gpu.decode import ROOM, default_programs
 from pallas_kernels._mosaic_gpu.sizes import ENTRIES, LINE, Sizes
-from pallas_kernels.attend.dense_decode import dense_decode
+from pallas_kernels.attend.dense_decode import Rotation, dense_decode
 from pallas_kernels.attend.dense_decode import pallas_mosaic_gpu as dense_kernel
 from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.attend.gather_attention import pallas_mosaic_gpu as gather_kernel
@@ -147,7 +147,7 @@ def test_it_runs_where_pallas_has_no_triton_and_says_where_it_cannot(monkeypatch
             ("dense_decode", wide | {"kind": "int4"}, "codes"),
             ("dense_decode", wide | {"D": 80}, "head_dim 64, 128 or 256"),
             ("dense_decode", wide | {"G": 13, "T": 5}, "at most 64"),
-            ("dense_decode", wide | {"mass": True}, "mass"),
+            ("dense_decode", wide | {"kind": "int8", "mass": True}, "mass"),
             ("gather_attention", listed | {"rotate": True}, "place"),
             ("gather_attention", listed | {"K": 0}, "empty list"),
         ):
@@ -263,6 +263,24 @@ def test_codes_equal_float64(kind, group, dim, slots, dtype):
     stored = [quantise(x, kind) for x in (key, value)]
     want = gather.gather_oracle(query, *(dequantise(x) for x in stored), slots, mask)[:2]
     close(compiled(GATHER)(query, *stored, slots, mask), want, "bfloat16")
+
+
+@ON_HOPPER
+def test_mass_rotations_and_places_equal_plain_jax():
+    rng = np.random.default_rng(5)
+    arrays, rest, _ = dense.cache(5, 4, 128, 700, "bfloat16")
+    inv_freq, origin = jnp.asarray(10.0 ** rng.uniform(-4, 0, 64), jnp.float32), jnp.asarray([[3, 90]] * 3, jnp.int32)
+    turned = {"rotation": Rotation(inv_freq, origin, 40)}
+    for options in ({"mass": True}, turned, turned | {"mass": True}):
+        close(
+            *(jax.jit(functools.partial(DENSE, implementation=x, **options))(*arrays, **rest) for x in (NAME, "xla")),
+            "bfloat16",
+        )
+    query, key, value, slots, mask, _ = gather.lists(2, 4, 128, 64, "bfloat16")
+    place = jnp.asarray(rng.integers(0, 5000, slots[:, :1].shape), jnp.int32)
+    args = query, jnp.nan_to_num(key), jnp.nan_to_num(value), slots[:, :1], mask[:, :1]
+    got, want = (compiled(GATHER, implementation=x)(*args, place=place, inv_freq=inv_freq) for x in (NAME, "xla"))
+    close(got, want, "bfloat16")
 
 
 @ON_HOPPER
