@@ -40,22 +40,31 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import Cache, LayerSpec
-from kvjax.decoding.layers import fingerprint, init_shared, layer_methods, layer_specs, observe
+from kvjax.decoding.layers import blank_cache, fingerprint, init_shared, layer_methods, layer_specs, observe
 from kvjax.decoding.passes import Pass, checked, reread
 from kvjax.decoding.reading_order import By, Order, chosen_order, reading_spec
 from kvjax.decoding.shared_storage import Common, barrier, common_storage, finish, made_after
 from kvjax.protocol.method import LayerMethod, Method
 from kvjax.protocol.typing import Model, attention_soft_cap, is_recurrent, layered, not_none, position_option
 from pallas_kernels import axes
-from pallas_kernels.host import to_device, to_host
+from pallas_kernels.host import on_host, to_device, to_host
 from pallas_kernels.numerics import bounded_loop
 from pallas_kernels.soft_cap import soft_cap
 
 
 def run_prefill(params: Any, tokens: Array, length: Array, method: Method, **sizes: Any) -> Cache:
-    """Run `run_prefill_each` for one method."""
+    """Run `run_prefill_each` for one method, and bring back what waits."""
     (cache,) = run_prefill_each(params, tokens, length, (method,), **sizes)
-    return cache
+    return brought_back(cache)
+
+
+def brought_back(cache: Cache) -> Cache:
+    """Bring arrays that wait in host memory (`Order.waiting`) to the device; what the method offloads stays there."""
+    if not cache.method.offload:
+        return cache
+    shapes = jax.eval_shape(lambda method: blank_cache(method, cache.model, "", cache.plan, cache.kv_dtype), cache.method)
+    layers = jax.tree.map(lambda x, own: x if on_host(own) else to_device(x), cache.layers, shapes.layers)
+    return dataclasses.replace(cache, layers=layers)
 
 
 def run_prefill_each(
@@ -71,7 +80,7 @@ def run_prefill_each(
     kv_dtype: str | None = None,
     order: By | None = None,
 ) -> tuple[Cache, ...]:
-    """Prefill right-padded tokens int32 [B, T] of length int32 [B].
+    """Prefill right-padded tokens int32 [B, T] of length int32 [B]; see `brought_back`.
 
     ``parts`` devices divide the slots of each row. The model runs once, however many methods there are, and once more for
     each method with `Method.reread`. Several methods all have `Method.dense_prompt`: their attention outputs are the same, so
@@ -155,7 +164,10 @@ class _Run:
     def whole(self, tokens: Array, length: Array, sized: _Sized) -> tuple[tuple, Array]:
         """Prefill rows together; return their finished states and their logits float32 [B, V]."""
         if self.order.by == "layers":
-            return self.in_layers(tokens, length, sized, lambda layer, made: made)
+            waiting = self.order.waiting
+            return self.in_layers(
+                tokens, length, sized, lambda layer, made: jax.tree.map(to_host, made) if layer < waiting else made
+            )
         states, logits = self.read(tokens, length, self.begun(sized), sized)
         return self.finished(tokens, length, states, sized, logits), logits
 

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.api import programs
 from kvjax.decoding.layers import layer_methods
-from kvjax.decoding.reading_order import Order, RowBytes, reading_order
+from kvjax.decoding.reading_order import Order, RowBytes, chosen_order, reading_order
 from kvjax.methods import KVzip, SnapKV
 from kvjax.testing.model import TinyModel
+from pallas_kernels.host import on_host
 from tests.harness import ALL, any_example, example
 from tests.kvjax.test_kinds_of_models import KINDS
 from tests.kvjax.test_kinds_of_models import params as params_of_kind
@@ -172,6 +174,24 @@ def test_layers_come_first_where_that_takes_less_memory():
     assert order("full", 1, row=keeps).by == "chunks" and order("full", 1, by="layers").by == "layers"
     offloaded = kvjax.make("quest", num_dense_layers=0, offload=True)
     assert reading_order([layer_methods(offloaded, TINY)], 4, 32768, 1024, row=lambda order: keeps).by == "layers"
+
+
+@pytest.mark.slow
+def test_finished_layers_wait_in_host_memory_while_others_read():
+    """As many as take the place of a layer's keys and values, joined too; they come back, by a caller's program as well."""
+    method, config = kvjax.make("quest", num_dense_layers=0, offload=True), TinyModel(num_layers=4)
+    weights, sizes = config.random_params(), {"max_new_tokens": 8, "chunk_size": 8}
+    waiting = chosen_order([method], [layer_methods(method, config)], config, 1, 40, **sizes).waiting
+    prompt, length = jnp.asarray(rows((40,))), jnp.full((1,), 40, jnp.int32)
+    (ended,) = programs.prefill_program(weights, prompt, length, (method,), model=config, **sizes)
+    hosted = [all(map(on_host, jax.tree.leaves(layer))) for layer in ended.layers]
+    assert hosted == [True] * waiting + [False] * (4 - waiting) and 0 < waiting < 4
+    run = functools.partial(kvjax.prefill, config=config, method=method, pad_multiple=8, **sizes)
+    here, jitted = run(weights, prompt), jax.jit(run)(weights, prompt)
+    by_chunks = run(weights, prompt, order="chunks")
+    for cache in (here, jitted):
+        equal(cache, by_chunks)
+        assert list(map(on_host, jax.tree.leaves(cache))) == list(map(on_host, jax.tree.leaves(by_chunks)))
 
 
 def test_only_one_layer_is_stored_while_a_prompt_is_read():
