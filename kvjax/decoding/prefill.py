@@ -26,6 +26,9 @@ values of a whole prompt exist for one layer of one group only, and where a laye
 of the storage of all. The model has to run one layer alone (`kvjax.protocol.typing.LayeredModel`). A method that reads the
 prompt twice (`Method.reread`) needs all layers at the prompt's end; nothing else in a prefill looks across layers. Results
 are equal up to rounding: the last update of a layer is added to the hidden states before the next layer begins.
+
+Where layers go to host memory, hidden states wait there, and so do the first finished layers with all that they keep on the
+device (`Order.waiting`), until the program has ended: else a layer's keys and values would come on top of it.
 """
 
 from __future__ import annotations

@@ -89,7 +89,9 @@ METHODS = [pytest.param(*x.values, marks=[*x.marks, *[pytest.mark.slow] * (x.val
 def test_both_orders_make_the_same_cache(name):
     """Ragged rows in groups, most of a single row; and one row alone."""
     cache = check_equal([any_example(name)])
+    before = jax.tree.leaves(cache.layers)
     assert np.isfinite(kvjax.generate(params(), cache, max_new_tokens=6, eos_token_ids=()).cache.logits).all()
+    assert all(x.is_deleted() for x in before)
 
 
 @pytest.mark.slow
@@ -174,6 +176,22 @@ def test_layers_come_first_where_that_takes_less_memory():
     assert order("full", 1, row=keeps).by == "chunks" and order("full", 1, by="layers").by == "layers"
     offloaded = kvjax.make("quest", num_dense_layers=0, offload=True)
     assert reading_order([layer_methods(offloaded, TINY)], 4, 32768, 1024, row=lambda order: keeps).by == "layers"
+
+
+def test_an_interrupted_prompt_leaves_nothing_behind():
+    calls = []
+
+    class Interrupted(TinyModel):
+        def run_layer(self, params, layer, *given):
+            calls.append(layer)
+            if calls == [0, 1]:
+                raise KeyboardInterrupt
+            return super().run_layer(params, layer, *given)
+
+    with pytest.raises(KeyboardInterrupt):
+        read([SNAPKV], "layers", Interrupted())
+    assert calls == [0, 1]
+    equal(read([SNAPKV], "layers", Interrupted())[0].layers, read([SNAPKV], "layers")[0].layers, 0)
 
 
 @pytest.mark.slow
