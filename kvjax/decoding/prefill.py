@@ -43,7 +43,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import Cache, LayerSpec
-from kvjax.decoding.layers import blank_cache, fingerprint, init_shared, layer_methods, layer_specs, observe
+from kvjax.decoding.layers import fingerprint, init_shared, layer_methods, layer_specs, observe
 from kvjax.decoding.passes import Pass, checked, reread
 from kvjax.decoding.reading_order import By, Order, chosen_order, reading_spec
 from kvjax.decoding.shared_storage import Common, barrier, common_storage, finish, made_after
@@ -62,12 +62,18 @@ def run_prefill(params: Any, tokens: Array, length: Array, method: Method, **siz
 
 
 def brought_back(cache: Cache) -> Cache:
-    """Bring arrays that wait in host memory (`Order.waiting`) to the device; what the method offloads stays there."""
-    if not cache.method.offload:
-        return cache
-    shapes = jax.eval_shape(lambda method: blank_cache(method, cache.model, "", cache.plan, cache.kv_dtype), cache.method)
-    layers = jax.tree.map(lambda x, own: x if on_host(own) else to_device(x), cache.layers, shapes.layers)
-    return dataclasses.replace(cache, layers=layers)
+    """Bring layers that wait in host memory (`Order.waiting`) to the device, but for what they keep there."""
+    methods = layer_methods(cache.method, cache.model)
+    specs, shapes = layer_specs(methods, cache.model, 1, 1, 1, kv_dtype=cache.kv_dtype), {}
+    layers = list(cache.layers)
+    for layer, (method, spec) in enumerate(zip(methods, specs, strict=True)):
+        if not all(map(on_host, jax.tree.leaves(layers[layer]))):
+            break
+        kind = jax.tree.structure(method), spec
+        if kind not in shapes:
+            shapes[kind] = jax.eval_shape(lambda method, spec=spec: method.finish(method.init(spec), spec), method)
+        layers[layer] = jax.tree.map(lambda x, own: x if on_host(own) else to_device(x), layers[layer], shapes[kind])
+    return dataclasses.replace(cache, layers=tuple(layers))
 
 
 def run_prefill_each(

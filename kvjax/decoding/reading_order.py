@@ -158,8 +158,8 @@ def chosen_order(
         return chosen
     needed = row(chosen)
     space = 2 * max(needed.reading)  # keys and values, and once more joined for host memory
-    freed = itertools.accumulate(needed.kept)
-    return dataclasses.replace(chosen, waiting=1 + sum(1 for _ in itertools.takewhile(lambda x: x < space, freed)))
+    short = sum(1 for freed in itertools.accumulate(needed.kept) if freed < space)
+    return dataclasses.replace(chosen, waiting=min(short + 1, len(needed.kept) - 1))
 
 
 def _together(states: Sequence[Stored]) -> int:
