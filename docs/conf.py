@@ -4,8 +4,6 @@
 ignores what it writes. Notebooks are executed by the build, which shows their outputs.
 """
 
-from __future__ import annotations
-
 import os
 import pathlib
 import sys

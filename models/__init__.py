@@ -1,7 +1,5 @@
 """Decoders with parameters as plain JAX arrays: one module made of parts, for every family of `models.files.tables`."""
 
-from __future__ import annotations
-
 from . import shapes as shapes
 from .config import ModelConfig
 from .files.adapter import apply_adapter
@@ -19,34 +17,9 @@ from .text.tokenizer import as_tokenizer, load_tokenizer, special_tokens
 from .weights import from_pretrained, param_shapes, random_params, read_config, save_pretrained
 
 __all__ = [
-    "ChatTemplate",
-    "DynamicScaling",
-    "Experts",
-    "LayerRope",
-    "LinearLayers",
-    "LinearScaling",
-    "Loaded",
-    "LongRopeScaling",
-    "ModelConfig",
-    "ModelFile",
-    "NAMED_MODELS",
-    "NamedModel",
-    "Piece",
-    "RopeScaling",
-    "Transformer",
-    "YarnScaling",
-    "apply_adapter",
-    "as_tokenizer",
-    "builtin_directory",
-    "checkpoint_directory",
-    "from_pretrained",
-    "load",
-    "load_tokenizer",
-    "param_shapes",
-    "param_specs",
-    "random_params",
-    "read_config",
-    "save_pretrained",
-    "shard_params",
+    "ChatTemplate", "DynamicScaling", "Experts", "LayerRope", "LinearLayers", "LinearScaling", "Loaded", "LongRopeScaling",
+    "ModelConfig", "ModelFile", "NAMED_MODELS", "NamedModel", "Piece", "RopeScaling", "Transformer", "YarnScaling",
+    "apply_adapter", "as_tokenizer", "builtin_directory", "checkpoint_directory", "from_pretrained", "load",
+    "load_tokenizer", "param_shapes", "param_specs", "random_params", "read_config", "save_pretrained", "shard_params",
     "special_tokens",
-]
+]  # fmt: skip

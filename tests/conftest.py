@@ -1,7 +1,5 @@
 """Strict numerics for every test, and the devices tests may ask for."""
 
-from __future__ import annotations
-
 import collections
 import gc
 import os

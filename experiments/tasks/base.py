@@ -1,7 +1,5 @@
 """The data types of a task: a context with its questions, an example, a request to a generator, and the task itself."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import importlib.resources
@@ -160,8 +158,6 @@ class Request:
         words: keys and values of a split.
         depth: where the first queried needle goes, 0 (start) to 1 (end); None draws the depth.
         num_questions: number of questions about the context, at least 1; more questions bring more needles.
-        training: whether to reserve room for the targets of all questions, each with its end-of-sequence, instead of the
-            suite's generation length for a single answer. The finished prompt is then not counted again.
         index: the index of the file's question to ask, modulo the number of questions; None asks a random question.
     """
 
@@ -173,17 +169,12 @@ class Request:
     words: Words
     depth: float | None = None
     num_questions: int = 1
-    training: bool = False
     index: int | None = None
 
     @property
     def prompt(self) -> Prompt:
         """The words of the task's prompt."""
         return PROMPTS[self.task]
-
-    def answer_room(self, questions: Sequence[Question], limit: int) -> int:
-        """Count the tokens to reserve for answers: `limit` or, in training, all targets with their end-of-sequence."""
-        return sum(self.count_tokens(q.target) + 1 for q in questions) if self.training else limit
 
     def question_tokens(self, questions: Sequence[Question]) -> int:
         """Count the tokens of the questions and answer prefixes."""

@@ -6,8 +6,6 @@ other files. So a result of these tasks records `library_origin`.
 Tests, files without a function, files that a build wrote, and packages that some distributions leave out are skipped.
 """
 
-from __future__ import annotations
-
 import ast
 import bisect
 import dataclasses

@@ -10,7 +10,7 @@ up and put them down, and a thing is where its carrier is.
 4. whether a person is at a place, yes or no;
 5. how many things a person carries.
 
-The easier tasks have few events, the others many. All stand in their order, spread over the text.
+All stand in their order, spread over the text. The answers to the second and the fifth first write who, or what.
 """
 
 from __future__ import annotations

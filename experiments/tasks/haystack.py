@@ -1,7 +1,5 @@
 """The texts in which needles are hidden: a repeated sentence, prose that every Python installation has, or a file."""
 
-from __future__ import annotations
-
 import bisect
 import functools
 import itertools

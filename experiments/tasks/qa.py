@@ -8,8 +8,6 @@ Departures: documents are shuffled anew for every example, where the suite order
 has too few documents, documents without the answer are repeated. There is no training split.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

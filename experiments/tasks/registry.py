@@ -3,8 +3,6 @@
 A new task is a section of tasks.toml and a row of `_KINDS`: the function that draws it, and the function that scores it.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -62,11 +60,11 @@ _KINDS: dict[str, tuple[Callable[..., Document], Callable[[str, Sequence[str]], 
     "easy_rules": (rules.easy_rules, rules.score_rules, _NOTE),
     "file_turns_1": (file_turns.file_turns_1, scorers.score_value_among_words, {}),
     "file_turns": (file_turns.file_turns, scorers.score_value_among_words, {}),
-    "association": (association, scorers.score_first_word, {}),
-    "entries": (entries, scorers.score_first_word, {}),
+    "association": (association, scorers.score_conclusion, {}),
+    "entries": (entries, scorers.score_conclusion, {}),
     "near_duplicates": (dialogues.near_duplicates, scorers.score_leading_words, {}),
-    "corrections": (dialogues.corrections, scorers.score_first_word, {}),
-    "happenings": (happenings, scorers.score_first_word, {}),
+    "corrections": (dialogues.corrections, scorers.score_conclusion, {}),
+    "happenings": (happenings, scorers.score_conclusion, {}),
 }
 _OF_TASKS = ("about", "haystack", "takes_depth", "max_questions", "chat", "in_turns", "chance")
 _OF_PROMPTS = ("kind", *vars(PROMPTS["vt"]))

@@ -7,8 +7,6 @@ a tenth of the words, the evaluation split, would last for about 13K tokens only
 where the suite shuffles all documents alike.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

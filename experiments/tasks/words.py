@@ -1,7 +1,5 @@
 """Keys and values: needle words, numbers, uuids and variable names, disjoint between training and evaluation."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import pathlib

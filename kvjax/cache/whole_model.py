@@ -1,7 +1,5 @@
 """The cache of a whole model: what `kvjax.prefill` returns and the other functions take and return."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

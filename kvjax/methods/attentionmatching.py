@@ -3,7 +3,7 @@
 Stored after the prompt: ``budget`` slots per KV head, as the mean over all heads of all layers, and every later token. A slot
 of the prompt has the key of a token, a bias, and a value of its own; the bias is two more channels of the key, in rows of a
 multiple of 16 numbers. No question is known, so one cache serves all later questions. A head keeps at most
-``floor(head_factor * budget)`` slots, which are allocated for each head.
+``floor(head_factor * budget)`` slots, which are allocated for each head of a layer; see `KVzip` for ``head_factor``.
 
 The prompt is read again in chunks, and tokens are scored by the largest attention that they receive, as in `KVzip`::
 
@@ -77,6 +77,7 @@ class AttentionMatching(Rereading):
     PAPER: ClassVar[str] = "arXiv:2602.16284"
     TITLE: ClassVar[str] = "Attention Matching"
 
+    cuts = (*Rereading.cuts, "ridge")
     lacks = ("codes", "latent")
     packs = True
 
@@ -101,10 +102,10 @@ class AttentionMatching(Rereading):
             return tuple(tuple(new) for _, *new in reading.run(given, tokens, count, attend))
 
         prompts = tuple(not_none("prompt", state.prompt) for state in states)
-        none = (
+        none = tuple(
             (jnp.zeros(x.position.shape, jnp.float32), self._none(record)) for x, record in zip(caches, prompts, strict=True)
         )
-        found = self.each_chunk(reading, read, tuple(none))
+        found = reading.once(self.kind, states, lambda: self.each_chunk(reading, read, none))
         layers = zip(caches, prompts, found, self.best(caches, tuple(score for score, _ in found)), strict=True)
         return tuple(
             SlotState(cache=cache, prompt=dataclasses.replace(prompt, kept=kept, asked=asked))

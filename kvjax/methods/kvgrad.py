@@ -2,7 +2,7 @@
 
 Stored after the prompt: ``budget`` slots per KV head, as the mean over all heads of all layers, and every later token. No
 query is known, so one cache serves all later questions. A head keeps at most ``floor(head_factor * budget)`` slots, which are
-allocated for each head.
+allocated for each head of a layer; ``head_factor`` is one number, or one for each layer, as in `KVzip`.
 
 The prompt is read again in chunks, as in `KVzip`. Each chunk's pass is followed by its reverse, which gives the gradient of
 the squares of the last layer's hidden states h, summed over the tokens that are read, with respect to what attention adds to
@@ -87,7 +87,8 @@ class KVgrad(Rereading):
                 new.append(lax.dynamic_update_slice_in_dim(score, jnp.maximum(old, most), start, 2))
             return tuple(new)
 
-        scores = self.each_chunk(reading, read, tuple(jnp.zeros(cache.position.shape, jnp.float32) for cache in caches))
+        none = tuple(jnp.zeros(cache.position.shape, jnp.float32) for cache in caches)
+        scores = reading.once(self.kind, states, lambda: self.each_chunk(reading, read, none))
         prompts = (not_none("prompt", state.prompt) for state in states)
         layers = zip(caches, prompts, self.best(caches, scores), strict=True)
         return tuple(SlotState(cache=x, prompt=dataclasses.replace(prompt, kept=kept)) for x, prompt, kept in layers)

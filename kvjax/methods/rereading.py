@@ -6,20 +6,19 @@ and ``answer`` before the first chunk; ``ask_later``, the last ``overlap`` token
 every later chunk. Source: as in `kvjax.methods.kvzip`.
 """
 
-from __future__ import annotations
-
+import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import LayerCache
 from kvjax.protocol.families import AppendOnly
-from kvjax.protocol.method import Prompt, Reading
+from kvjax.protocol.method import LayerMethod, Prompt, Reading
 from kvjax.protocol.slots import check_budget
-from kvjax.protocol.typing import EMPTY, Model, pytree, static, traced
+from kvjax.protocol.typing import EMPTY, Model, method_layers, pytree, static, traced
 from kvjax.selection import best_of_heads, compact, floor_share, top_slots
 from pallas_kernels import axes
 from pallas_kernels.attend.past_attention import past_attention
@@ -39,7 +38,9 @@ class Rereading(AppendOnly):
 
     budget: int | Array = traced("prompt slots kept per KV head, mean of layers", default=1024, least=1, within="capacity")
     capacity: int = static("the largest budget; None = budget", default=None, least=1)
-    head_factor: float = static("the most that one head keeps, as a multiple of the budget", default=2.0, least=1)
+    head_factor: float | tuple[float, ...] = static(
+        "the most that one head keeps, as a multiple of the budget; or for each layer", default=2.0, above=0
+    )
     layerwise: bool = static("whether the budget is the mean of each layer, not of all layers together", default=False)
     num_sink: int = static("first tokens, which are always kept and not reread", default=4, least=0)
     chunk: int = static("tokens that are reread at once", default=2000, least=1)
@@ -48,6 +49,7 @@ class Rereading(AppendOnly):
     answer: tuple[int, ...] = static("token ids right before every chunk", default=(), least=0, empty=True)
 
     probes = False  # True: it reads `Inputs.written`, which not every model can give
+    cuts: ClassVar[tuple[str, ...]] = ("budget", "capacity", "head_factor", "layerwise")  # knobs that change no score
     overlap = 8  # last tokens of a chunk that stand before the next one
 
     keeps = "`budget` tokens per KV head, mean over all layers' heads"
@@ -58,6 +60,12 @@ class Rereading(AppendOnly):
         check_budget(self, self.num_sink + 1, f"num_sink={self.num_sink} first tokens and one more")
 
     def check_sizes(self, model: Model) -> None:
+        runs = len(method_layers(model))
+        if isinstance(self.head_factor, tuple) and {len(self.head_factor), runs} != {model.num_layers}:
+            raise ValueError(
+                f"{type(self).__name__}: head_factor must be one number, or one for each layer if all attend to the whole "
+                f"context, got {len(self.head_factor)}; {runs} of the model's {model.num_layers} layers do"
+            )
         if self.probes and not (can := getattr(model, "can_probe", False)):
             raise ValueError(
                 f"{type(self).__name__} reads what attention writes: expected a model with can_probe = True, got "
@@ -76,6 +84,16 @@ class Rereading(AppendOnly):
     def reread_tokens(self, length: int) -> int:
         asked = max(len(self.ask), len(self.ask_later) + self.overlap) + len(self.answer)
         return asked + min(self.chunk, length - self.num_sink) if length > self.num_sink else 0
+
+    @property
+    def kind(self) -> Hashable:
+        """What is equal for methods that share a second reading: see `Reading.once`."""
+        names = [field.name for field in dataclasses.fields(self) if field.name not in self.cuts]
+        return type(self), *((name, vars(self)[name]) for name in names)
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        own = self._factors(num_layers)[layer]
+        return self if own == self.head_factor else dataclasses.replace(self, head_factor=own)
 
     def each_chunk[Carry](self, reading: Reading, read: Callable[[Array | int, int, Carry], Carry], carry: Carry) -> Carry:
         """Run ``read(index, size, carry)`` for each chunk of the prompt behind the first tokens."""
@@ -142,8 +160,17 @@ class Rereading(AppendOnly):
 
     @property
     def most(self) -> int:
-        """Slots that are allocated for the prompt of each head."""
-        return floor_share(self.head_factor, self.capacity)
+        """Slots that are allocated for the prompt of each head of a layer."""
+        return self._bound(self._factors(1)[0], self.capacity)
+
+    def _factors(self, layers: int) -> tuple[float, ...]:
+        """List the factor of each layer."""
+        return self.head_factor if isinstance(self.head_factor, tuple) else (self.head_factor,) * layers
+
+    def _bound(self, factor: float, budget: Any) -> Any:
+        """Compute the most slots that a head keeps: the first tokens and one more at least."""
+        share = floor_share(factor, budget)
+        return max(share, self.num_sink + 1) if isinstance(share, int) else jnp.maximum(share, self.num_sink + 1)
 
     def piece(self, reading: Reading, index: Array | int, size: int) -> tuple[Array, Array, Array]:
         """Build the tokens int32 [B, T] with which chunk ``index`` is reread.
@@ -174,11 +201,11 @@ class Rereading(AppendOnly):
     def best(self, caches: tuple[LayerCache, ...], scores: tuple[Array, ...]) -> list[Array]:
         """Select the slots of each layer that stay, bool [B, H, S], from scores float32 [B, H, S]."""
         capacity, budget = self.capacity, jnp.asarray(self.budget).astype(jnp.int32)
-        most, each = min(self.most, caches[0].num_slots), floor_share(self.head_factor, budget)
-        found, values = [], []
-        for cache, score in zip(caches, scores, strict=True):
+        found, values, factors = [], [], self._factors(len(caches))
+        widest = min(self._bound(max(factors), capacity), caches[0].num_slots)
+        for cache, score, factor in zip(caches, scores, factors, strict=True):
             score = jnp.where(cache.position < self.num_sink, jnp.inf, score)
-            slots, held = top_slots(score, cache.valid, each, most)  # the candidates of each head
+            slots, held = top_slots(score, cache.valid, self._bound(factor, budget), widest)  # the candidates of each head
             found.append(slots)
             values.append(jnp.where(held, jnp.take_along_axis(score, slots, axis=2), -jnp.inf))
         chosen = best_of_heads(jnp.stack(values, axis=1), budget, capacity, layerwise=self.layerwise)

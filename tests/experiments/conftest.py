@@ -1,7 +1,5 @@
 """A tiny model on disk for the jobs' commands."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.tiny_models import SHIPPED, write_model

@@ -1,7 +1,5 @@
 """What all experiments that ask a model share: budgets, batches, intervals."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 

@@ -1,7 +1,5 @@
 """Readers of users' files, against tiny files in every official format (`suites.json`); and truncation."""
 
-from __future__ import annotations
-
 import csv
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The tasks of real code: the files, new names, what is asked and its answers, the haystack, results of two Pythons."""
 
-from __future__ import annotations
-
 import ast
 import asyncio.events
 import io
@@ -22,7 +20,7 @@ COMPLETION, RECALL = NAMES[:2], NAMES[2:]
 LENGTH = 6000
 
 
-def samples(name: str, length: int = LENGTH, number: int = 4, **options) -> list[tasks.Sample]:
+def samples(name: str, length: int = LENGTH, number: int = 4, **options) -> list[tasks.Example]:
     return [document.samples()[0] for document in documents(name, length, number, count_tokens=coarse, **options)]
 
 

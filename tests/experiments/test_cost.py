@@ -1,7 +1,5 @@
 """The cost of an evaluation: what is compiled, how often, where, and what is kept on disk."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import threading

@@ -1,7 +1,5 @@
 """Result folders: the small file of their examples; if they are damaged, a comparison ends in a sentence about the file."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

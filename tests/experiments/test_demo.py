@@ -1,7 +1,5 @@
 """The demo on a tiny random model: its rows are the evaluation's; table, record, figure; nothing is half-written."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

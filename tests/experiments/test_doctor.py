@@ -1,7 +1,5 @@
 """`kvjax doctor`: all operations are right on this machine; a wrong and a failing kernel are named, and the others go on."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re

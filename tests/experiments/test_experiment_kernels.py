@@ -1,7 +1,5 @@
 """`experiments.speed.kernels`: every implementation is checked and timed; failures and wrong results are rows."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Flags and YAML keys from settings: laws of every job, the types of values, errors in one line, how a job ends."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import importlib

@@ -1,7 +1,5 @@
 """The harness's model: its own RULER task end to end, and every number against a plainer way to get it."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

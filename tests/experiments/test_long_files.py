@@ -1,7 +1,5 @@
 """Readers of HELMET and of the tasks of lm-evaluation-harness, and their scores."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import re

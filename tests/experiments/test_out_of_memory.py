@@ -1,7 +1,5 @@
 """What an evaluation does when the device runs out of memory: it reads less at once, and says so."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import weakref

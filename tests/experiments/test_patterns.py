@@ -1,7 +1,5 @@
 """The search of patterns: attention that candidates keep beside float64 loops, and the command on a tiny model."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Records: written whole or not at all, taken up again, never mixed; their figures' common look."""
 
-from __future__ import annotations
-
 import csv
 import errno
 import io
@@ -9,6 +7,7 @@ import json
 import os
 import pathlib
 
+import jax
 import pytest
 
 from experiments.cli import figures, read_record
@@ -22,6 +21,7 @@ from experiments.records import (
     method_title,
     new_figure,
     save,
+    versions,
     write_bytes,
     write_record,
 )
@@ -251,3 +251,18 @@ def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="metrics.json"):
         write_bytes(tmp_path / "metrics.json", b"{}")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_record_of_another_device_asks_nothing_of_jax(monkeypatch, tmp_path):
+    """JAX would take most of the memory of the GPU that torch measures on."""
+
+    def start():
+        raise AssertionError("JAX was started")
+
+    monkeypatch.setattr(jax, "devices", start)
+    card = {"platform": "gpu", "kind": "a card", "count": 1}
+    results = Results(tmp_path / "peers.json", "peers", {}, device=card)
+    results.note("x", 1)
+    record = json.loads(results.path.read_text())
+    assert card.items() <= record["device"].items() and record["device"]["cpu_cores"]
+    assert versions(("pytest",))["pytest"] == pytest.__version__ and "pytest" not in versions()

@@ -1,7 +1,5 @@
 """The suites' scorers, against values worked out by hand and against a second package."""
 
-from __future__ import annotations
-
 import pathlib
 import sys
 import tomllib

@@ -1,7 +1,5 @@
 """The settings of docs/settings load, name the command that reads them, and every method in them can be made."""
 
-from __future__ import annotations
-
 import itertools
 import pathlib
 import re

@@ -1,7 +1,5 @@
 """`experiments.speed.offload` on a tiny random model: rows, bytes over the bus, shares of the layers, prompts."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

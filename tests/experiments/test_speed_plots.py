@@ -1,7 +1,5 @@
 """What the figures of a speed record show: steps beside their floors, and steps on several numbers of devices."""
 
-from __future__ import annotations
-
 import pytest
 
 from experiments.speed import figures

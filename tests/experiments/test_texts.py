@@ -1,7 +1,5 @@
 """Users' texts: encodings of files, and one begin-of-text token in a prompt, whatever is cut out of it."""
 
-from __future__ import annotations
-
 import codecs
 
 import pytest

@@ -1,7 +1,5 @@
 """Worker processes end with the process that started them."""
 
-from __future__ import annotations
-
 import pathlib
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The fuzz command: it finds planted faults. Some cases of the kinds that compile nothing; the others under --thorough."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Parts that attention itself needs: a soft cap and sink logits. test_kinds_of_models.py has the laws of models with them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -4,8 +4,6 @@ What is written out here is a law of some methods only.
 A new method needs nothing here: its oracle declares the small setting it is tested at (see ``harness.example``).
 """
 
-from __future__ import annotations
-
 import inspect
 
 import jax

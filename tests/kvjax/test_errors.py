@@ -1,7 +1,5 @@
 """Refusals that depend on more than one value; `tests.fuzz.arguments` has the values that each argument alone refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

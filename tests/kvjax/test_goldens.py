@@ -1,9 +1,7 @@
-"""The oracles beside the released code of their papers, and `Periodic` beside kvpress: see `experiments/lab/goldens`.
+"""The oracles beside the released code of their papers, and `Periodic` beside kvpress: see `tests/goldens`.
 
 The methods meet their oracles elsewhere, so these tests need no JAX, but the last.
 """
-
-from __future__ import annotations
 
 import json
 

@@ -4,8 +4,6 @@ The loss is a sum of logits after two decoded tokens, in a model of one layer. I
 with the difference of two losses in float64, whose attention is computed by the oracles.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """Hooks of several layers in one program: each is traced once for alike layers, and every layer gets what is its own."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import pydoc

@@ -6,8 +6,6 @@ layers in `decoding/`, ropes in test_layer_ropes.py, soft caps and sinks in test
 `tests/models/test_latent.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """Every method against its oracle: float64 loops on one side, the jitted batch on the other, same q, k, v."""
 
-from __future__ import annotations
-
 import importlib.util
 import pathlib
 

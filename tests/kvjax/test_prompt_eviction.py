@@ -1,7 +1,5 @@
 """Methods that score the prompt's tokens once, `tests.harness.ONCE`: by default each meets its oracle here, and kvpress."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -32,7 +30,7 @@ from tests.models.test_parity import write_checkpoint
 from tests.oracles.pyramidkv import budget_of
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-KVPRESS = {  # methods at the settings of experiments/lab/goldens/kvpress.py
+KVPRESS = {  # methods at the settings of the goldens
     "snapkv": {"obs_window": 8, "kernel": 5},
     "tova": {},
     "knorm": {},

@@ -1,7 +1,5 @@
 """RoPE rules: against transformers' numbers, against float64, through methods, and where the length changes frequencies."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """Retrieval by a scan: codes that are read back, their bytes, and what is refused."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

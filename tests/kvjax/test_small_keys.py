@@ -1,7 +1,5 @@
 """Keys of fewer numbers, `tests.harness.SMALL`: the released code, bytes, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -3,8 +3,6 @@
 And every method runs where JAX has no back end for kernels. test_contract.py looks for NaN in the states of every method.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 import subprocess

@@ -4,8 +4,6 @@ The programs are compiled for shapes alone. Models differ in their number of lay
 layer at a time, so a bar for the built-in model's 8 layers is larger for the 2 layers compiled here.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

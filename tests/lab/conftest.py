@@ -1,7 +1,5 @@
 """Tests of the lab are slow ones, which `.ci/run` runs; a tiny model on disk for the jobs' commands."""
 
-from __future__ import annotations
-
 import pathlib
 
 import pytest

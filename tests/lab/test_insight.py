@@ -1,7 +1,5 @@
 """Recall against exact attention: known values, float64 loops, every method, the command."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib

@@ -1,7 +1,5 @@
 """Kernels of a step: read from profiles with known contents, and the command where there is no GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

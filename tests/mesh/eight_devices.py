@@ -4,8 +4,6 @@
 its exception, or null. A check is named by its function, or is an entry of `LAWS`, such as ``h2o on data=2 model=4``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

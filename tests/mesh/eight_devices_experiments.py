@@ -1,7 +1,5 @@
 """Commands with ``--mesh``: what only a process with many devices can show. `eight_devices.py` runs these checks, too."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

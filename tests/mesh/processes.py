@@ -1,7 +1,5 @@
 """Programs of their own: of one process with eight devices, and of two processes, which exchange arrays over gloo."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

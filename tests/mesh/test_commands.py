@@ -1,7 +1,5 @@
 """Commands with ``--mesh``: what needs no devices here. `test_devices.py` has the rest."""
 
-from __future__ import annotations
-
 import pytest
 
 from experiments.answering import batch_rows, make_mesh, mesh_axes, mesh_text

@@ -1,7 +1,5 @@
 """What only many devices can show: the checks of two programs with eight devices, and of one that runs as two processes."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 

@@ -4,8 +4,6 @@
 devices, what is expected. A check is ``METHOD on MESH`` or the name of a function.
 """
 
-from __future__ import annotations
-
 import functools
 import pathlib
 import sys

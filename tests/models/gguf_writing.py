@@ -1,10 +1,8 @@
-"""GGUF files for tests, written with the writer of the package ``gguf``. Also run by experiments/lab/goldens with torch.
+"""GGUF files for tests, written with the writer of the package ``gguf``.
 
 Names, the order of rows, stacks of experts and the factors of RoPE are written here from llama.cpp's conversion script, not
 with the code under test.
 """
-
-from __future__ import annotations
 
 import math
 import re

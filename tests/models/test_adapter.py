@@ -1,7 +1,5 @@
 """Adapters: merging, stretching, files, and that an adapter refuses another base."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

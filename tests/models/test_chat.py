@@ -1,7 +1,5 @@
 """Chat templates against transformers' own rendering, tokenizer objects, and names of repositories."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pathlib

@@ -1,7 +1,5 @@
 """Weights in 8 and 4 bits: rounding, loading, GGUF's own codes, meshes, saving, and what stays as it was."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -4,8 +4,6 @@
 GLM-4.5, MiniMax-M2, OLMoE, Qwen1.5, Qwen3.5 and ERNIE it is the number of transformers' classes, with the biases of routers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

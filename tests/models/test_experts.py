@@ -1,7 +1,5 @@
 """Mixtures of experts: the three ways against float64 loops, config.json, checkpoints, and the bytes that a step reads."""
 
-from __future__ import annotations
-
 import math
 
 import jax

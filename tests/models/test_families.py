@@ -1,7 +1,5 @@
 """The families of `models.files.tables.families` against transformers: every layer, one pass, decoding in a ragged batch."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """GGUF files against transformers' own loading of them, and what is written of them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 

@@ -1,7 +1,5 @@
 """Every way a GGUF file can be wrong, cut, edited or hostile: a ValueError that names the file, in little time and space."""
 
-from __future__ import annotations
-
 import re
 import struct
 

@@ -1,7 +1,5 @@
 """Tokenizers of GGUF files, byte-level and SentencePiece: ids against transformers and plain loops, frames, templates."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -3,8 +3,6 @@
 The laws of methods over it are in `tests/kvjax/test_kinds_of_models.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

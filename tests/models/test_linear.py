@@ -1,7 +1,5 @@
 """The gated delta rule and its convolution against loops over tokens in float64; what sizes refuse."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

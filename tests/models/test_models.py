@@ -1,7 +1,5 @@
 """The model description and the decoder: validation, Hugging Face keys, presets, shapes, no dead fields."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -4,8 +4,6 @@ Token ids and prompts are compared everywhere, by a small part of the tokenizer 
 compared on machines that have them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 
@@ -26,7 +24,7 @@ GOLDEN = json.loads((GOLDENS / "gguf" / "qwen.json").read_text(encoding="utf-8")
 NAMES = sorted(GOLDEN["models"])
 CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 TOLERANCE = 1e-4  # of the largest logit, about 30; float32 in another order of sums
-SEED = 20261126  # of the vector of signs in experiments/lab/goldens/qwen.py
+SEED = 20261126  # of the vector of signs in the maker (`tests/goldens`)
 
 
 @pytest.fixture(scope="module", params=NAMES)

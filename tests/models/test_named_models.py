@@ -1,7 +1,5 @@
 """Models with a name: downloaded by pip from a local index or from the hub, checked, converted once, never half made."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """Checkpoints in 8 bits, and experts in 4 bits (MXFP4): the numbers they stand for, read in parts, refused without scales."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

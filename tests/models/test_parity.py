@@ -1,7 +1,5 @@
 """Our decoder against the ``transformers`` PyTorch classes: every layer and the logits, in float32."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path
@@ -105,7 +103,7 @@ def generator():
     """The golden generator as a module; needs torch and transformers."""
     pytest.importorskip("torch", reason="the live comparison needs torch")
     pytest.importorskip("transformers", reason="the live comparison needs transformers")
-    return importlib.import_module("experiments.lab.goldens.models")
+    return importlib.import_module("experiments.lab.goldens")
 
 
 # The peers' own deprecation warnings are not ours to fix.

@@ -1,7 +1,5 @@
 """What no model can be, and what this decoder does not compute, is refused: a ValueError that names the field or the key."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """Repositories of a hub on 127.0.0.1: downloaded when they are not in the cache, whole or not used."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json

@@ -1,7 +1,5 @@
 """Checkpoints, random parameters, tokenizers: round trips, dtypes, and every way a directory can be wrong."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """AdaKV: the best SnapKV scores of all heads of a layer stay, with a least and a largest number in each head."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import best, keep_once, rotate_all

@@ -1,7 +1,5 @@
 """Attention Matching: tokens of the most attention in a second reading, with biases and values fitted to its queries."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.kvzip import keep, readings, received

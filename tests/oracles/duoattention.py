@@ -1,7 +1,5 @@
 """DuoAttention: heads with low scores keep both ends of the prompt; here it is the first layer of two."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import keep_once, rotate_all

@@ -1,7 +1,5 @@
 """ExpectedAttention: a normal distribution of the queries to come says which tokens stay, once after the prompt."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import best, keep_once, rotate, rotate_all, softmax

@@ -1,7 +1,5 @@
 """FreeKV: pages ranked for the previous query, or for the step's own in a KV head whose query has turned away."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import best, keep_all, rotate_all, softmax

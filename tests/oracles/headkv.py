@@ -1,7 +1,5 @@
 """HeadKV: SnapKV with a budget for each head of the model, by scores of the heads; here it is the first layer of two."""
 
-from __future__ import annotations
-
 from math import floor
 
 import numpy as np

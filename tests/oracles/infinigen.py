@@ -1,7 +1,5 @@
 """InfiniGen: tokens whose logits, by a guess of the query and few channels, come near the largest; as many in each head."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import best, keep_all, rotate_all

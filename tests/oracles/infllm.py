@@ -1,7 +1,5 @@
 """InfLLM: blocks behind a local window, chosen for each chunk by their representatives; one distance beyond the window."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import Trace, best, rotate, rotate_all, softmax

@@ -1,7 +1,5 @@
 """Knorm: the tokens with the shortest keys stay, once after the prompt."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import best, keep_once, rotate_all

@@ -1,7 +1,5 @@
 """KVgrad: KVzip's attention, times what the value writes, times the gradient of the last hidden states' squares."""
 
-from __future__ import annotations
-
 from tests.oracles import kvzip
 
 KNOBS = {**kvzip.KNOBS, "chunk": 9}

@@ -1,7 +1,5 @@
 """MagicPIG: prompt tokens with the query's bucket in two tables are attended, with corrected logits."""
 
-from __future__ import annotations
-
 import operator
 
 import numpy as np

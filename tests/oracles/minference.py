@@ -1,7 +1,5 @@
 """Patterns of prompts, in float64 loops: which keys each query of a prompt attends to."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles import adaptive_prompt

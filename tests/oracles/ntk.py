@@ -1,7 +1,5 @@
 """NTK: Full attention with another base of RoPE."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles import full

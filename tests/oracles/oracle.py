@@ -1,7 +1,5 @@
 """Oracle: the tokens with the most attention, the largest change of the output if left out, or drawn, of those needed."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import Trace, attend, best, dense_prompt, rotate_all

@@ -1,7 +1,5 @@
 """OracleEviction: the tokens that the coming answer attends to, or whose lack would move its outputs, stay."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.oracle import drawn, scores

@@ -1,7 +1,5 @@
 """PI: Full attention at positions divided by a factor."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import Trace, attend, rotate

@@ -1,7 +1,5 @@
 """PQCache: k-means of the prompt's keys, cut into parts; tokens are searched by the centroids of their parts."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import best, keep_all, rotate_all, softmax

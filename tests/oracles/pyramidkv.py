@@ -1,7 +1,5 @@
 """PyramidKV: SnapKV with a budget that falls from layer to layer; here it is the first layer of two."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from math import floor
 

@@ -1,7 +1,5 @@
 """Quest: pages ranked by an upper bound of q.k, the group's largest deciding; the newest page is always attended."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import best, keep_all, rotate_all

@@ -1,7 +1,5 @@
 """RetrievalAttention: the keys of the prompt that each query head likes best, both ends of the prompt, what was generated."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import Trace, attend, best, dense_prompt, rotate_all

@@ -1,7 +1,5 @@
 """RetroInfer: tokens of the best clusters and estimates of the next, under one softmax; new clusters while decoding."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

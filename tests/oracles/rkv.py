@@ -1,7 +1,5 @@
 """RKV: importance less redundancy, at the prompt's end and again after every ``interval`` tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import best, keep_again, rotate_all, softmax

@@ -1,7 +1,5 @@
 """SelfExtend: true distances nearby, and distances between groups far away, under one softmax."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import Trace, rotate, rotate_all, softmax

@@ -3,8 +3,6 @@
 A *pool* is the ascending list of positions that a KV head keeps; a slot is an index into it.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import Trace, attend, best, dense_prompt, rotate_all, softmax

@@ -4,8 +4,6 @@ Singular vectors are not unique: `run` takes those that were really used, and ch
 less of its own keys out.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import Trace, attend, best, dense_prompt, rotate_all, softmax

@@ -1,7 +1,5 @@
 """SnapKV: votes of the last W queries, pooled, once after the prompt; one set per KV head (mean over the group)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import best, keep_once, rotate_all, softmax

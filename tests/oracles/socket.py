@@ -1,7 +1,5 @@
 """SOCKET: tables of sign bits; a token's score is the sum of its buckets' probabilities for the query, times |v|."""
 
-from __future__ import annotations
-
 import itertools
 
 import jax

@@ -1,7 +1,5 @@
 """ThinK: of the prompt's keys but the last, only the channels that the last queries and the keys are large in."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import best, keep_all, rotate_all

@@ -1,7 +1,5 @@
 """TokenSelect: heads vote for single tokens, one set per layer; sinks + set + newest attend at re-numbered positions."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import Trace, attend, best, rotate, softmax

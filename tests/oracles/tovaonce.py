@@ -1,7 +1,5 @@
 """TOVAOnce: the tokens to which the prompt's last query attends most stay, one set per layer, and the last token stays."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import best, keep_once, rotate_all, softmax

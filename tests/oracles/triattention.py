@@ -1,7 +1,5 @@
 """TriAttention: cosines of the mean query and each key at later distances, at the prompt's end and after every interval."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import best, keep_again, rotate_all

@@ -1,7 +1,5 @@
 """Merged attention against the softmax over the union in float64: the output, and the log of the denominator."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

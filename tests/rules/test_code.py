@@ -1,7 +1,5 @@
 """Rules of the code that ruff cannot check; one test runs import-linter's contracts, and a slow one pyright."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import inspect

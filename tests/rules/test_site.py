@@ -1,7 +1,5 @@
 """The documentation site builds without a warning, runs the notebooks, and makes its tables from docstrings and records."""
 
-from __future__ import annotations
-
 import ast
 import html
 import json

@@ -34,8 +34,6 @@ are not replicated: offloading writes a slot late, batch rows above 0 are re-ran
 are rotated one position too far in all layers but the first.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, ClassVar
 

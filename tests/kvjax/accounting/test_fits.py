@@ -1,7 +1,5 @@
 """`largest_budget`, `longest_prompt`, `most_rows`: what is found fits, and one more does not."""
 
-from __future__ import annotations
-
 import pytest
 from jax.sharding import AbstractMesh
 

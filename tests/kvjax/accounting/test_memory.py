@@ -3,8 +3,6 @@
 The shape is one in which the cache is most of it: long prompts, large heads and small chunks.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -25,7 +23,7 @@ KNOBS = {
     "keydiff": {"budget": TOKENS // 2},
     "streamingllm": {"budget": TOKENS // 2},
 }
-QUICK = {("full", 1, None), ("snapkv", 1, None)}
+QUICK = {("full", 2, None), ("snapkv", 1, None)}
 # What is not followed: the pages that CHESS shares, a second reading, a part of R-KV's end. MosaicKV's end is overestimated.
 WIDER = {"chess": 0.3, "attentionmatching": 0.15, "rkv": 0.12, "mosaickv": 0.15}
 
@@ -43,8 +41,7 @@ def compiled(method, rows, order, kv_dtype, tokens, params):
 def cases():
     # OracleEviction reads its own answer, and the reverse pass of KVgrad is not counted (`KVgrad`).
     every = [(name, 1, None) for name in NAMES if name not in ("oracleeviction", "kvgrad")]
-    # None that keeps every token: plain JAX on a CPU copies the storage of several rows; compiled for an H100 it does not.
-    every += [(name, rows, None) for name in ("snapkv", "keydiff", "mosaickv") for rows in (2, 3)]
+    every += [(name, rows, None) for name in ("full", "quest", "snapkv", "keydiff", "mosaickv") for rows in (2, 3)]
     every += [(name, 1, "chunks") for name in ("snapkv", "mosaickv", "think")] + [("full", 1, "layers")]
     for case in every:
         yield pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)

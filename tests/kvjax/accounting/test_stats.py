@@ -1,7 +1,5 @@
 """What a decode step reads, split: keys and values, metadata, what crosses the bus, weights."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

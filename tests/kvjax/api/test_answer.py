@@ -1,7 +1,5 @@
 """`kvjax.answer` gives the texts of the calls that it makes; budgets may be shares of the prompt."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import time

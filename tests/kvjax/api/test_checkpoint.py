@@ -1,7 +1,5 @@
 """Saving and loading a cache: going on from disk equals going on, for every method; failures leave nothing behind."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

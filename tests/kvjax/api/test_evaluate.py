@@ -1,7 +1,5 @@
 """`kvjax.evaluate`: rows of equal names, which a table of any kind takes; methods as objects, names and texts."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """`generate`, `stream`, `extend`, `decode_step`: ends of rows, drawing, streaming, forks, turns, use inside jit and vmap."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

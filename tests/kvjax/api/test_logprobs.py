@@ -1,7 +1,5 @@
 """Log-probabilities: those of a dense pass in float64 and of transformers, what `score` and `stream` say, what is refused."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

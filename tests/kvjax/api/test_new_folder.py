@@ -1,7 +1,5 @@
 """Folders that appear when they are whole: failures, killed processes and others at work."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvjax.api.new_folder import new_folder

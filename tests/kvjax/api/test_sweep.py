@@ -1,7 +1,5 @@
 """`sweep` is a loop over `generate`, in one compile per group of equal structure."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

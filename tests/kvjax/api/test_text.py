@@ -1,7 +1,5 @@
 """Text that grows and ends within a character. `tests.fuzz.tokenizers` has the law of whole characters."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kvjax.api.text import GrowingText, stop_in, until_stop

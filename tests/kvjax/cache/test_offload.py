@@ -1,7 +1,5 @@
 """Offloaded caches: the same tokens as resident ones, whatever the method, the batch, the chunks and the calls."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """Caches of codes: a method does on them exactly what it does in a model whose keys and values have the rounded numbers."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

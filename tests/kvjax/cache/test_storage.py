@@ -1,7 +1,5 @@
 """Laws of `PlainCache`, against a cache kept as Python dictionaries."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

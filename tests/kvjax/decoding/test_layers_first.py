@@ -1,7 +1,5 @@
 """Prompts that are read layer by layer: the cache, and all that follows, is that of passes through all layers."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

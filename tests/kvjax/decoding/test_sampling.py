@@ -1,7 +1,5 @@
 """`Sampler`: each field against NumPy and transformers; in `generate`, `stream` and `Verified`; in batches, jit and vmap."""
 
-from __future__ import annotations
-
 import functools
 import json
 

@@ -1,7 +1,5 @@
 """Decode steps on a TPU, traced without one: kernels where they can take the cache, plain JAX everywhere else."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """`FromJudge` against float64 loops: what it attends to after a prompt, and the list that a pass of the judge makes."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

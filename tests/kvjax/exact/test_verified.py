@@ -1,7 +1,5 @@
 """`Verified`: the tokens are Full's whatever the draft guesses; what a draft is told; tokens per pass; what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

@@ -1,7 +1,5 @@
 """In bfloat16 a token of `Verified` that is not Full's comes where two of Full's logits are nearly equal."""
 
-from __future__ import annotations
-
 import functools
 import pathlib
 

@@ -1,7 +1,5 @@
 """Attention Matching: what it keeps and fits, against the oracle on recorded q, k and v."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

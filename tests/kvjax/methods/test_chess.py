@@ -1,7 +1,5 @@
 """CHESS as the model sees it: recorded q, k, v and logits through the library's driver, against the float64 oracle."""
 
-from __future__ import annotations
-
 import functools
 import math
 from fractions import Fraction

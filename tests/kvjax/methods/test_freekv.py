@@ -1,7 +1,5 @@
 """What only FreeKV has: the share of corrected heads, dense layers, whole pages. Its oracle runs in test_scan.py."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """InfiniGen in a model: the guess on its way from the layer before to the method, and who asks for one."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """What only InfLLM has: parts of a row, and what does not fit them. Its oracle runs in test_oracles.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -46,7 +44,7 @@ def test_metadata_takes_two_bytes_per_query_head_and_token():
 
 
 def test_the_oracle_is_the_released_code():
-    """Stored by experiments/lab/goldens/infllm.py, which says what was changed."""
+    """Stored by a maker that says what was changed (`tests/goldens`)."""
     golden = json.loads((goldens.FOLDER / "kvjax" / "infllm.json").read_text())
     heads, group, tokens, dim = golden["sizes"]
     rng = np.random.default_rng(golden["seed"])

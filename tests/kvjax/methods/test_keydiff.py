@@ -1,7 +1,5 @@
 """KeyDiff: the sum of directions that each layer keeps equals the sum over the keys it holds, whatever stored them."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

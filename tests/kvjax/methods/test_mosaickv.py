@@ -1,7 +1,5 @@
 """MosaicKV beyond the laws of every method: its bases, its storage, and plans of heads and segments, which are finalised."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """MosaicKV's packing of vectors: which coordinates stay, in how many bytes, and what that loses."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

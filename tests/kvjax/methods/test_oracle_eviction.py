@@ -1,7 +1,5 @@
 """OracleEviction: Full's answer and the tokens that stay, against the oracle on recorded q, k, v and logits."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

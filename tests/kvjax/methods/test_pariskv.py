@@ -1,7 +1,5 @@
 """ParisKV beyond the generic comparison: codes of keys, estimates, recall, regions over long rows, ties."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

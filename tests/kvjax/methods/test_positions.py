@@ -1,7 +1,5 @@
 """Full attention under other positions: NTK, PI and SelfExtend."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

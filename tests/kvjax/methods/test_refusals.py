@@ -1,7 +1,5 @@
 """Knobs of a method that do not fit each other; tests/kvjax/test_fields.py has what a field refuses alone."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

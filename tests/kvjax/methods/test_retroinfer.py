@@ -1,7 +1,5 @@
 """What only RetroInfer has: clusters without room, exact estimates, refusals. Its oracle runs in test_scan.py."""
 
-from __future__ import annotations
-
 import functools
 import json
 
@@ -24,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 def test_the_oracle_clusters_as_the_released_code():
-    """Stored by experiments/lab/goldens/retroinfer.py."""
     golden = json.loads((goldens.FOLDER / "kvjax" / "retroinfer.json").read_text())
     rng, (tokens, dim, knobs) = np.random.default_rng(golden["seed"]), (golden[x] for x in ("tokens", "dim", "knobs"))
     key = rng.normal(size=(tokens, dim)) + rng.normal(size=(1, dim)) * 2

@@ -1,7 +1,5 @@
 """SentenceKV beyond the laws and the generic comparison: odd sentences, long decoding, boundary tables."""
 
-from __future__ import annotations
-
 import itertools
 
 import jax

@@ -1,7 +1,5 @@
 """Boundary tables of SentenceKV: which tokens of a tokenizer end a sentence."""
 
-from __future__ import annotations
-
 import pathlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """TokenSelect beyond the generic comparison: votes, the selection cache, slot geometry and long rows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

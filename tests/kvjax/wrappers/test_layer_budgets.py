@@ -1,7 +1,5 @@
 """Unequal budgets: `HeadKV`, `DuoAttention`, the files of their scores, and `LayerBudgets`; see test_prompt_eviction.py."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """`Periodic`: evictions that are applied again while decoding, beside float64 loops; what bounds its memory; refusals."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """What `Periodic` keeps of queries: a ring of those since the last eviction, which adds them to the moments."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

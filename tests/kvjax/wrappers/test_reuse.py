@@ -1,7 +1,5 @@
 """`Reuse`: what layers and later tokens attend to under another layer's or an older list, beside float64 loops."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

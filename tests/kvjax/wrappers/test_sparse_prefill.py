@@ -1,7 +1,5 @@
 """`Prefill`: what a sparse prompt attends to, beside float64 loops; files of patterns; what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

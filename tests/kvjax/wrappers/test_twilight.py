@@ -1,7 +1,5 @@
 """`Twilight`: what top-p over estimates by 4-bit keys leaves of a selection, beside float64 loops; what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -2,7 +2,7 @@
 
 Run with torch and transformers installed::
 
-    python -m experiments.lab.goldens.models [FAMILY ...]
+    python -m experiments.lab.goldens [FAMILY ...]
 
 Each file holds ``config`` (the JSON text that transformers writes), ``tokens`` int64 [B, T], ``hidden``
 float32 [L, B, T, d] (the residual stream after each layer), ``logits`` float32 [B, T, V], and every tensor of
@@ -10,8 +10,6 @@ the checkpoint under ``weight:<name>``. Weights lie on the float16 grid and are 
 halves the files at no loss. Where RoPE changes with the length of the text, ``decoded`` float32 [B, T - P, V] are the
 logits after a prompt of P = `PROMPT` tokens, when the other tokens come one at a time and keys are cached.
 """
-
-from __future__ import annotations
 
 import sys
 import tempfile
@@ -22,7 +20,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from experiments.lab.goldens import FOLDER
+from tests.goldens import FOLDER
 
 HERE = FOLDER / "models"
 SEED = 20261121
