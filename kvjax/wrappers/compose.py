@@ -170,6 +170,8 @@ class Stages(SlotMethod):
             )
         if retrieve.evicts:
             raise ValueError(f"Stages: retrieve must keep every slot it is given, but {type(retrieve).__name__} evicts")
+        if retrieve.spans_layers:
+            raise ValueError(f"Stages: retrieve must choose in each layer alone, {type(retrieve).__name__} chooses for all")
         if evict.packs:
             name = type(evict).__name__
             other = "evict must keep whole keys" if evict.evicts else f"it must come last: retrieve={name}()"
