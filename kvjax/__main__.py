@@ -1,7 +1,5 @@
 """The command ``kvjax``, which is also ``python -m kvjax``; which imports `experiments`."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import sys

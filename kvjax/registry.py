@@ -1,7 +1,5 @@
 """Methods by name, and their knobs: the classes that `kvjax.methods` imports, plug-ins (`kvjax.plugins`), and wrappers."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import re
@@ -261,6 +259,8 @@ def _value(cls: type[Method], knob: str, text: str) -> Any:
     try:
         value = _WORDS[text.lower()] if text.lower() in _WORDS else ast.literal_eval(text)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # it is no number and no tuple
+        if float in kinds and tuple[float, ...] in kinds:
+            return text  # the name of a file, as above
         value = text
     return check_field(cls, knob, value)
 

@@ -20,8 +20,6 @@ Source: RoFormer (arXiv:2104.09864); layout and the ``llama3`` rule as in Llama 
 ``modeling_rope_utils`` of transformers 5.23 computes them.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

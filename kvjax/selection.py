@@ -3,8 +3,6 @@
 In a tie the lower index wins, as in `jax.lax.top_k`. So selections are deterministic.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

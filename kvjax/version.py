@@ -1,7 +1,5 @@
 """The version of this package; pyproject.toml is its only source."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import pathlib
 import tomllib

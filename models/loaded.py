@@ -1,7 +1,5 @@
 """A model that is ready to be asked: its parameters, its description, its tokenizer and its chat template."""
 
-from __future__ import annotations
-
 import atexit
 import dataclasses
 import math

@@ -4,8 +4,6 @@ Each function takes the dtype of computation and returns a `ModelConfig`, as `Mo
 ``config.json``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from .config import ModelConfig

@@ -6,8 +6,6 @@ vocabulary are split by rows. All else (norms, the router) is on every device. O
 "data" and "slots" they are replicated.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Shared by the tests of kvjax: an example of every method, and a tiny model that counts its traces."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Newest: keep the newest tokens of a prompt. A method outside of kvjax, as a user would write it."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import Array
 

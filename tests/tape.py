@@ -3,8 +3,6 @@
 Token id t means "position t of this row", so a row is read with the tokens 0, 1, ... n-1 and continued with n, n+1, ...
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence

@@ -1,7 +1,5 @@
 """What only a GPU can show; skipped elsewhere, saying so: ``pytest -n 0 tests/test_gpu.py tests/pallas_kernels``."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 

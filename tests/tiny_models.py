@@ -1,7 +1,5 @@
 """Tiny configurations of each family, and the plainest way to run one: dense causal attention, no cache."""
 
-from __future__ import annotations
-
 import functools
 import math
 import pathlib

@@ -1,7 +1,5 @@
 """Continue a text under a method; show the text as it is generated, and at the end its costs."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Iterator, Mapping

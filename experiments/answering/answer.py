@@ -3,8 +3,6 @@
 Each question is asked of a copy of the cache, in the model's chat template if it has one (`kvjax.answer`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 

@@ -9,8 +9,6 @@ Shapes are shared on purpose, because compiling costs more than running: all pro
 last batch is filled up with copies of its first row.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Batches: the lengths that prompts are padded to, and the rows of a batch."""
 
-from __future__ import annotations
-
 from experiments.answering.mesh import equal_rows
 
 

@@ -1,7 +1,5 @@
 """CHESS's thresholds, calibrated on full-attention generations that begin at held-out prompts."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +19,12 @@ from kvjax.wrappers.reuse import read_head_map
 _GROUPS = {"papers": PAPERS, "baselines": BASELINES, "all": METHODS}
 _SHARES: Mapping[str, tuple[type, ...]] = {"budget": (str, float), "capacity": (str,)}  # types of a share of the length
 # Knobs that may be the path of a file, and what reads it.
-_FILES = {"scores": head_scores, "pattern": patterns, "head_map": read_head_map}
+_FILES = {
+    "scores": head_scores,
+    "pattern": patterns,
+    "head_map": read_head_map,
+    "head_factor": lambda path, _: _factors(path),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +142,14 @@ class Choice:
                 raise
             raise ValueError(f"{error} ({note}, at {length} tokens): set the budget, or use a longer length") from error
         return Setting(self.name, method, note)
+
+
+def _factors(path: str) -> tuple[float, ...]:
+    """Read the knob ``head_factor`` from a file of `experiments.heads.kept`."""
+    try:
+        return tuple(json.loads(pathlib.Path(path).read_text(encoding="utf-8"))["head_factor"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f'{path} must hold {{"head_factor": [number, ...]}}, got: {error!r:.80}') from error
 
 
 def _inside(value: Any) -> Any:

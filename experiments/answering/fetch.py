@@ -1,7 +1,5 @@
 """``kvjax fetch NAME``: download a model into the cache that the other commands read, and say where it is."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib

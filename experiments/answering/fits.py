@@ -1,7 +1,5 @@
 """What `kvjax ls --fits 24GB` shows: the longest prompt, the most rows and the memory of every method on one device."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import re

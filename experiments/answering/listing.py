@@ -1,7 +1,5 @@
 """What `kvjax ls models` and `kvjax ls families` show: the named models and where they are; the families that load."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import textwrap

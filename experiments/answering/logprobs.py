@@ -1,7 +1,5 @@
 """Log-probabilities of generated tokens as JSON lines, a line for each token."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The devices of a command's ``--mesh``: the axes that its text names, and JAX's mesh with these axes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

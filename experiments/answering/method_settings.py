@@ -1,7 +1,5 @@
 """Which method a command runs, with which knobs."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

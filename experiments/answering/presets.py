@@ -1,7 +1,5 @@
 """Methods at the budgets of their papers, and baselines at an eighth of the context."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Teacher forcing: lead a method along a given text, a decode step for each token, to see its predictions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The texts that commands read."""
 
-from __future__ import annotations
-
 import sys
 
 from experiments.tasks import check_unicode, decode_text, read_text

@@ -1,7 +1,5 @@
 """How a command writes an answer: how many tokens, how they are drawn, what ends them, and their log-probabilities."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 from typing import Any

@@ -1,7 +1,5 @@
 """What `kvjax ls tasks` and `kvjax ls FORMAT:PATH` show: tasks in a line each, an example of a task, a suite's file."""
 
-from __future__ import annotations
-
 import collections
 import json
 import textwrap

@@ -14,8 +14,6 @@ task's first metric under its last filter; all metrics are further measures. Thr
 MATH-500 is best read as ``minerva_math500``: hendrycks_math500 knows no box and finds every answer in one wrong.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

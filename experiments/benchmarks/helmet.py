@@ -10,8 +10,6 @@ folder (`*_k3_*`, `*_k10_*`), and have none if it is not there. The suite sample
 ranking leave out all of them; here they leave out the question itself.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

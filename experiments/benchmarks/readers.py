@@ -1,7 +1,5 @@
 """Read examples from users' files: `read("FORMAT:PATH")`."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

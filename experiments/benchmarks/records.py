@@ -1,7 +1,5 @@
 """Records of users' files, and errors that name the file, the line, what was found and what was expected."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import csv

@@ -7,8 +7,6 @@ scored.
 Suites report means over examples times 100. A score here belongs to a single example, in [0, 1].
 """
 
-from __future__ import annotations
-
 import dataclasses
 import decimal
 import operator

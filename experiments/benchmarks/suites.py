@@ -14,8 +14,6 @@
   cache.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import importlib.resources

@@ -7,8 +7,6 @@ A table of one's own questions needs `context` (or `context_file`, the path of a
 `answer` (or `answers`, a list). The other columns may be added.
 """
 
-from __future__ import annotations
-
 import ast
 import collections
 import dataclasses

@@ -4,8 +4,6 @@ Each measure gives the values of the suites' own programs, including odd roundin
 published scores.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 import importlib

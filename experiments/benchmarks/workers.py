@@ -1,7 +1,5 @@
 """Worker processes that end silently when the process that started them ends, however it ends."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """``kvjax fuzz``: runs ``tests/fuzz``, which a clone of the repository has and an installation lacks."""
 
-from __future__ import annotations
-
 import importlib
 import pathlib
 import sys

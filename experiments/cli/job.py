@@ -1,7 +1,5 @@
 """A job: what a command runs, with the dataclasses whose fields are its flags; how a command ends."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import inspect

@@ -1,7 +1,5 @@
 """What `kvjax ls cache` shows: what kvjax keeps on disk, which is named models and compiled programs."""
 
-from __future__ import annotations
-
 import pathlib
 import shutil
 from collections.abc import Sequence

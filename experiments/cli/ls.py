@@ -6,8 +6,6 @@ cache` shows the models and compiled programs that are kept on disk, and with --
 --model MODEL` shows what fits a device: the longest prompt and the most rows under each method, from sizes alone.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

@@ -4,8 +4,6 @@ Results go to standard output, messages about them to standard error. Bad input 
 interrupt with exit code 130; neither leaves a partial file.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 The figure with the experiment's own name is written as RECORD.png, every other figure as RECORD-NAME.png.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """How a command runs programs: compiled ones are kept on disk, in JAX's cache; operations run by kernels or as plain JAX."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import pathlib

@@ -4,8 +4,6 @@ jsonargparse reads and checks the values. This file adds what its flags lack: co
 help text of a field, which is the entry under "Attributes:" in the docstring of its class.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import difflib

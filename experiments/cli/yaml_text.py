@@ -1,7 +1,5 @@
 """YAML of settings: plain values, and no key that stands twice."""
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Mapping
 from typing import Any

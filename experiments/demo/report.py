@@ -1,7 +1,5 @@
 """The table of a demo, and its figure of accuracy and bytes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -30,7 +30,7 @@ _MORE = (
     "transformers", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "libtpu",
     "jax-triton",
 )  # fmt: skip
-_UNUSED = ("optax", "orbax-checkpoint", "wonderwords")  # no decode step depends on them
+_UNUSED = ("wonderwords",)  # no decode step depends on it
 _SETTINGS = ("XLA_", "JAX_", "CUDA_VISIBLE_DEVICES")  # environment variables that change what is tested
 
 

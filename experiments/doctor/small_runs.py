@@ -1,7 +1,5 @@
 """One small run of every operation on this device, beside plain JAX on the CPU: what `kvjax doctor` checks."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import dataclasses

@@ -30,15 +30,16 @@ import kvjax
 from experiments.answering import choices_of
 from experiments.cli import Job
 from experiments.heads.layers import attention_similarity
+from experiments.heads.monitor import MonitorLayer
 from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows, write_bytes
 from kvjax.cache import Cache
 from kvjax.methods.oracle import logits_of
-from kvjax.protocol.method import Cost, Inputs, LayerMethod, LayerSpec, Method
+from kvjax.protocol.method import Inputs, LayerMethod, LayerSpec, Method
 from kvjax.protocol.slots import SlotMethod
 from kvjax.protocol.typing import method_layers, pytree
 from kvjax.rope import rotate
-from kvjax.wrappers.compose import answers, passes
+from kvjax.wrappers.compose import answers
 
 _DISTANCES = (1, 2, 3, 4, 6, 8)  # between layers, in the printed table
 
@@ -71,12 +72,8 @@ class Pair:
 
 @answers("inner")
 @pytree
-class PairedLayer(LayerMethod):
+class PairedLayer(MonitorLayer):
     """A layer of `Paired`."""
-
-    inner: LayerMethod
-
-    max_tokens = passes("inner", LayerMethod.max_tokens)
 
     def init(self, spec: LayerSpec) -> Pair:
         shape = spec.batch, spec.num_kv_heads, spec.prompt_slots + spec.max_new_tokens
@@ -99,18 +96,6 @@ class PairedLayer(LayerMethod):
             lists.reshape(batch, -1, max(at.shape[1] // heads, 1), slots).any(axis=2), state.chosen.shape
         )
         return out, Pair(inner=inner, weight=weight[..., :slots], chosen=lists)
-
-    def finish(self, state: Pair, spec: LayerSpec) -> Pair:
-        return dataclasses.replace(state, inner=self.inner.finish(state.inner, spec))
-
-    def chosen(self, state: Pair, inputs: Inputs) -> Array:
-        return self.inner.chosen(state.inner, inputs)
-
-    def cost(self, state: Pair, shared: Any) -> Cost:
-        return self.inner.cost(state.inner, shared)
-
-    def room(self, state: Pair) -> Array | None:
-        return self.inner.room(state.inner)
 
 
 @answers("method")

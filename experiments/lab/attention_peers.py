@@ -6,8 +6,6 @@ jitted program, FlashInfer in a CUDA graph. The sides run one after the other, b
 their rows to one record. FlashInfer has no jitted form here, and needs torch and nvcc.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import pathlib

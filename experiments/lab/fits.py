@@ -3,8 +3,6 @@
 `python -m experiments.lab.fits`: everything comes from `kvjax.memory_needed`, by shapes alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

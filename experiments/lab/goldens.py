@@ -11,8 +11,6 @@ halves the files at no loss. Where RoPE changes with the length of the text, ``d
 logits after a prompt of P = `PROMPT` tokens, when the other tokens come one at a time and keys are cached.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

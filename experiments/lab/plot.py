@@ -1,7 +1,5 @@
 """Draw the figures of the lab's records: `python -m experiments.lab.plot RECORD`, as `kvjax plot` draws all others."""
 
-from __future__ import annotations
-
 import sys
 
 from experiments.cli import Job

@@ -8,8 +8,6 @@ time than the step, the device waited for the host or for another device.
 the cost of the sums.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import pathlib

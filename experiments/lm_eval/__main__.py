@@ -5,8 +5,6 @@ arguments, and ``--no-cache`` and ``--implementation xla`` like other commands. 
 `experiments.lm_eval.model.KvjaxLM` and the method's knobs.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ one after the other, and every probability is taken after a decode step. (If the
 probability comes from prefill, where there is nothing to select.)
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

@@ -26,8 +26,6 @@ needle tasks fetch essays and NLTK's sentence splitter; the question tasks fetch
 to fetch the sentence splitter when the task is loaded, and continues without it.) ruler_vt needs more than 512 tokens.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Compare a record with another record of the same experiment, row by row, for example of two devices."""
 
-from __future__ import annotations
-
 import collections
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Bootstrap intervals of a mean over examples. Groups of examples may share a context."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """A record as text: what was measured, on what, with which settings, and its rows as a table."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

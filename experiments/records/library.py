@@ -1,7 +1,5 @@
 """Rows whose texts come from Python's standard library: rows of two versions are not compared."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

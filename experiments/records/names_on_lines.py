@@ -1,7 +1,5 @@
 """Names of curves inside of a panel, placed by adjustText; a few curves have a colour and a name, the others are grey."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import textwrap

@@ -4,8 +4,6 @@ matplotlib is an optional package, so it is imported inside the functions that d
 global settings or needs a display.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import io

@@ -1,8 +1,7 @@
 """The JSON record of a measurement: settings, versions, device, commit, date, metrics with units."""
 
-from __future__ import annotations
-
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -17,10 +16,11 @@ import jax
 
 from pallas_kernels.dispatch import get_default_implementation
 
-PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "orbax-checkpoint", "safetensors", "tokenizers", "wonderwords")
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "safetensors", "tokenizers", "wonderwords")
 _KEPT = 50  # characters of a file's name in its draft's name: a longer name would be too long with more letters
 
 
+@functools.cache  # a record is written after every cell
 def commit() -> str | None:
     """Return the commit of this checkout, with "+changes" if tracked files differ from it; None outside a repository."""
     here = pathlib.Path(__file__).resolve().parent
@@ -34,7 +34,8 @@ def commit() -> str | None:
     return head.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
 
 
-def versions(more: Sequence[str] = ()) -> dict[str, str]:
+@functools.cache
+def versions(more: tuple[str, ...] = ()) -> dict[str, str]:
     """Return the versions of Python and of the installed packages that a result depends on, `PACKAGES` and ``more``."""
     known = {"python": platform.python_version()}
     for name in (*PACKAGES, *more):
@@ -52,17 +53,12 @@ def operations() -> dict[str, str]:
 
 
 def make_record(
-    experiment: str,
-    settings: dict[str, Any],
-    metrics: Sequence[dict[str, Any]],
-    *,
-    device: Mapping[str, Any] | None = None,
-    packages: Sequence[str] = (),
+    experiment: str, settings: dict[str, Any], metrics: Sequence[dict[str, Any]], *, device: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Make a record of metrics with "name", "value" and "unit" each, with versions, device, commit and date.
 
     JSON values. A measurement without JAX names its ``device`` ("platform", "kind", "count"), because JAX takes most of a
-    GPU's memory when it is asked. ``packages`` are further ones whose versions are kept.
+    GPU's memory when it is asked.
     """
     for metric in metrics:
         missing = {"name", "value", "unit"} - metric.keys()
@@ -75,7 +71,7 @@ def make_record(
         "experiment": experiment,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "versions": versions(packages),
+        "versions": versions(),
         "device": {**device, "cpu_cores": os.cpu_count(), **operations()},
         "settings": settings,
         "metrics": list(metrics),

@@ -1,7 +1,5 @@
 """Tables of a record's rows by declared columns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tables as Markdown and CSV: their lines, their files, and the short form of a commit."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Names of methods as their papers write them, for tables and figures, and their looks in figures."""
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections.abc import Sequence

@@ -21,8 +21,6 @@ floor, which does not include the bus.
 ``--sums`` times the rows under several variants of the sums over devices (`sum_variants.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import pathlib

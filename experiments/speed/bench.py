@@ -1,7 +1,5 @@
 """The measurements of a process on one model: decode steps and the method's part of them, prefill, the largest batch."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gc
@@ -21,7 +19,7 @@ from experiments.speed.rows import note_run, now
 from experiments.speed.settings import CHUNK_SIZE, MODELS, MOST_ROWS, SpeedSettings
 from experiments.speed.sum_variants import compiled
 from experiments.speed.token_loop import TokenLoop
-from experiments.speed.variants import VERIFIED, Nothing, kv_dtype_of, read_knobs, setting
+from experiments.speed.variants import Nothing, kv_dtype_of, read_knobs, setting
 from kvjax.accounting.memory import check_memory, needed_each
 from kvjax.api import shard_map
 from kvjax.api.programs import cost_program
@@ -98,7 +96,7 @@ class Bench:
 
     def setting(self, name: str, length: int, **knobs: Any) -> Setting:
         """Return a variant at a length; ``knobs`` override all other knobs."""
-        return setting(name, length, self.config, {**self._knobs.get(name, {}), **knobs}, self.settings.acceptance)
+        return setting(name, length, self.config, {**self._knobs.get(name, {}), **knobs})
 
     def row(
         self,
@@ -163,15 +161,13 @@ class Bench:
             split: split the time into the method's part and the rest; None does as the settings say.
             sums: a variant of sums over devices.
         """
-        drafts = name.startswith(VERIFIED)
-        split = (self.settings.splits if split is None else split) and not drafts
-        kept = {"kept": list(self.settings.acceptance)} if drafts else {}
+        split = self.settings.splits if split is None else split
 
         def measure(chosen: Setting) -> dict[str, Any]:
             figures = self.decode_figures(chosen.method, length, batch, kv_dtype_of(name), sums)[0]
             return figures | ({"split": self._split(figures["value"], batch)} if split else {})
 
-        return self.row("decode", name, length, batch, measure, wanted="split" if split else None, sums=sums, **kept)
+        return self.row("decode", name, length, batch, measure, wanted="split" if split else None, sums=sums)
 
     def _split(self, whole: float, batch: int) -> dict[str, float]:
         """Measure the seconds of the method's part of a step and of the rest."""
@@ -225,17 +221,15 @@ class Bench:
         if limit is not None and self.weights + needed > limit:  # an attempt would leave less memory for the next rows
             sizes = f"{needed / 1e9:.1f} GB beside {self.weights / 1e9:.1f} GB of parameters"
             raise MemoryError(f"the cache of {type(method).__name__} needs {sizes} on a device of {limit / 1e9:.1f} GB")
-        settings, kept = self.settings, self.settings.acceptance if method.drafts else ()
+        settings = self.settings
         loop = TokenLoop(
             self.params, self.config, method, length=length, batch=batch, steps=settings.tokens, room=self.room,
-            kv_dtype=kv_dtype, sums=sums, kept=kept,
+            kv_dtype=kv_dtype, sums=sums,
         )  # fmt: skip
         spans = [loop.run() for _ in range(settings.repeats + 1)][1:]  # the first call warms up
         cache, plan, seen = loop.cache, loop.plan, cost_program(loop.cache)
         devices, groups = (1, 1) if plan is None else (plan.mesh.size, plan.groups)
         of_weights = self.config.weight_bytes(of_device(self.params), batch // groups)
-        if kept:  # a pass and its draft steps read all weights, and give several tokens
-            of_weights *= (1 + len(kept)) / float(seen.counters["tokens_per_pass"].mean())
         of_cache = float(seen.bytes_read.sum()) / devices
         read, seconds = of_weights + of_cache, statistics.median(spans)
         floor = self.bandwidth.seconds(read)

@@ -1,7 +1,5 @@
 """Seconds of device work without the dispatch: many runs inside a compiled loop, each depending on the run before it."""
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 import time

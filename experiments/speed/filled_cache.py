@@ -6,8 +6,6 @@ on a single row. Methods whose prompt storage is bounded prefill the first and t
 their sinks and windows hold the positions that they would hold after the whole prompt.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

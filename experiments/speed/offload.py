@@ -14,8 +14,6 @@ memory that it took. With ``XLA_PYTHON_CLIENT_MEM_FRACTION=.38``, even a prompt 
 prefilled.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 from typing import Any

@@ -1,7 +1,5 @@
 """Figures of a speed record: bars of time over their floors, and time against the number of devices."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

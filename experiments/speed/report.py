@@ -1,7 +1,5 @@
 """The tables of the records of `experiments.speed` and `experiments.speed.offload`, and the line printed for each row."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The memory roofline: the read bandwidth, measured in the same run, and the memory of a device."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parts that the jobs of `experiments.speed` share: the begin and end of a run in its record, and cells of its tables."""
 
-from __future__ import annotations
-
 import datetime
 import math
 import re
@@ -11,7 +9,6 @@ from typing import Any
 from experiments.records import Results, table_file, write_bytes
 
 Row = Mapping[str, Any]
-_FAILED = "failed; their errors are in the record"
 
 
 def now() -> str:
@@ -24,14 +21,13 @@ def note_run(results: Results, run: str, about: Mapping[str, Any]) -> None:
     results.change("runs", lambda runs: {**(runs or {}), run: dict(about)})
 
 
-def finish(results: Results, tables: str, failed: int, told: str = _FAILED) -> None:
+def finish(results: Results, tables: str, failed: int) -> None:
     """Write the tables beside the record, and say how many rows failed.
 
     Args:
         results: the record.
         tables: the text of its tables.
         failed: how many rows failed.
-        told: the message about failed rows, after their number.
 
     Raises:
         SystemExit: a row failed.
@@ -39,7 +35,7 @@ def finish(results: Results, tables: str, failed: int, told: str = _FAILED) -> N
     write_bytes(table_file(results.path), tables.encode())
     print(f"record: {results.path}")
     if failed:
-        raise SystemExit(f"{failed} rows {told}")
+        raise SystemExit(f"{failed} rows failed; their errors are in the record")
 
 
 def run_line(run: str, about: Mapping[str, Any], more: str = "") -> str:

@@ -1,7 +1,5 @@
 """The settings of `experiments.speed`, its offloading and its profiles, and the model shapes that they know."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 from collections.abc import Callable
@@ -13,7 +11,7 @@ from jsonargparse.typing import PositiveInt
 from experiments.answering import WEIGHT_DTYPES, mesh_axes
 from experiments.cli import Settings, option, record_path
 from experiments.speed.sum_variants import check_sums
-from experiments.speed.variants import VARIANTS, VERIFIED
+from experiments.speed.variants import VARIANTS
 from kvjax.cache.quantised import check_kv_dtype
 from models import ModelConfig, shapes
 from pallas_kernels.axes import DATA
@@ -47,7 +45,7 @@ _MODES = ("prefill", "largest_batch")  # what is timed instead of decode steps
 _NEEDS = {
     "chunk_size": "prefill", "most_rows": "largest_batch", "sums": "mesh", "beside_one": "mesh",
 }  # fmt: skip
-_EXCLUDES = {"largest_batch": ("prefill", "mesh", "batches"), "split": _MODES, "acceptance": ("mesh", *_MODES)}
+_EXCLUDES = {"largest_batch": ("prefill", "mesh", "batches"), "split": _MODES}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +100,7 @@ def check_names(model: str, methods: tuple[str, ...]) -> None:
     if model and model not in MODELS:
         raise ValueError(f"unknown model {model!r}, expected one of {', '.join(MODELS)}")
     for name in methods if methods != ("all",) else ():
-        if name.removeprefix(VERIFIED) not in VARIANTS:
+        if name not in VARIANTS:
             raise ValueError(f"unknown method {name!r}, expected one of {', '.join(VARIANTS)}")
 
 
@@ -122,8 +120,6 @@ class SpeedSettings(RowSettings):
         prefill: time prefill instead
         largest_batch: look for the largest batch instead of --batches
         most_rows: with --largest-batch: where to begin at most (default 64)
-        acceptance: comma-separated, for methods named verified_METHOD: the share of drafted tokens that are kept at each
-            place; so many tokens are drafted in each pass
         weight_dtype: keep kernels and tables in int8 or int4; the rows' model is named MODEL@WEIGHT_DTYPE
 
     Raises:
@@ -138,7 +134,6 @@ class SpeedSettings(RowSettings):
     prefill: bool = False
     largest_batch: bool = False
     most_rows: PositiveInt | None = None
-    acceptance: tuple[float, ...] = ()
     weight_dtype: str | None = option(None, choices=WEIGHT_DTYPES)
 
     @property
@@ -154,7 +149,6 @@ class SpeedSettings(RowSettings):
         for name, others in _EXCLUDES.items():
             if vars(self)[name] and (clash := [other for other in others if vars(self)[other]]):
                 raise ValueError(f"{_flag(name)} has no meaning with {_flag(clash[0])}")
-        self._check_acceptance()
         self._check_mesh()
 
     def _check_mesh(self) -> None:
@@ -166,17 +160,6 @@ class SpeedSettings(RowSettings):
         for batch in self.batches or (1,):
             if axes and batch % axes[DATA]:
                 raise ValueError(f"--batches must be multiples of the {axes[DATA]} devices of the axis {DATA!r}, got {batch}")
-
-    def _check_acceptance(self) -> None:
-        kept, drafts = self.acceptance, [name for name in self.methods if name.startswith(VERIFIED)]
-        if bool(kept) != bool(drafts):
-            raise ValueError(
-                f"--acceptance belongs to methods named verified_METHOD, got {kept or 'none'} and {', '.join(self.methods)}"
-            )
-        if kept and (len(kept) < 2 or not 1 >= kept[0] >= kept[-1] >= 0 or list(kept) != sorted(kept, reverse=True)):
-            raise ValueError(f"acceptance must be at least two shares from 1 to 0 that do not rise, got {kept}")
-        if kept and self.tokens <= len(kept):
-            raise ValueError(f"tokens must be above {len(kept)}, the tokens drafted in a pass, got {self.tokens}")
 
     @property
     def splits(self) -> bool:

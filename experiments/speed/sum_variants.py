@@ -7,8 +7,6 @@ neither collectives nor loops are captured: each sum ends a graph, and the host 
 list replace XLA's default list.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import time

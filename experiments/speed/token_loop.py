@@ -1,17 +1,13 @@
 """The jitted token loop that is timed: compiled for a filled cache, and run again and again on its own result."""
 
-from __future__ import annotations
-
 import functools
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from experiments.speed.filled_cache import filled_cache
-from experiments.speed.samplers import Forced
 from experiments.speed.sum_variants import compiled
 from kvjax.api import shard_map
 from kvjax.decoding.layers import fingerprint
@@ -34,7 +30,6 @@ class TokenLoop:
         room: tokens that may follow the prompt, of all runs together.
         kv_dtype: dtype of the stored keys and values.
         sums: a variant of sums over devices.
-        kept: the share of drafted tokens that are kept at each place, for a method that drafts.
 
     Attributes:
         program: the compiled loop.
@@ -55,14 +50,12 @@ class TokenLoop:
         room: int,
         kv_dtype: str | None = None,
         sums: str | None = None,
-        kept: Sequence[float] = (),
     ) -> None:
         self.plan, self._params, self._steps = plan_of(params), params, steps
         sizes = {"length": length, "batch": batch, "max_new_tokens": room, "kv_dtype": kv_dtype}
         self.cache = filled_cache(method, model, weights=fingerprint(params), plan=self.plan, **sizes)
         done = place_rows(self.plan, jnp.zeros((batch,), bool))
-        drawn = (Forced.keeping(kept, batch), jax.random.key(0)) if kept else (Sampler(), None)
-        self._rest = (*drawn, jnp.zeros((0,), jnp.int32), *done)
+        self._rest = (Sampler(), None, jnp.zeros((0,), jnp.int32), *done)
         loop = functools.partial(shard_map.decode, steps=steps, stop_early=False)
         self.program, self.compile_seconds = compiled(loop, params, self.cache, *self._rest, sums=sums, donate_argnums=1)
 

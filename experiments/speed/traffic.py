@@ -1,7 +1,5 @@
 """The bytes of keys and values that a decode step reads over the bus, counted from a real selection where possible."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """The methods as they are timed: the papers' budgets, variants that isolate a cost, and attention that does nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-import kvjax
 from experiments.answering import Setting, paper_method
 from kvjax import registry
 from kvjax.decoding.layers import check_quantisable, layer_methods
@@ -19,7 +16,6 @@ from kvjax.protocol.typing import pytree
 from kvjax.wrappers import Pattern, Periodic, Prefill
 from models import ModelConfig
 
-VERIFIED = "verified_"  # before a variant's name: `kvjax.Verified` with the variant as its draft
 _SENTENCE = 20  # tokens; every 20th token id ends a sentence
 
 
@@ -122,27 +118,18 @@ def kv_dtype_of(name: str) -> str | None:
     return name.partition("@")[2] or None
 
 
-def setting(
-    name: str, length: int, config: ModelConfig, knobs: Mapping[str, Any] | None = None, kept: Sequence[float] = ()
-) -> Setting:
+def setting(name: str, length: int, config: ModelConfig, knobs: Mapping[str, Any] | None = None) -> Setting:
     """Make the variant at a context of ``length`` tokens. A budget above a quarter of the context becomes that quarter.
 
     Args:
-        name: see `VARIANTS`; with or without `VERIFIED` before it, and with or without a ``kv_dtype``, see `kv_dtype_of`.
+        name: see `VARIANTS`; with or without a ``kv_dtype``, see `kv_dtype_of`.
         length: tokens of the prompt.
         config: the model.
         knobs: knobs that override the variant's.
-        kept: for names ``verified_VARIANT``, whose draft is the variant: the share of drafted tokens that are kept at each
-            place. So many tokens are drafted in each pass.
 
     Raises:
         ValueError: an unknown name or knob, a value that the method refuses, or a ``kv_dtype`` on which it cannot run.
     """
-    if name.startswith(VERIFIED):
-        draft = setting(name.removeprefix(VERIFIED), length, config, knobs)
-        shares = f"drafted tokens kept: {', '.join(f'{share:g}' for share in kept)}"
-        method = kvjax.Verified(draft=draft.method, depth=len(kept), worth=None)
-        return Setting(name, method, "; ".join(filter(None, (draft.note, shares))))
     if (base := name.partition("@")[0]) not in VARIANTS:
         raise ValueError(f"unknown method {name!r}, expected one of {', '.join(VARIANTS)}")
     variant, knobs = VARIANTS[base], knobs or {}

@@ -1,7 +1,5 @@
 """The data types of a task: a context with its questions, an example, a request to a generator, and the task itself."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import importlib.resources
@@ -157,11 +155,9 @@ class Request:
         count_tokens: text -> number of tokens.
         haystack: sentences to hide the needles in (unused by tasks that make their own), or the questions of a file, or
             files of code.
-        words: keys and values of a split.
+        words: keys and values.
         depth: where the first queried needle goes, 0 (start) to 1 (end); None draws the depth.
         num_questions: number of questions about the context, at least 1; more questions bring more needles.
-        training: whether to reserve room for the targets of all questions, each with its end-of-sequence, instead of the
-            suite's generation length for a single answer. The finished prompt is then not counted again.
         index: the index of the file's question to ask, modulo the number of questions; None asks a random question.
     """
 
@@ -173,17 +169,12 @@ class Request:
     words: Words
     depth: float | None = None
     num_questions: int = 1
-    training: bool = False
     index: int | None = None
 
     @property
     def prompt(self) -> Prompt:
         """The words of the task's prompt."""
         return PROMPTS[self.task]
-
-    def answer_room(self, questions: Sequence[Question], limit: int) -> int:
-        """Count the tokens to reserve for answers: `limit` or, in training, all targets with their end-of-sequence."""
-        return sum(self.count_tokens(q.target) + 1 for q in questions) if self.training else limit
 
     def question_tokens(self, questions: Sequence[Question]) -> int:
         """Count the tokens of the questions and answer prefixes."""
@@ -204,7 +195,7 @@ class Task:
         takes_depth: whether a request can set the depth of the first queried needle.
         max_questions: most questions about a context; None allows as many as fit.
         about: what the task asks for, in a few words.
-        load: `load(count_tokens, split)` -> what the task is made from instead of a haystack; None for tasks without.
+        load: `load(count_tokens)` -> what the task is made from instead of a haystack; None for tasks without.
         chat: whether a chat template wraps the prompt, see `Example`.
         measures: more scores of an answer by name, which a result has beside `score`.
         in_turns: whether a question may refer to the questions before it, so that several questions about a context are

@@ -12,8 +12,6 @@ Departures: the text is Python's standard library. LongBench's instruction and i
 small chat models answer them with another text. Indentation is not scored. RepoBench's exact match is recorded as well.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import functools

@@ -9,8 +9,6 @@ The renamed files still parse. They need not run, because a name that is both a 
 object has the new name in both places.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import functools

@@ -12,8 +12,6 @@ stands in the first three quarters of the lines. The kind is drawn first, then t
 this kind, then the function. So a constant answer such as ``ValueError`` is seldom right.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import collections

@@ -1,9 +1,9 @@
-"""Questions about many dated entries of a log: how many, which most often, how much in all, which more often, which first.
+"""Questions about many dated entries of a log: which most often, which more often, how many, how much in all, which next.
 
 In the manner of Oolong (Bertsch et al. 2025, arXiv:2511.02817): the answer is in no place, because many entries decide it. A
 task's `share` is the part of the entries that decide, from a sixteenth, which are those of one town, to all. They are spread
-over the whole text. A method that attends to fewer tokens than decide must lose, and the tables show where it does. A few
-entries decide the easier tasks, which also say what they are about.
+over the whole text. A method that attends to fewer tokens than decide must lose, and the tables show where it does. One to
+three entries decide the other tasks, whose answers first write what they count, add or order.
 
 The words are ours. Scores are exact.
 """
@@ -26,6 +26,7 @@ TOWNS = ("Rome", "Oslo", "Lima", "Cairo", "Delhi", "Paris", "Tokyo", "Quito")
 COMMON = 6  # things of most entries
 MOST = 0.5  # the most frequent thing's part of the entries that decide
 FIRST_DAY = datetime.date(2031, 1, 1)
+LONGEST_GAP = 20  # days
 LARGEST = 9  # amount
 MONTHS = (
     "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December",
@@ -37,10 +38,10 @@ def entries(request: Request, asks: str, share: float = 1.0, few: int = 0) -> Do
 
     Args:
         request: what to make.
-        asks: "most" and "compare" (which thing, which of two), "count", "sum" or "first"; forms of the prompt have the words.
+        asks: "most" and "compare" (which thing, which of two), "count", "sum" or "next"; forms of the prompt have the words.
         share: the part of the entries that decides; below 1 these are the entries of one town.
-        few: entries that decide instead of a share: of one thing ("count": at most so many; "sum"), or one of each of so many
-            things ("first").
+        few: entries that decide instead of a share: 2 to so many of one thing ("count"), or one of each of so many things
+            ("sum"; "next", which asks for the entry behind it).
     """
     seed = request.rng.getrandbits(64)
 
@@ -50,7 +51,7 @@ def entries(request: Request, asks: str, share: float = 1.0, few: int = 0) -> Do
         common, rare = things[:COMMON], things[COMMON:]
         count = steps + COMMON + few
         if few:
-            named = rare[:few] if asks == "first" else rare[:1] * (rng.randint(1, few) if asks == "count" else few)
+            named = rare[:1] * rng.randint(2, few) if asks == "count" else rare[:few]
             facts = [(rng.choice(towns), thing) for thing in named]
         else:
             named = common[:1]
@@ -59,18 +60,25 @@ def entries(request: Request, asks: str, share: float = 1.0, few: int = 0) -> Do
         if share == 1:
             facts = [(rng.choice(towns), thing) for _, thing in facts]
         rng.shuffle(facts)
+        if facts[-1][1] == named[0]:  # so that an entry follows
+            facts.insert(0, facts.pop())
         amounts = [rng.randint(1, LARGEST) for _ in facts]
         mine = [(thing, amount) for (_, thing), amount in zip(facts, amounts, strict=True) if thing in named]
-        answer = {"count": str(len(mine)), "sum": str(sum(amount for _, amount in mine))}.get(asks, mine[0][0])
+        lines = _lines(rng, prompt.forms["entry"], facts, amounts)
+        at = [thing for _, thing in facts].index(named[0])
+        found = {"count": len(mine), "sum": sum(amount for _, amount in mine), "next": amounts[at + 1]}
+        answer = str(found.get(asks, named[0]))
         offered = [named[0], common[1]] if asks == "compare" else named
+        offered = rng.sample(offered, len(offered))
         asked = {
             "town": prompt.forms["town"].format(town=towns[0]) if share < 1 else prompt.forms["everywhere"],
-            "thing": rare[0],
-            "choice": _listed(rng.sample(offered, len(offered))),
+            "thing": offered[0],
+            "entry": lines[at],
+            "choice": " or ".join(offered),
+            "both": " and ".join(offered),
         }
         question, prefix = (prompt.forms[f"{asks}{end}"].format(**asked) for end in ("", "_prefix"))
         questions = (Question(prompt.question.format(question=question), prefix, (answer,), f" {answer}."),)
-        lines = _lines(rng, prompt.forms["entry"], facts, amounts)
         return Document(request.task, prompt.context.format(context="\n".join(lines)), questions, prompt.tokens)
 
     prompt = request.prompt
@@ -88,11 +96,7 @@ def _lines(rng: random.Random, form: str, facts: Sequence[tuple[str, str]], amou
     """Write the entries, whose dates ascend."""
     day, lines = FIRST_DAY, []
     for (town, thing), amount in zip(facts, amounts, strict=True):
-        day += datetime.timedelta(rng.randint(1, 2))
+        day += datetime.timedelta(rng.randint(1, LONGEST_GAP))
         date = f"{day.day} {MONTHS[day.month - 1]} {day.year}"
         lines.append(form.format(date=date, name=rng.choice(PEOPLE), town=town, amount=amount, thing=thing))
     return lines
-
-
-def _listed(things: Sequence[str]) -> str:
-    return " or ".join((", ".join(things[:-1]), things[-1])) if len(things) > 1 else ""

@@ -11,8 +11,6 @@ Values are in the file alone, labels in the conversation alone.
 The file is in the form of an INI file: sections with the same keys and drawn values.
 """
 
-from __future__ import annotations
-
 from experiments.tasks.base import Document, Question, Request
 from experiments.tasks.fitting import draw_until_full, fit_among
 

@@ -1,7 +1,5 @@
 """Fit documents to a length: as long as the limit allows."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -47,8 +45,6 @@ def fit(
 ) -> Document:
     """Make a document whose first prompt fits `request.length`; the haystack shrinks until the prompt fits.
 
-    In training the finished prompt is not counted here, because the loader of rows counts the tokens that it encodes.
-
     Args:
         request: the limit and the token counter.
         questions: about the context.
@@ -61,13 +57,12 @@ def fit(
         TooShort: the needles and the question alone are longer than `request.length`.
     """
     limit = request.prompt.tokens if limit is None else limit
-    room = request.answer_room(questions, limit)
-    budget = request.length - fixed - room - request.question_tokens(questions)
+    budget = request.length - fixed - limit - request.question_tokens(questions)
     while True:
         if budget < 0:
             raise TooShort(f"length {request.length} is too short: the task needs {-budget} tokens more")
         document = Document(request.task, build(budget), tuple(questions), limit, system)
-        excess = 0 if request.training else request.count_tokens(document.samples()[0].prompt) + room - request.length
+        excess = request.count_tokens(document.samples()[0].prompt) + limit - request.length
         if excess <= 0:
             return document
         budget -= excess
@@ -117,11 +112,7 @@ def fit_steps(request: Request, build: Callable[[int], Document], most: int) -> 
     """
 
     def excess(document: Document) -> int:
-        sample = document.samples()[0]
-        room = request.answer_room(document.questions, document.max_new_tokens)
-        asked = request.question_tokens(document.questions) if request.training else 0
-        prompt = request.count_tokens(sample.opening if request.training else sample.prompt)
-        return prompt + asked + room - request.length
+        return request.count_tokens(document.samples()[0].prompt) + document.max_new_tokens - request.length
 
     longest = build(1)
     if (missing := excess(longest)) > 0:

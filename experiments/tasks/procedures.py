@@ -25,8 +25,6 @@ A line counts by itself there: the score is the share of the right lines that th
 the first wrong line is a further measure, ``prefix``.
 """
 
-from __future__ import annotations
-
 import html
 import random
 import re

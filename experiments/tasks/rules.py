@@ -17,8 +17,6 @@ A rule is written ``KIND: TEXT`` in the references:
 * ``secret``: the digits that must not be written. It is no rule: see `score_secret`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The scorers of the tasks: the score of an output, given the references."""
 
-from __future__ import annotations
-
 import bisect
 import difflib
 import itertools
@@ -44,6 +42,12 @@ def score_first_word(prediction: str, answers: Sequence[str]) -> float:
     """Score a classification: 1.0 if the first word is the label, case-insensitive, else 0.0."""
     match = re.search(r"\w+", prediction)
     return float(match is not None and match.group().lower() == answers[0].lower())
+
+
+def score_conclusion(prediction: str, answers: Sequence[str]) -> float:
+    """Score what an answer ends with: 1.0 if its last word, or its last number for a number, is the reference, else 0.0."""
+    found = re.findall(r"\d+" if answers[0].isdecimal() else r"\w+", prediction)
+    return float(found[-1:] != [] and found[-1].lower() == answers[0].lower())
 
 
 def score_leading_words(prediction: str, answers: Sequence[str]) -> float:

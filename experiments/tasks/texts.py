@@ -3,8 +3,6 @@
 A value that is no reference is refused, and a number becomes its digits.
 """
 
-from __future__ import annotations
-
 import codecs
 import decimal
 import math

@@ -6,8 +6,6 @@ and goes back to the sheet for each problem. The scorer reads the number of a pr
 a model calculates is free.
 """
 
-from __future__ import annotations
-
 import operator
 import random
 import re

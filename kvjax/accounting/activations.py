@@ -44,7 +44,7 @@ def rereading(
     rows = specs[0].batch
 
     def run(method: Method, params: Any, states: Any, shared: Any, tokens: Any, length: Any, logits: Any) -> Any:
-        return reread(params, tokens, length, method, layer_methods(method, model), states, shared, model, logits)
+        return reread(params, tokens, length, method, layer_methods(method, model), states, shared, model, logits, {})
 
     numbers = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, padded), (rows,)))
     args = method, params, states, shared, *numbers, jax.ShapeDtypeStruct((rows, model.vocab_size), jnp.float32)

@@ -4,8 +4,6 @@
 of queries and blocks of keys.
 """
 
-from __future__ import annotations
-
 import math
 
 import jax

@@ -1,7 +1,5 @@
 """Means and covariance of a row's queries, collected chunk by chunk, for methods that predict later queries."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import Array
 

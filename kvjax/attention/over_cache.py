@@ -1,7 +1,5 @@
 """Attention of one layer over its cache: over chosen slots, and over all stored tokens."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, cast
 

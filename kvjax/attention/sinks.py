@@ -6,8 +6,6 @@ without sinks, in any kernel and in any number of parts, and the correction come
 Source: gpt-oss (OpenAI, 2025); Xiao et al., arXiv:2309.17453 (section 3.2, a softmax with one more logit).
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import Array

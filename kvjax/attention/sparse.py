@@ -6,8 +6,6 @@ choose blocks of keys has a list for each block of queries. No array has both an
 for a few queries at a time.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

@@ -26,13 +26,16 @@ values of a whole prompt exist for one layer of one group only, and where a laye
 of the storage of all. The model has to run one layer alone (`kvjax.protocol.typing.LayeredModel`). A method that reads the
 prompt twice (`Method.reread`) needs all layers at the prompt's end; nothing else in a prefill looks across layers. Results
 are equal up to rounding: the last update of a layer is added to the hidden states before the next layer begins.
+
+Where layers go to host memory, hidden states wait there, and so do the first finished layers with all that they keep on the
+device (`Order.waiting`), until the program has ended: else a layer's keys and values would come on top of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -43,19 +46,34 @@ from kvjax.cache import Cache, LayerSpec
 from kvjax.decoding.layers import fingerprint, init_shared, layer_methods, layer_specs, observe
 from kvjax.decoding.passes import Pass, checked, reread
 from kvjax.decoding.reading_order import By, Order, chosen_order, reading_spec
-from kvjax.decoding.shared_storage import Common, barrier, common_storage, finish
+from kvjax.decoding.shared_storage import Common, barrier, common_storage, finish, stored_alone
 from kvjax.protocol.method import LayerMethod, Method
 from kvjax.protocol.typing import Model, attention_soft_cap, is_recurrent, layered, not_none, position_option
 from pallas_kernels import axes
-from pallas_kernels.host import to_device, to_host
+from pallas_kernels.host import on_host, to_device, to_host
 from pallas_kernels.numerics import bounded_loop, made_after
 from pallas_kernels.soft_cap import soft_cap
 
 
 def run_prefill(params: Any, tokens: Array, length: Array, method: Method, **sizes: Any) -> Cache:
-    """Run `run_prefill_each` for one method."""
+    """Run `run_prefill_each` for one method, and bring back what waits."""
     (cache,) = run_prefill_each(params, tokens, length, (method,), **sizes)
-    return cache
+    return brought_back(cache)
+
+
+def brought_back(cache: Cache) -> Cache:
+    """Bring layers that wait in host memory (`Order.waiting`) to the device, but for what they keep there."""
+    methods = layer_methods(cache.method, cache.model)
+    specs, shapes = layer_specs(methods, cache.model, 1, 1, 1, kv_dtype=cache.kv_dtype), {}
+    layers = list(cache.layers)
+    for layer, (method, spec) in enumerate(zip(methods, specs, strict=True)):
+        if not all(map(on_host, jax.tree.leaves(layers[layer]))):
+            break
+        kind = jax.tree.structure(method), spec
+        if kind not in shapes:
+            shapes[kind] = jax.eval_shape(lambda method, spec=spec: method.finish(method.init(spec), spec), method)
+        layers[layer] = jax.tree.map(lambda x, own: x if on_host(own) else to_device(x), layers[layer], shapes[kind])
+    return dataclasses.replace(cache, layers=tuple(layers))
 
 
 def run_prefill_each(
@@ -71,7 +89,7 @@ def run_prefill_each(
     kv_dtype: str | None = None,
     order: By | None = None,
 ) -> tuple[Cache, ...]:
-    """Prefill right-padded tokens int32 [B, T] of length int32 [B].
+    """Prefill right-padded tokens int32 [B, T] of length int32 [B]; see `brought_back`.
 
     ``parts`` devices divide the slots of each row. The model runs once, however many methods there are, and once more for
     each method with `Method.reread`. Several methods all have `Method.dense_prompt`: their attention outputs are the same, so
@@ -138,8 +156,7 @@ class _Run:
     def sized(self, rows: int) -> _Sized:
         specs = tuple(layer_specs(layers, self.model, rows, self.order.slots, *self.sizes) for layers in self.each)
         shared = tuple(init_shared(method, self.model, own) for method, own in zip(self.methods, specs, strict=True))
-        # What rereads a prompt may change what it has stored.
-        common = common_storage(self.each, specs, [method.reread_tokens(self.padded) > 0 for method in self.methods])
+        common = common_storage(self.each, specs, [stored_alone(method, self.padded) for method in self.methods])
         return _Sized(rows=rows, specs=specs, shared=shared, common=common)
 
     def begun(self, sized: _Sized) -> tuple:
@@ -155,7 +172,10 @@ class _Run:
     def whole(self, tokens: Array, length: Array, sized: _Sized) -> tuple[tuple, Array]:
         """Prefill rows together; return their finished states and their logits float32 [B, V]."""
         if self.order.by == "layers":
-            return self.in_layers(tokens, length, sized, lambda layer, made: made)
+            waiting = self.order.waiting
+            return self.in_layers(
+                tokens, length, sized, lambda layer, made: jax.tree.map(to_host, made) if layer < waiting else made
+            )
         states, logits = self.read(tokens, length, self.begun(sized), sized)
         return self.finished(tokens, length, states, sized, logits), logits
 
@@ -327,10 +347,10 @@ class _Run:
         """Complete the states after the last token: reread the prompt where a method does, then finish unfinished states."""
         if self.order.chunks > 1:
             states = sized.common.restore(states)
-        every = list(zip(*states, strict=True))  # every[method][layer]
+        every, known = list(zip(*states, strict=True)), dict[Hashable, Any]()  # every[method][layer]
         for at, method in enumerate(self.methods):
             if method.reread_tokens(self.padded):
-                given = method, self.each[at], every[at], sized.shared[at], self.model, logits
+                given = method, self.each[at], every[at], sized.shared[at], self.model, logits, known
                 every[at] = reread(self.params, tokens, length, *given)
         states = tuple(zip(*every, strict=True))
         return states if all(self.within) else self._compressed(states, sized, self.within)

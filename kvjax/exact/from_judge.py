@@ -1,7 +1,5 @@
 """A draft for `kvjax.Verified` that needs no index: `FromJudge` attends to the tokens that Full's last pass attended to."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """What each row of an exact decoding call may still get, its next token, and how tokens get into the result (`verify`)."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

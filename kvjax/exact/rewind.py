@@ -1,7 +1,5 @@
 """Take back the newest tokens of a cache in which nothing has moved since they came: their slots are empty again."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Exact decoding: `Verified` generates Full's own tokens, faster, because a draft method guesses several tokens ahead."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One layer of `kvjax.Verified`: Full's storage and the draft's, and what a pass over drafted tokens does to them."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, cast
 

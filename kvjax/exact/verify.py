@@ -16,8 +16,6 @@ Rows keep different numbers of tokens, so a row's next token has a place of its 
 that `kvjax.decoding.decode.run_decode` uses for this place, whatever the passes were.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any, cast

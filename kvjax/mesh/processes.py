@@ -5,8 +5,6 @@ rows on every device (`readable`), and every process must pass the whole argumen
 the functions that are given the mesh, in the same order.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from typing import Any

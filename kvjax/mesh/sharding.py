@@ -5,8 +5,6 @@ different KV heads, with the columns of the weights that belong to these heads. 
 slots of each row, and equal weights. `kvjax.api.shard_map` runs the programs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

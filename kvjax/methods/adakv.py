@@ -19,8 +19,6 @@ the slots that hold a token. kvpress masks and frees nothing. The released code 
 without the window.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import jax.numpy as jnp

@@ -3,7 +3,7 @@
 Stored after the prompt: ``budget`` slots per KV head, as the mean over all heads of all layers, and every later token. A slot
 of the prompt has the key of a token, a bias, and a value of its own; the bias is two more channels of the key, in rows of a
 multiple of 16 numbers. No question is known, so one cache serves all later questions. A head keeps at most
-``floor(head_factor * budget)`` slots, which are allocated for each head.
+``floor(head_factor * budget)`` slots, which are allocated for each head of a layer; see `KVzip` for ``head_factor``.
 
 The prompt is read again in chunks, and tokens are scored by the largest attention that they receive, as in `KVzip`::
 
@@ -34,7 +34,6 @@ heads with biases of -inf; here these slots are empty. The texts that ask for th
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import ClassVar
 
@@ -78,6 +77,7 @@ class AttentionMatching(Rereading):
     PAPER: ClassVar[str] = "arXiv:2602.16284"
     TITLE: ClassVar[str] = "Attention Matching"
 
+    cuts = (*Rereading.cuts, "ridge")
     lacks = ("codes", "latent")
     packs = True
 
@@ -92,26 +92,17 @@ class AttentionMatching(Rereading):
                 cache, score, asked = state
                 query, key = inputs.rotated()
                 out, lse, past = run_shared(attend_behind, query, key, inputs.value, cache, inputs.position, inputs.sinks)
-                begin = self.num_sink + index * size
-                most = run_shared(type(self).received, self, cache, query, lse, inputs.position, begin, size)
-                start = self.start(cache, begin, size)
-                old = lax.dynamic_slice_in_dim(score, start, size, 2)
-                score = lax.dynamic_update_slice_in_dim(score, jnp.maximum(old, most), start, 2)
+                given = score, cache, query, lse, inputs.position, self.num_sink + index * size, size
+                score = run_shared(type(self).raised, self, *given)
                 return out, (cache, score, _sampled(asked, at, query, past))
 
             given = tuple((cache, *old) for cache, old in zip(caches, found, strict=True))
             return tuple(tuple(new) for _, *new in reading.run(given, tokens, count, attend))
 
-        prompts = tuple(not_none("prompt", state.prompt) for state in states)
-        none = (
-            (jnp.zeros(x.position.shape, jnp.float32), self._none(record)) for x, record in zip(caches, prompts, strict=True)
-        )
-        found = self.each_chunk(reading, read, tuple(none))
-        layers = zip(caches, prompts, found, self.best(caches, tuple(score for score, _ in found)), strict=True)
-        return tuple(
-            SlotState(cache=cache, prompt=dataclasses.replace(prompt, kept=kept, asked=asked))
-            for cache, prompt, (_, asked), kept in layers
-        )
+        scores = (jnp.zeros(cache.position.shape, jnp.float32) for cache in caches)
+        none = tuple(zip(scores, (self._none(not_none("prompt", state.prompt)) for state in states), strict=True))
+        found = reading.once(self.kind, states, lambda: self.each_chunk(reading, read, none))
+        return self.marked(states, caches, *zip(*found, strict=True))
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[ThinCache, None]:
         slots, keep = self.kept(cache, prompt)

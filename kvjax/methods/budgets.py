@@ -1,7 +1,5 @@
 """Budgets as functions of a text's length, for `Method.at_length`: the paper's where it fits, an eighth for the baselines."""
 
-from __future__ import annotations
-
 from typing import Any
 
 SHARE = 8  # tokens of the context / tokens of a baseline's budget

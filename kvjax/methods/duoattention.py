@@ -24,8 +24,6 @@ released code they attend to the first and the last tokens during prefill too, a
 stores the two kinds of heads apart, so that memory falls in every layer.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Eigenvectors of symmetric matrices, on every platform."""
 
-from __future__ import annotations
-
 from jax import Array, lax
 
 

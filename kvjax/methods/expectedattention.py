@@ -22,8 +22,6 @@ frequencies of short texts. kvpress computes the queries a second time at the pr
 updated as they come, so a prompt may be prefilled in chunks.
 """
 
-from __future__ import annotations
-
 import math
 from typing import ClassVar
 

@@ -30,8 +30,6 @@ option to bound a page by its centre and mean deviation is left out. With ``offl
 in the system code, but a step reads its pages where they are: nothing is fetched ahead, so speculation saves no time here.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import jax

@@ -6,8 +6,6 @@ Stored: keys (rotated at their positions) and values of all tokens. Nothing is s
 **Departures**: none.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from kvjax.cache import LayerCache

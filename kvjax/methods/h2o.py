@@ -18,8 +18,6 @@ the group, and each KV head keeps one set. Tokens keep their true positions, as 
 not normalised by age, so early tokens are favoured, as published.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Scores of a model's KV heads, by which methods such as `HeadKV` treat heads differently: read from files, and checked."""
 
-from __future__ import annotations
-
 import json
 import math
 import pathlib

@@ -24,8 +24,6 @@ accounting counts the slots that hold a token. The released code's exponent ``te
 out.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import jax

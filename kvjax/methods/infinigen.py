@@ -30,8 +30,6 @@ over all rows of a batch together. Its limit on the tokens in host memory is lef
 computed together with the query, so that the weights are read once, and offloaded rows are read when they are attended.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any, ClassVar

@@ -27,8 +27,6 @@ logits; the code and this method rank by the sum of their probabilities. In the 
 to a token attend to it twice, if it leaves the window within that chunk of the prompt; here once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any, ClassVar

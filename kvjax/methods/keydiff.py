@@ -19,8 +19,6 @@ as published. NVIDIA/kvpress has other variants: its KeyDiffPress prefills dense
 that holds the whole prompt does here; its BlockPress around KeyDiffPress evicts block by block, but after a dense prefill.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import jax.numpy as jnp

@@ -17,8 +17,6 @@ kvpress and this method do not (``PerLayer(layers={0: Full(), 1: Full()}, defaul
 protected, as in both.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import jax.numpy as jnp

@@ -2,7 +2,7 @@
 
 Stored after the prompt: ``budget`` slots per KV head, as the mean over all heads of all layers, and every later token. No
 query is known, so one cache serves all later questions. A head keeps at most ``floor(head_factor * budget)`` slots, which are
-allocated for each head.
+allocated for each head of a layer; ``head_factor`` is one number, or one for each layer, as in `KVzip`.
 
 The prompt is read again in chunks, as in `KVzip`. Each chunk's pass is followed by its reverse, which gives the gradient of
 the squares of the last layer's hidden states h, summed over the tokens that are read, with respect to what attention adds to
@@ -26,7 +26,6 @@ pass is computed in blocks of queries, so that no map of all probabilities is in
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any, ClassVar
@@ -83,17 +82,13 @@ class KVgrad(Rereading):
                 scale = 1 / math.sqrt(query.shape[-1])
                 _, lse = prefix_attention(query, key, key, start=0, length=count, scale=scale)
                 weight = jnp.linalg.norm(gradient, axis=2)
-                given = cache, query, lse, position, begin, size
-                most = run_shared(type(self).received, self, *given, weight=weight, kernel=kernel)
-                start = self.start(cache, begin, size)
-                old = lax.dynamic_slice_in_dim(score, start, size, 2)
-                new.append(lax.dynamic_update_slice_in_dim(score, jnp.maximum(old, most), start, 2))
+                given = score, cache, query, lse, position, begin, size
+                new.append(run_shared(type(self).raised, self, *given, weight=weight, kernel=kernel))
             return tuple(new)
 
-        scores = self.each_chunk(reading, read, tuple(jnp.zeros(cache.position.shape, jnp.float32) for cache in caches))
-        prompts = (not_none("prompt", state.prompt) for state in states)
-        layers = zip(caches, prompts, self.best(caches, scores), strict=True)
-        return tuple(SlotState(cache=x, prompt=dataclasses.replace(prompt, kept=kept)) for x, prompt, kept in layers)
+        none = tuple(jnp.zeros(cache.position.shape, jnp.float32) for cache in caches)
+        scores = reading.once(self.kind, states, lambda: self.each_chunk(reading, read, none))
+        return self.marked(states, caches, scores)
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         return cache.compact(*self.kept(cache, prompt), room), None

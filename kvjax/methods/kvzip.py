@@ -1,8 +1,9 @@
 """KVzip: read the prompt again, and keep the tokens that the model attends to when it has to repeat the prompt.
 
 Stored after the prompt: ``budget`` slots per KV head, as the mean over all heads of all layers, and every later token. No
-query is known, so one cache serves all later questions. A head keeps at most ``floor(head_factor * budget)`` slots. This
-number is allocated for each head, because arrays have one length for all heads.
+query is known, so one cache serves all later questions. A head keeps at most ``floor(head_factor * budget)`` slots, which are
+allocated for each head of a layer, because arrays have one length for all heads. The few heads that retrieve want several
+times the budget, so ``head_factor`` may have a number for each layer: ``python -m experiments.heads.kept`` measures it.
 
 After the prefill of n tokens, the model rereads the text behind its first ``num_sink`` tokens, in chunks of C = ``chunk``
 tokens. Each chunk is reread behind the whole prompt, at the positions from n on, and is not stored. A request to repeat comes
@@ -33,11 +34,10 @@ Without a tokenizer the text is reread without a request.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from kvjax.attention.over_cache import attend_behind
 from kvjax.cache import LayerCache
@@ -62,7 +62,7 @@ class KVzip(Rereading):
 
     def reread(self, states: tuple[SlotState, ...], reading: Reading) -> tuple[SlotState, ...]:
         caches = tuple(state.cache.resident() for state in states)
-        scores = tuple(jnp.zeros(cache.position.shape, jnp.float32) for cache in caches)
+        none = tuple(jnp.zeros(cache.position.shape, jnp.float32) for cache in caches)
 
         def read(index: Array | int, size: int, scores: tuple) -> tuple:
             begin = self.num_sink + index * size
@@ -75,20 +75,16 @@ class KVzip(Rereading):
                 if self.plus:
                     hidden, kernel = not_none("written", inputs.written)
                     written = {"weight": 1 / jnp.linalg.norm(hidden.astype(jnp.float32), axis=2), "kernel": kernel}
-                most = run_shared(type(self).received, self, cache, query, lse, inputs.position, begin, size, **written)
-                start = self.start(cache, begin, size)
-                old = lax.dynamic_slice_in_dim(score, start, size, 2)
-                return out, (cache, lax.dynamic_update_slice_in_dim(score, jnp.maximum(old, most), start, 2))
+                given = score, cache, query, lse, inputs.position, begin, size
+                return out, (cache, run_shared(type(self).raised, self, *given, **written))
 
             given = tuple(zip(caches, scores, strict=True))
             nudges = [jnp.zeros((), cache.key.dtype) for cache in caches] if self.plus else None
             read, _ = reading.apply(given, *self.piece(reading, index, size)[:2], attend, nudges)
             return tuple(score for _, score in read)
 
-        scores = self.each_chunk(reading, read, scores)
-        prompts = (not_none("prompt", state.prompt) for state in states)
-        layers = zip(caches, prompts, self.best(caches, scores), strict=True)
-        return tuple(SlotState(cache=x, prompt=dataclasses.replace(prompt, kept=kept)) for x, prompt, kept in layers)
+        scores = reading.once(self.kind, states, lambda: self.each_chunk(reading, read, none))
+        return self.marked(states, caches, scores)
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         return cache.compact(*self.kept(cache, prompt), room), None

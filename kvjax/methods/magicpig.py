@@ -34,8 +34,6 @@ attends to the sampled tokens. Here the device does, and with ``offload`` only t
 correction and attention read the key of a sampled token, which would cross the bus twice.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import jax

@@ -10,8 +10,6 @@ pair i is divided by s^(2 i / (D - 2)): the first pair keeps its frequency, and 
 again. `kvjax.rope` describes a model's own rule of that kind.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import jax.numpy as jnp

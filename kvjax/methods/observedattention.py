@@ -17,8 +17,6 @@ Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models"
 the keys adds up its columns. No recent token is protected, as in kvpress.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import jax.numpy as jnp

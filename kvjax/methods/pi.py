@@ -7,8 +7,6 @@ Stored: as under `Full`. The token at position p is rotated as if it stood at p 
 **Departures**: the paper fine-tunes the model at the new length. Here nothing is trained.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import jax.numpy as jnp

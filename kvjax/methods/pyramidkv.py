@@ -24,8 +24,6 @@ each budget is rounded down. Each KV head keeps one set, as in `SnapKV`. NVIDIA/
 window, and falls back to a flat one if the last layer would keep fewer tokens than the window.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from kvjax.methods.snapkv import SnapKV

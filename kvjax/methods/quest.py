@@ -17,8 +17,6 @@ head. The newest page is always attended, as in the system code but not in the a
 three pages is not applied; a budget of less than a page is refused instead.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import jax.numpy as jnp

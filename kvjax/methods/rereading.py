@@ -6,20 +6,19 @@ and ``answer`` before the first chunk; ``ask_later``, the last ``overlap`` token
 every later chunk. Source: as in `kvjax.methods.kvzip`.
 """
 
-from __future__ import annotations
-
+import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import LayerCache
 from kvjax.protocol.families import AppendOnly
-from kvjax.protocol.method import Prompt, Reading
-from kvjax.protocol.slots import check_budget
-from kvjax.protocol.typing import EMPTY, Model, pytree, static, traced
+from kvjax.protocol.method import LayerMethod, Prompt, Reading
+from kvjax.protocol.slots import SlotState, check_budget
+from kvjax.protocol.typing import EMPTY, Model, method_layers, not_none, pytree, static, traced
 from kvjax.selection import best_of_heads, compact, floor_share, top_slots
 from pallas_kernels import axes
 from pallas_kernels.attend.past_attention import past_attention
@@ -39,7 +38,9 @@ class Rereading(AppendOnly):
 
     budget: int | Array = traced("prompt slots kept per KV head, mean of layers", default=1024, least=1, within="capacity")
     capacity: int = static("the largest budget; None = budget", default=None, least=1)
-    head_factor: float = static("the most that one head keeps, as a multiple of the budget", default=2.0, least=1)
+    head_factor: float | tuple[float, ...] = static(
+        "the most that one head keeps, as a multiple of the budget; or for each layer", default=2.0, above=0
+    )
     layerwise: bool = static("whether the budget is the mean of each layer, not of all layers together", default=False)
     num_sink: int = static("first tokens, which are always kept and not reread", default=4, least=0)
     chunk: int = static("tokens that are reread at once", default=2000, least=1)
@@ -48,6 +49,7 @@ class Rereading(AppendOnly):
     answer: tuple[int, ...] = static("token ids right before every chunk", default=(), least=0, empty=True)
 
     probes = False  # True: it reads `Inputs.written`, which not every model can give
+    cuts: ClassVar[tuple[str, ...]] = ("budget", "capacity", "head_factor", "layerwise")  # knobs that change no score
     overlap = 8  # last tokens of a chunk that stand before the next one
 
     keeps = "`budget` tokens per KV head, mean over all layers' heads"
@@ -58,6 +60,12 @@ class Rereading(AppendOnly):
         check_budget(self, self.num_sink + 1, f"num_sink={self.num_sink} first tokens and one more")
 
     def check_sizes(self, model: Model) -> None:
+        runs = len(method_layers(model))
+        if isinstance(self.head_factor, tuple) and {len(self.head_factor), runs} != {model.num_layers}:
+            raise ValueError(
+                f"{type(self).__name__}: head_factor must be one number, or one for each layer if all attend to the whole "
+                f"context, got {len(self.head_factor)}; {runs} of the model's {model.num_layers} layers do"
+            )
         if self.probes and not (can := getattr(model, "can_probe", False)):
             raise ValueError(
                 f"{type(self).__name__} reads what attention writes: expected a model with can_probe = True, got "
@@ -77,6 +85,16 @@ class Rereading(AppendOnly):
         asked = max(len(self.ask), len(self.ask_later) + self.overlap) + len(self.answer)
         return asked + min(self.chunk, length - self.num_sink) if length > self.num_sink else 0
 
+    @property
+    def kind(self) -> Hashable:
+        """What is equal for methods that share a second reading: see `Reading.once`."""
+        names = [field.name for field in dataclasses.fields(self) if field.name not in self.cuts]
+        return type(self), *((name, vars(self)[name]) for name in names)
+
+    def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
+        own = self._factors(num_layers)[layer]
+        return self if own == self.head_factor else dataclasses.replace(self, head_factor=own)
+
     def each_chunk[Carry](self, reading: Reading, read: Callable[[Array | int, int, Carry], Carry], carry: Carry) -> Carry:
         """Run ``read(index, size, carry)`` for each chunk of the prompt behind the first tokens."""
         rest = reading.tokens.shape[1] - self.num_sink
@@ -86,12 +104,9 @@ class Rereading(AppendOnly):
         longest = axes.most(jnp.max(reading.length), axes.DATA)
         return lax.fori_loop(0, -((self.num_sink - longest) // size), lambda index, given: read(index, size, given), carry)
 
-    def start(self, cache: LayerCache, begin: Array | int, size: int) -> Array:
-        """Return the first slot of a chunk that begins at ``begin``: the last chunk may reach into the one before."""
-        return jnp.minimum(begin, cache.num_slots - size)
-
-    def received(
+    def raised(
         self,
+        score: Array,
         cache: LayerCache,
         query: Array,
         lse: Array,
@@ -102,18 +117,18 @@ class Rereading(AppendOnly):
         weight: Array | None = None,
         kernel: Array | None = None,
     ) -> Array:
-        """Find the largest attention that each token of a chunk receives from any query: float32 [B, H, size].
+        """Raise the scores float32 [B, H, S] of a chunk's tokens to the largest attention that each receives from any query.
 
         The softmax is over the first tokens, the chunk, and the tokens that are read up to the query's own.
 
         Args:
             query: [B, H, G, T, D], rotated, of the tokens at ``position`` int32 [B, T].
             lse: float32 [B, H, G, T], over the tokens that are read alone.
-            begin: first token of the chunk; slots from `start` on are scored.
+            begin: first token of the chunk of ``size`` tokens; the last chunk may reach into the one before.
             weight: float32 [B, T], a factor of each query's probabilities.
             kernel: [H, G, D, d], the output projection: a token counts times the norm of what its value writes.
         """
-        start = self.start(cache, begin, size)
+        start = jnp.minimum(begin, cache.num_slots - size)
         own, value, at = (lax.dynamic_slice_in_dim(x, start, size, 2) for x in (cache.key, cache.value, cache.position))
         at = jnp.where(at < begin, EMPTY, at)
         # The previous chunk's entries go to the end, so that the keys that are seen stand in front.
@@ -129,9 +144,20 @@ class Rereading(AppendOnly):
             query, lse = query.reshape(shape[0], -1, 1, *query.shape[3:]), lse.reshape(shape[0], -1, 1, lse.shape[3])
             own, at = jnp.repeat(own, shape[2], axis=1), jnp.repeat(at, shape[2], axis=1)
         most = column_mass(query, own, lse, query_position=position, key_position=at, scale=scale, reduce="max")
-        if kernel is None:
-            return most
-        return jnp.max(most.reshape(*shape, size) * _written_norm(value, kernel), axis=2)
+        if kernel is not None:
+            most = jnp.max(most.reshape(*shape, size) * _written_norm(value, kernel), axis=2)
+        most = jnp.maximum(lax.dynamic_slice_in_dim(score, start, size, 2), most)
+        return lax.dynamic_update_slice_in_dim(score, most, start, 2)
+
+    def marked(
+        self, states: tuple[SlotState, ...], caches: tuple[LayerCache, ...], scores: tuple[Array, ...], asked: Any = None
+    ) -> tuple[SlotState, ...]:
+        """Write into each layer's record of the prompt which slots stay, by scores float32 [B, H, S], and its ``asked``."""
+        layers = zip(caches, states, self.best(caches, scores), asked or (None,) * len(caches), strict=True)
+        return tuple(
+            SlotState(cache=cache, prompt=dataclasses.replace(not_none("prompt", state.prompt), kept=kept, asked=own))
+            for cache, state, kept, own in layers
+        )
 
     def kept(self, cache: LayerCache, prompt: Prompt) -> tuple[Array, Array]:
         """List the prompt slots that stay: int32 [B, H, K], ascending, and bool [B, H, K], True for those that count."""
@@ -142,8 +168,17 @@ class Rereading(AppendOnly):
 
     @property
     def most(self) -> int:
-        """Slots that are allocated for the prompt of each head."""
-        return floor_share(self.head_factor, self.capacity)
+        """Slots that are allocated for the prompt of each head of a layer."""
+        return self._bound(self._factors(1)[0], self.capacity)
+
+    def _factors(self, layers: int) -> tuple[float, ...]:
+        """List the factor of each layer."""
+        return self.head_factor if isinstance(self.head_factor, tuple) else (self.head_factor,) * layers
+
+    def _bound(self, factor: float, budget: Any) -> Any:
+        """Compute the most slots that a head keeps: the first tokens and one more at least."""
+        share = floor_share(factor, budget)
+        return max(share, self.num_sink + 1) if isinstance(share, int) else jnp.maximum(share, self.num_sink + 1)
 
     def piece(self, reading: Reading, index: Array | int, size: int) -> tuple[Array, Array, Array]:
         """Build the tokens int32 [B, T] with which chunk ``index`` is reread.
@@ -174,11 +209,11 @@ class Rereading(AppendOnly):
     def best(self, caches: tuple[LayerCache, ...], scores: tuple[Array, ...]) -> list[Array]:
         """Select the slots of each layer that stay, bool [B, H, S], from scores float32 [B, H, S]."""
         capacity, budget = self.capacity, jnp.asarray(self.budget).astype(jnp.int32)
-        most, each = min(self.most, caches[0].num_slots), floor_share(self.head_factor, budget)
-        found, values = [], []
-        for cache, score in zip(caches, scores, strict=True):
+        found, values, factors = [], [], self._factors(len(caches))
+        widest = min(self._bound(max(factors), capacity), caches[0].num_slots)
+        for cache, score, factor in zip(caches, scores, factors, strict=True):
             score = jnp.where(cache.position < self.num_sink, jnp.inf, score)
-            slots, held = top_slots(score, cache.valid, each, most)  # the candidates of each head
+            slots, held = top_slots(score, cache.valid, self._bound(factor, budget), widest)  # the candidates of each head
             found.append(slots)
             values.append(jnp.where(held, jnp.take_along_axis(score, slots, axis=2), -jnp.inf))
         chosen = best_of_heads(jnp.stack(values, axis=1), budget, capacity, layerwise=self.layerwise)

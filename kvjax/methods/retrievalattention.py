@@ -25,8 +25,6 @@ the same tokens. In the paper, keys, values and graph are in host memory, and th
 read in every step, so with ``offload`` only the values are in host memory; the found tokens' values are read from there.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, ClassVar
 

@@ -29,8 +29,6 @@ sums are in float32 here, in the released code in the dtype of the cache. The co
 multiples of 2^-21 before they are summed.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import ClassVar

@@ -20,8 +20,6 @@ algorithm 1); datamllab/LongLM cdbbb06.
 not. Queries are not scaled by the logarithm of the length, which is off in the released code too.
 """
 
-from __future__ import annotations
-
 import math
 from typing import ClassVar
 

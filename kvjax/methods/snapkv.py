@@ -16,8 +16,6 @@ FasterDecoding/SnapKV e216ddc for window, kernel and pooling defaults.
 cache for every query head and keeps a set for each, which multiplies a GQA cache by the group size.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from kvjax.protocol.families import WindowEviction

@@ -21,8 +21,6 @@ not searched; the code also finds them, and then counts them twice. Buckets of u
 bytes. JAX's generator draws the random planes.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import jax.numpy as jnp

@@ -12,8 +12,6 @@ mit-han-lab/streaming-llm 2e50426 (position shift).
 prompt too, as if the demo read it token by token. So the result does not depend on how tokens are grouped.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar
 

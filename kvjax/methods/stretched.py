@@ -1,7 +1,5 @@
 """Full attention under other frequencies of RoPE, for texts longer than in training: the base class of `NTK` and `PI`."""
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 from typing import Any

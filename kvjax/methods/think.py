@@ -22,8 +22,6 @@ packed keys, as the code without FlashAttention does, on a GPU in one kernel. Va
 paper also tries to prune the channels of values.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import jax.numpy as jnp

@@ -26,8 +26,6 @@ also pools votes (``kernel=5`` for Qwen2). A query head is scored against the KV
 take ``head mod num_kv_heads``. What these readings score: docs/notebook/readings-others.md.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any, ClassVar

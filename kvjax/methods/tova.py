@@ -17,8 +17,6 @@ for the mean over heads and the newest token, which is not protected.
 token.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from jax import Array

@@ -14,8 +14,6 @@ TOVAPress, which applies it once and protects the last token.
 **Departures**: none known.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import jax.numpy as jnp

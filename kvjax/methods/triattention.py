@@ -25,8 +25,6 @@ other texts beforehand, and find that they belong to the model. The prompt is ev
 stays. Where RoPE's frequencies depend on the length of the text, the departure of `ExpectedAttention` applies here too.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import jax.numpy as jnp

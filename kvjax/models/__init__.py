@@ -4,8 +4,6 @@
 imports ``models``, when a name is asked for, and says which file hides it if there is another module of that name.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import pathlib

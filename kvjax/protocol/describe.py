@@ -3,8 +3,6 @@
 No text shows a large array. Every text works while its arrays are traced and after they were consumed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import inspect

@@ -7,8 +7,6 @@
   attends to the best pages.
 """
 
-from __future__ import annotations
-
 import abc
 from typing import Any
 

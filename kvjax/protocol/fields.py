@@ -8,8 +8,6 @@ A field whose default is None may be given None. If the method replaces this Non
 the annotation is what the field holds then: ``capacity: int``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

@@ -1,7 +1,5 @@
 """Scores of prompt slots from the attention of the prompt's last queries, for methods that keep the best slots."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

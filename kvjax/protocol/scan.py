@@ -10,8 +10,6 @@ best tokens and the bounds of the regions; `ScoredScan` finds the best tokens by
 codes are on the device, and keys and values in host memory; sinks and near tokens have copies on the device.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 from collections.abc import Callable

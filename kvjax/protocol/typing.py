@@ -15,8 +15,6 @@ Query ``[B, H, G, T, D]``, key and value ``[B, H, T, D]``, cache ``[B, H, S, D]`
 cache. A *position* is the index of a token in its row, which RoPE reads. Compaction changes slots, never positions.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol, cast, dataclass_transform, runtime_checkable

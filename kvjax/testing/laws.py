@@ -1,7 +1,5 @@
 """The laws that every method obeys. Each is a function of a `Subject` that raises an AssertionError where it is broken."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """One layer of a method on given q, k and v, without a model: its outputs, and the tokens that it attends to and keeps."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

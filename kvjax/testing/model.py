@@ -1,7 +1,5 @@
 """A tiny model, so that methods can be tested without a checkpoint and without any package but JAX."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence

@@ -5,8 +5,6 @@ answers every declaration as its inner methods do (`answers`), except declaratio
 the hooks that it does not change.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -310,6 +308,10 @@ def slot_method(role: str, value: Any, weighs: bool = False) -> SlotMethod:
         ValueError: ``value`` is another method, or none.
     """
     method = check_method(role, value)
+    if method.slotted and method.spans_layers and not method.composable:
+        raise ValueError(
+            f"{role} must choose in each layer alone, got {type(value).__name__}, which must be the outer wrapper"
+        )
     if not (method.slotted if weighs else method.composable):
         plain = "" if weighs else " and attends to these alone, with plain logits"
         raise ValueError(f"{role} must be a method that chooses cache slots (a SlotMethod){plain}, got {value!r}")

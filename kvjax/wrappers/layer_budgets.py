@@ -1,7 +1,5 @@
 """Unequal budgets of layers: `LayerBudgets` gives each layer a share; `layer_shares` computes shares from a measurement."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Sequence

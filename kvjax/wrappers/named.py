@@ -1,7 +1,5 @@
 """Wrappers by name, and methods as text: ``twilight(quest)``, ``periodic(snapkv, interval=128)``, or both in one another."""
 
-from __future__ import annotations
-
 import ast
 import re
 import types

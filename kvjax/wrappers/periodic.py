@@ -1,7 +1,5 @@
 """Eviction that goes on while decoding: `Periodic` evicts again from the kept tokens, every ``interval`` tokens."""
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import dataclasses

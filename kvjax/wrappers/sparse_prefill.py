@@ -1,7 +1,5 @@
 """Sparse prefill: `Prefill` gives any method that keeps slots sparse attention over the prompt."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from kvjax.attention.patterns import Pattern, check_pattern, check_table_sizes, heads_of, is_table

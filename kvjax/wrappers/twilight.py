@@ -1,7 +1,5 @@
 """Top-p over the selection of another method: `Twilight` keeps the fewest tokens that have most of the attention."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar
 

@@ -9,8 +9,6 @@ The columns of ``mlp/gate_up`` are gate and up, out = 2F. The adapted kernel is 
 the model is loaded: an adapted model costs as much as its base. Training uses the same function.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

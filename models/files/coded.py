@@ -5,8 +5,6 @@ parameter's product sums over: a kernel [K, N] becomes a matrix [N, K], gate and
 [V, d] stays. Norms and biases stay floating-point numbers.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, cast
 

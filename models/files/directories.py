@@ -1,7 +1,5 @@
 """Find the files of a checkpoint (a directory, a named model or a repository of the hub), and read its JSON files."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

@@ -4,8 +4,6 @@ A matrix NAME [..., R, C] is int8. Beside it NAME_scale [..., R, N] has a float1
 row; a number is its int8 times the scale of its block, as in Q8_0 of GGUF (blocks of 32). Vectors stay as they are.
 """
 
-from __future__ import annotations
-
 import os
 import pathlib
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A file names one token, or some. A chat template may close a turn with another, 
 turn. The texts are those at which llama.cpp's loader ends (``src/llama-vocab.cpp``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 _ENDS = (

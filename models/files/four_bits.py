@@ -7,8 +7,6 @@ the power of the scale of its block of 32, less 127. Every such number is a bflo
 Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3.3 and 5.4.1; the layout as in transformers 5.24.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

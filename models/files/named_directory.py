@@ -1,7 +1,5 @@
 """Named models in the user's cache directory: each is downloaded and converted once."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Files of a directory that are replaced together."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Qwen 3 of the JAX models "Bonsai" (jax-ml/bonsai) under kvjax: its own module and parameters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -4,8 +4,6 @@ The package's parts compute all but attention. Flax hands each call of a module 
 module's projections and gives them to the caller's ``attend``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

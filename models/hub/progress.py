@@ -1,7 +1,5 @@
 """The messages and the progress of a download on standard error."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Repositories of the Hugging Face hub: found in the local cache of ``huggingface_hub``, or downloaded by it."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import glob

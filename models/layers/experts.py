@@ -18,8 +18,6 @@ There are three ways to compute the mixture, because no way is fastest everywher
   time: 512 tokens, 8 of 64 experts of [512, 256] in float32 took 1.3 s instead of 12 s on two cores.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, cast

@@ -22,8 +22,6 @@ All that reads the hidden state is one product, as ``qkv`` is elsewhere. Without
 queries of all heads in their place: its columns are N*query_dim + R + rotated.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, cast

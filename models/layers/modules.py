@@ -1,7 +1,5 @@
 """What the layers of the decoder are made of: stored parameters, products with them, norms, projections and the MLP."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

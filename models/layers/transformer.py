@@ -32,8 +32,6 @@ A kernel or a table may be a `CodedMatrix` (`models.files.coded`): then `models.
 Layers are a Python loop, because a scan over stacked weights would copy every weight once per token.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any

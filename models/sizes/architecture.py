@@ -4,8 +4,6 @@ The families that this library runs have the same architecture, made of the same
 field below, whose default is what Llama has. `models.files.hf.config` translates from and to Hugging Face's ``config.json``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any, Self

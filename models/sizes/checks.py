@@ -1,7 +1,5 @@
 """Checks of the fields of a model's description: each refuses a value in a sentence that names the owner and the field."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

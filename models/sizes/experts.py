@@ -1,7 +1,5 @@
 """The sizes of mixtures of experts (`models.layers.experts`), and how their tokens choose."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

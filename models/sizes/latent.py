@@ -1,7 +1,5 @@
 """The sizes of latent attention (MLA), see `models.layers.latent`."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

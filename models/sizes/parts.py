@@ -3,8 +3,6 @@
 `models.layers.transformer` reads each part in one place. A part at its default adds nothing to the program.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -4,8 +4,6 @@ A rule holds parameters; `kvjax.rope` computes frequencies from them. The names 
 5.23 (``modeling_rope_utils``).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import ClassVar
 

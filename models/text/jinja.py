@@ -1,7 +1,5 @@
 """Renders chat templates with jinja2, in a sandbox, as transformers does; see its `render_jinja_template`."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import json

@@ -1,7 +1,5 @@
 """The tokenizer of a checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -5,6 +5,7 @@ running counts, and sums over the blocks of a cluster.
 """
 
 import functools
+import itertools
 import operator
 
 import jax
@@ -13,9 +14,12 @@ from jax import lax
 
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.pallas import mgpu, pl, plgpu
+from pallas_kernels._triton import rotate
 from pallas_kernels.machine import current_machine
 
 NAMES = "x", "y", "z"
+MOST_PARTS = 8  # programs of a cluster
+PEERS = 4 + 2 * 4 * MOST_PARTS  # int32 numbers of shared memory that `of_parts` takes
 
 
 def check_hopper():
@@ -43,33 +47,43 @@ def program(body, out_type, *, grid, names=NAMES, scratch=(), parts=1):
         grid_names=names[: len(grid)],
         cluster=(parts,) if parts > 1 else (),
         cluster_names=("part",) if parts > 1 else (),
+        kernel_name=_name_of(body),
         compiler_params=plgpu.CompilerParams(approx_math=False, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
 
 
-def in_place(body, states, *, grid, names=NAMES, out_type=()):
+def _name_of(body):
+    """Return the name of a kernel: that of its operation's folder, and of its function if that is not ``_body``."""
+    body = getattr(body, "func", body)
+    return body.__module__.split(".")[-2] + body.__name__.removeprefix("_body")
+
+
+def in_place(body, states, *, grid, names=NAMES, out_type=(), scratch=(), parts=1):
     """Make a function like `program`'s, whose kernel also writes ``states``, arrays that it returns before its results.
 
-    The body takes the operands, the states and the results. XLA copies a state that its caller does not give up.
+    The body takes the operands, the states, the results and the scratch memory. XLA copies a state that its caller does not
+    give up.
     """
 
     @jax.custom_batching.custom_vmap
     def launch(operands, states):
-        return pl.run_state(lambda refs: program(body, [], grid=grid, names=names)(*operands, *refs))(states)
+        kernel = program(body, [], grid=grid, names=names, scratch=scratch, parts=parts)
+        return pl.run_state(lambda refs: kernel(*operands, *refs))(states)
 
     @launch.def_vmap
     def launch_all(size, mapped, operands, states):
         states = [
             x if is_mapped else jnp.broadcast_to(x, (size, *x.shape)) for x, is_mapped in zip(states, mapped[1], strict=True)
         ]
-        axis, whole = f"of {size} at {len(grid)}", [*mapped[0], *[True] * len(states)]
+        axis, whole = f"of {size} at {len(grid)}", [*mapped[0], *[True] * len(states), *[False] * len(scratch)]
 
+        @functools.partial(functools.update_wrapper, wrapped=getattr(body, "func", body))
         def one(*refs):
             at = lax.axis_index(axis)
             body(*(ref.at[at] if is_mapped else ref for ref, is_mapped in zip(refs, whole, strict=True)))
 
-        made = in_place(one, states, grid=(size, *grid), names=(axis, *names))(*operands)
-        return made, [True] * len(states)
+        results = in_place(one, states, grid=(size, *grid), names=(axis, *names), scratch=scratch, parts=parts)(*operands)
+        return results, [True] * len(states)
 
     states = [*states, *(lax.empty(x.shape, x.dtype) for x in out_type)]
     return lambda *operands: launch(list(operands), states)
@@ -191,78 +205,181 @@ def repeated(x: jax.Array, times: int) -> jax.Array:
     return run(x)
 
 
+def exchanged(x: jax.Array, distance: int, scratch) -> jax.Array:
+    """Return for each entry i of a float32 or int32 array the entry i ^ ``distance``, a power of two below 128.
+
+    Args:
+        x: [N].
+        distance: below 32 the other thread is in the same warp.
+        scratch: shared memory of the dtype of ``x``, [N] or more, for larger distances.
+    """
+    if distance >= 32:
+        entry = counted(x.shape[0])
+        store_shared(scratch, entry, x)
+        meet()
+        x = load_shared(scratch, entry ^ distance)
+        meet()
+        return x
+    floats = jnp.issubdtype(x.dtype, jnp.floating)
+
+    @plgpu.inline_mgpu(arg_types=(_own(x.shape[0]),), return_type=_type(x.shape[0], x.dtype))
+    def run(ctx, x):
+        return t.made_of([t.shuffle(number, distance) for number in t.numbers_of(x, floats)], floats)
+
+    return run(x)
+
+
+def ballots(bit: jax.Array) -> jax.Array:
+    """Return for each thread a word of its warp, int32 [128]: bit i tells whether entry i of the warp, int32, is not 0."""
+
+    @plgpu.inline_mgpu(arg_types=(_own(t.THREADS),), return_type=_type(t.THREADS))
+    def run(ctx, bit):
+        return t.made_of([t.ballot(*t.numbers_of(bit))])
+
+    return run(bit)
+
+
 def meet() -> None:
     """Wait for all threads of the program: what they have read may be written then."""
     plgpu.inline_mgpu()(lambda ctx: mgpu.utils.warpgroup_barrier())()
 
 
+def arrive(parts: int) -> None:
+    """Say that this program has read what another one of the cluster may write after its `wait`, which has to follow."""
+    if parts > 1:
+        plgpu.inline_mgpu()(lambda ctx: t.ptx("barrier.cluster.arrive.aligned;"))()
+
+
+def wait(parts: int) -> None:
+    """Wait until all threads of all programs of the cluster have arrived."""
+    if parts > 1:
+        plgpu.inline_mgpu()(lambda ctx: t.ptx("barrier.cluster.wait.aligned;"))()
+    else:
+        meet()
+
+
+def cosine_sine(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Compute cosine and sine of float32 radians without the branches of the library functions."""
+    return rotate.cosine_sine(angle, lambda x: lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN))
+
+
+def load_shared(ref, index: jax.Array) -> jax.Array:
+    """Load int32 or float32 numbers of an array in shared memory at a flat ``index`` int32 [N]."""
+    size, floats = index.shape[0], jnp.issubdtype(ref.dtype, jnp.floating)
+
+    @plgpu.inline_mgpu(arg_types=(_ref(), _own(size)), return_type=_type(size, ref.dtype))
+    def run(ctx, ref, index):
+        base, one = t.number(t.address(ref)), t.load_shared_float if floats else t.load_shared
+        return t.made_of([one(base + x * 4) for x in t.numbers_of(index)], floats)
+
+    return run(ref, index)
+
+
+def store_shared(ref, index: jax.Array, x: jax.Array) -> None:
+    """Store int32 or float32 numbers [N] in an array in shared memory at a flat ``index`` int32 [N]."""
+    size, floats = index.shape[0], jnp.issubdtype(ref.dtype, jnp.floating)
+
+    @plgpu.inline_mgpu(arg_types=(_ref(), _own(size), _own(size)))
+    def run(ctx, ref, index, x):
+        base = t.number(t.address(ref))
+        for at, number in zip(t.numbers_of(index), t.numbers_of(x, floats), strict=True):
+            t.ptx(f"st.shared.{'f32' if floats else 'b32'} [$0], $1;", base + at * 4, number)
+
+    run(ref, index, x)
+
+
+def in_order(size: int) -> jax.Array:
+    """Return 0 to ``size`` - 1 as an array in which neighbours are entries of one thread: what `load_run` loads."""
+    entry = counted(size)
+    return (entry & (t.THREADS - 1)) * (size // t.THREADS) + lax.shift_right_logical(entry, 7)
+
+
+def load_run(ref, row: jax.Array, begin: jax.Array, size: int, other: float = 0) -> jax.Array:
+    """Load ``size`` elements of a row of an array [N, S] from ``begin`` on in the order of `in_order`; behind S ``other``.
+
+    Elements are int32, float32 or truth values, which become int32. Where S allows it, 16 bytes are loaded together.
+    """
+    dtype, last, each = jnp.dtype(ref.dtype), ref.shape[1], size // t.THREADS
+    floats, pack = jnp.issubdtype(dtype, jnp.floating), 16 // dtype.itemsize
+    pack = pack if each % pack == 0 and last % pack == 0 else 1
+
+    @plgpu.inline_mgpu(arg_types=(_ref(), _splat(), _splat()), return_type=_type(size, jnp.float32 if floats else jnp.int32))
+    def run(ctx, ref, row, begin):
+        line = t.at(t.address(ref), t.element(t.number(t.value(row)), last, t.number(0)), dtype.itemsize)
+        first, found = t.number(t.value(begin)) + t.signed(t.thread()) * each, []
+        for step in range(0, each, pack):
+            at = first + step
+            found += t.load_pack(t.at(line, at, dtype.itemsize), dtype, pack, at < last, other)
+        return t.made_of(found, floats)
+
+    return run(ref, row, begin)
+
+
 def before(words: jax.Array, scratch) -> jax.Array:
-    """Count the true entries before each entry: two counts of up to 2**15 in the halves of a word.
+    """Count the true entries before each entry, in the order of `in_order`: two counts of up to 2**15 in halves of a word.
 
     Args:
         words: int32 [N], whose bits 0 and 16 are the truth values.
-        scratch: shared memory, int32 [N / 32 + 4].
+        scratch: shared memory, int32 [4].
     """
     size = words.shape[0]
-    each = size // t.THREADS
 
     @plgpu.inline_mgpu(arg_types=(_ref(), _own(size)), return_type=_type(size))
     def run(ctx, scratch, words):
         base, thread = t.number(t.address(scratch)), t.signed(t.thread())
-        warp, lane = thread >> 5, thread & 31
-        below = t.special("lanemask_lt")
-        mgpu.utils.warpgroup_barrier()
-        counts = []
-        for step, word in enumerate(t.numbers_of(words)):
-            low, high = (t.ballot((word >> bit) & 1) for bit in (0, 16))
-            counts.append(t.popcount(low & below) + (t.popcount(high & below) << 16))
-            here = t.popcount(low) + (t.popcount(high) << 16)
-            t.ptx("st.shared.b32 [$0], $1;", base + (step * 4 + warp) * 4, here, where=lane < 1)
-        mgpu.utils.warpgroup_barrier()
-        # Each thread sums its share of the counts of warps, and the warps sum these.
-        share = -(-4 * each // t.THREADS)
-        places = [thread * share + i for i in range(share)]
-        found = [(x < 4 * each).select(t.load_shared(base + t.least(x, 4 * each - 1) * 4), t.number(0)) for x in places]
-        whole = functools.reduce(operator.add, found)
-        run = whole
+        warp, lane, numbers = thread >> 5, thread & 31, t.numbers_of(words)
+        whole = functools.reduce(operator.add, numbers)
+        total = whole
         for step in (1, 2, 4, 8, 16):
-            run = run + (lane >= step).select(t.shuffle_up(run, step), t.number(0))
-        t.ptx("st.shared.b32 [$0], $1;", base + (4 * each + warp) * 4, run, where=lane > 30)
+            total = total + (lane >= step).select(t.shuffle_up(total, step), t.number(0))
+        mgpu.utils.warpgroup_barrier()
+        t.ptx("st.shared.b32 [$0], $1;", base + warp * 4, total, where=lane > 30)
         mgpu.utils.warpgroup_barrier()
         for other in range(3):
-            run = run + (warp > other).select(t.load_shared(base + (4 * each + other) * 4), t.number(0))
-        run = run - whole
-        for place, x in zip(places, found, strict=True):
-            t.ptx("st.shared.b32 [$0], $1;", base + place * 4, run, where=place < 4 * each)
-            run = run + x
-        mgpu.utils.warpgroup_barrier()
-        return t.made_of([x + t.load_shared(base + (step * 4 + warp) * 4) for step, x in enumerate(counts)])
+            total = total + (warp > other).select(t.load_shared(base + other * 4), t.number(0))
+        return t.made_of([*itertools.accumulate(numbers[:-1], operator.add, initial=total - whole)])
 
     return run(scratch, words)
 
 
-def of_parts(numbers: list[jax.Array], scratch, parts: int) -> list[list[jax.Array]]:
-    """List int32 numbers of each program of the cluster, of up to four numbers; ``scratch``: shared memory, int32 [4]."""
-    one = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_splat())
+def begin_parts(peers, parts: int) -> None:
+    """Prepare shared memory int32 [PEERS] for `of_parts`, once."""
+    if parts == 1:
+        return
+
+    @plgpu.inline_mgpu(arg_types=(_ref(),))
+    def run(ctx, peers):
+        t.ptx("st.shared.b32 [$0], $1;", t.number(t.address(peers)), t.number(0), where=t.thread() < 1)
+        t.meet_cluster()
+
+    run(peers)
+
+
+def of_parts(numbers: list[jax.Array], peers, parts: int) -> list[list[jax.Array]]:
+    """List int32 numbers of each program of the cluster, of up to four numbers.
+
+    Each program writes its numbers into the memory of all, and all meet once. Two places take turns, so that a program that
+    is ahead does not overwrite what another one still has to read.
+    """
     if parts == 1:
         return [numbers]
+    count, one = len(numbers), plgpu.ShapeDtypeStruct((), jnp.int32, layout=_splat())
 
-    @plgpu.inline_mgpu(arg_types=(_ref(), (_splat(),) * len(numbers)), return_type=((one,) * len(numbers),) * parts)
-    def run(ctx, scratch, numbers):
-        base = t.number(t.address(scratch))
-        for at, x in enumerate(numbers):
-            t.ptx("st.shared.b32 [$0], $1;", base + 4 * at, t.number(t.value(x)), where=t.thread() < 1)
+    @plgpu.inline_mgpu(arg_types=(_ref(), (_splat(),) * count), return_type=((one,) * count,) * parts)
+    def run(ctx, peers, numbers):
+        base, thread, numbers = t.number(t.address(peers)), t.signed(t.thread()), [t.number(t.value(x)) for x in numbers]
+        turn = t.load_shared(base)
+        place, peer = base + 16 + turn * (16 * MOST_PARTS), thread >> 2
+        mine = numbers[0]
+        for at, x in enumerate(numbers[1:], 1):
+            mine = ((thread & 3) == at).select(x, mine)
+        to = t.least(peer, parts - 1)
+        there = t.number(t.ptx("mapa.shared::cluster.u32 $0, $1, $2;", place, to, result=t.i32()))
+        there = there + t.special("cluster_ctarank") * 16 + (thread & 3) * 4
+        t.ptx("st.shared::cluster.b32 [$0], $1;", there, mine, where=thread < 4 * parts)
         t.meet_cluster()
-        found = []
-        for peer in range(parts):
-            mine = t.number(t.ptx("mapa.shared::cluster.u32 $0, $1, $2;", base, t.number(peer), result=t.i32()))
-            found.append(
-                tuple(
-                    t.number(t.ptx("ld.shared::cluster.b32 $0, [$1];", mine + 4 * at, result=t.i32()))
-                    for at in range(len(numbers))
-                )
-            )
-        t.meet_cluster()
-        return tuple(found)
+        t.ptx("st.shared.b32 [$0], $1;", base, turn ^ 1, where=thread < 1)
+        mgpu.utils.warpgroup_barrier()
+        return tuple(tuple(t.load_shared(place + 16 * i + 4 * at) for at in range(count)) for i in range(parts))
 
-    return [list(x) for x in run(scratch, tuple(numbers))]
+    return [list(x) for x in run(peers, tuple(numbers))]

@@ -23,7 +23,7 @@ class Products:
     Attributes:
         group: queries.
         dim: channels of a row.
-        steps: rows that each thread reads a chunk of.
+        steps: rows of a block that each thread has a chunk of.
         bounded: a row is a lower bound in one array and an upper bound in another, and a product is the largest between them.
         summed: the queries are added up first.
     """
@@ -46,7 +46,7 @@ class Products:
 
     @property
     def rows(self) -> int:
-        """Rows of a program."""
+        """Rows of a block."""
         return self.steps * t.THREADS // self.lanes
 
     @property
@@ -63,7 +63,7 @@ class Products:
         return self.sums >> len(self.halvings)
 
     def entries(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return, for each product of this thread, its row in the program, its query, and whether this thread writes it."""
+        """Return, for each product of this thread, its row in the block, its query, and whether this thread writes it."""
         entry = arrays.counted(t.THREADS * self.steps * self.each)
         number, thread = entry >> 7, entry & (t.THREADS - 1)
         row = jax.lax.div(number, self.each) * (t.THREADS // self.lanes) + jax.lax.div(thread, self.lanes)
@@ -74,70 +74,93 @@ class Products:
         return row, query, (thread & rest) == 0
 
     def step_rows(self) -> jax.Array:
-        """Return the row in the program of each step, int32 [128 * steps]."""
+        """Return the row in the block of each step, int32 [128 * steps]."""
         return dataclasses.replace(self, summed=True).entries()[0]
 
-    def run(self, query: Any, vectors: tuple[Any, ...], owner: Any, row: jax.Array, added: Any = None) -> jax.Array:
-        """Multiply: float32 [128 * steps * each], in the order of `entries`.
+    def queries(self, query: Any, owner: Any, added: Any = None) -> jax.Array:
+        """Load this thread's chunk of the queries, float32; with bounds the part below 0 and the part above it.
 
         Args:
             query: [L, G, D] in global memory.
-            vectors: one array [N, D], or two if ``bounded``.
             owner: int32, which of the L.
-            row: int32 [128 * steps], which of the N, in the order of `step_rows`.
             added: float32 [L, G, D], added to the query; or None.
         """
-        queries = (query,) if added is None else (query, added)
-        kinds, size = [[jnp.dtype(x.dtype) for x in refs] for refs in (queries, vectors)], t.THREADS * self.steps * self.each
-        ref, zero = plgpu.RefType(), lambda: t.float_number(0)
-
-        def load(of, kind, index, chunk):
-            return t.load_some(t.at(t.address(of), t.element(index, self.dim, chunk), kind.itemsize), kind, CHUNK)
+        refs, zero = (query,) if added is None else (query, added), lambda: t.float_number(0)
+        kinds = [jnp.dtype(x.dtype) for x in refs]
 
         @plgpu.inline_mgpu(
-            arg_types=((ref,) * len(queries), (ref,) * len(vectors), plgpu.Layout.WG_SPLAT, t.own(self.steps)),
-            return_type=plgpu.ShapeDtypeStruct((size,), jnp.float32, layout=t.own(self.steps * self.each)),
+            arg_types=((plgpu.RefType(),) * len(refs), plgpu.Layout.WG_SPLAT),
+            return_type=_type(self.sums * (1 + self.bounded) * CHUNK, jnp.float32),
         )
-        def multiply(ctx, queries, vectors, owner, row):
-            chunk, first = t.signed(t.thread() % self.lanes) * CHUNK, t.number(t.value(owner)) * self.group
-            loaded = [[load(*x, at, chunk) for x in zip(vectors, kinds[1], strict=True)] for at in t.numbers_of(row)]
-            heads = []
+        def load(ctx, refs, owner):
+            chunk, first, heads = t.signed(t.thread() % self.lanes) * CHUNK, t.number(t.value(owner)) * self.group, []
             for g in range(self.group):
-                head, *more = [load(*x, first + g, chunk) for x in zip(queries, kinds[0], strict=True)]
+                index = t.element(first + g, self.dim, chunk)
+                places = [(t.at(t.address(x), index, kind.itemsize), kind) for x, kind in zip(refs, kinds, strict=True)]
+                head, *more = [t.load_some(place, kind, CHUNK) for place, kind in places]
                 heads.append([a + b for a, b in zip(head, more[0], strict=True)] if more else head)
             if self.summed:
                 heads = [[functools.reduce(operator.add, column) for column in zip(*heads, strict=True)]]
-            parts = [[head] for head in heads]
             if self.bounded:  # max(q * low, q * high) = min(q, 0) * low + max(q, 0) * high
-                parts = [
-                    [
-                        [(x < 0.0).select(*two) for x in head for two in [(x, zero()) if low else (zero(), x)]]
-                        for low in (True, False)
-                    ]
-                    for head in heads
-                ]
-            found = []
-            for rows in loaded:
-                found += self._joined(
-                    [functools.reduce(t.fused, itertools.chain(*map(zip, part, rows)), zero()) for part in parts]
-                )
-            return t.made_of(found, floats=True)
+                below = [[(x < 0.0).select(x, zero()) for x in head] for head in heads]
+                above = [[(x < 0.0).select(zero(), x) for x in head] for head in heads]
+                heads = [x for pair in zip(below, above, strict=True) for x in pair]
+            return t.made_of([x for head in heads for x in head], floats=True)
 
-        return multiply(queries, vectors, owner, row)
+        return load(refs, owner)
 
-    def largest(self, products: jax.Array) -> jax.Array:
-        """Find the largest product of each row, among all queries, for all entries of that row."""
+    def chunks(self, vectors: tuple[Any, ...], row: jax.Array) -> tuple[jax.Array, ...]:
+        """Load this thread's chunks of a block, as they lie in memory; nothing waits for them.
+
+        Args:
+            vectors: one array [N, D] in global memory, or two if ``bounded``.
+            row: int32 [128 * steps], which of the N, in the order of `step_rows`.
+        """
+        kinds = [jnp.dtype(x.dtype) for x in vectors]
 
         @plgpu.inline_mgpu(
-            arg_types=(t.own(self.steps * self.each),),
-            return_type=plgpu.ShapeDtypeStruct(products.shape, jnp.float32, layout=t.own(self.steps * self.each)),
+            arg_types=((plgpu.RefType(),) * len(vectors), t.own(self.steps)),
+            return_type=tuple(_type(self.steps * _words(kind), jnp.int32) for kind in kinds),
         )
+        def load(ctx, vectors, row):
+            chunk, found = t.signed(t.thread() % self.lanes) * CHUNK, []
+            for ref, kind in zip(vectors, kinds, strict=True):
+                places = [t.at(t.address(ref), t.element(x, self.dim, chunk), kind.itemsize) for x in t.numbers_of(row)]
+                words = [x for place in places for at in range(0, _words(kind), 4) for x in t.load_words(place, 4 * at, 4)]
+                found.append(t.made_of(words))
+            return tuple(found)
+
+        return load(vectors, row)
+
+    def multiply(self, queries: jax.Array, chunks: tuple[jax.Array, ...], dtypes: list[Any]) -> jax.Array:
+        """Multiply a block of rows of ``dtypes``: float32 [128 * steps * each], in the order of `entries`."""
+        kinds, number = [jnp.dtype(x) for x in dtypes], self.sums * (1 + self.bounded)
+        layouts = t.own(number * CHUNK), tuple(t.own(self.steps * _words(kind)) for kind in kinds)
+
+        @plgpu.inline_mgpu(arg_types=layouts, return_type=_type(self.steps * self.each, jnp.float32))
+        def run(ctx, queries, chunks):
+            parts = list(itertools.batched(itertools.batched(t.numbers_of(queries, floats=True), CHUNK), 1 + self.bounded))
+            words, found = [t.numbers_of(x) for x in chunks], []
+            for step in range(self.steps):
+                pieces = [x[step * _words(kind) : (step + 1) * _words(kind)] for x, kind in zip(words, kinds, strict=True)]
+                rows = [t.floats_of(x, kind) for x, kind in zip(pieces, kinds, strict=True)]
+                factors = [itertools.chain.from_iterable(map(zip, part, rows)) for part in parts]
+                found += self._joined([functools.reduce(t.fused, x, t.float_number(0)) for x in factors])
+            return t.made_of(found, floats=True)
+
+        return run(queries, chunks)
+
+    def of_row(self, products: jax.Array, fold: Any) -> jax.Array:
+        """Fold the products of each row with all queries, `threads.greatest` or a sum, for all entries of that row."""
+        size = self.steps * self.each
+
+        @plgpu.inline_mgpu(arg_types=(t.own(size),), return_type=_type(size, jnp.float32))
         def find(ctx, products):
             numbers, found = t.numbers_of(products, floats=True), []
             for step in range(self.steps):
-                best = functools.reduce(t.greatest, numbers[step * self.each : (step + 1) * self.each])
+                best = functools.reduce(fold, numbers[step * self.each : (step + 1) * self.each])
                 for distance in self.halvings:
-                    best = t.greatest(best, t.shuffle(best, distance))
+                    best = fold(best, t.shuffle(best, distance))
                 found += [best] * self.each
             return t.made_of(found, floats=True)
 
@@ -155,3 +178,12 @@ class Products:
                 sums = [x + t.shuffle(x, distance) for x in sums]
             distance //= 2
         return sums
+
+
+def _words(kind):
+    """Count the words of a chunk."""
+    return CHUNK * kind.itemsize // 4
+
+
+def _type(numbers, dtype):
+    return plgpu.ShapeDtypeStruct((t.THREADS * numbers,), dtype, layout=t.own(numbers))

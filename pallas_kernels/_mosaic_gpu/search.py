@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._triton.kth_search import ALL, INFINITE, NEVER, bounds_of, find, hits_of, pair_of
 
-MOST = 2**14  # keys of a program: counts of two kinds share a word
-PEERS = 4  # int32 numbers of shared memory that a search takes
+MOST = 2**14 + 2**12  # keys of a program: they are in registers, and counts of two kinds share a word
 
 
 def threshold_of(key: jax.Array, wanted: Any, parts: int, peers: Any, repeated: bool = False) -> tuple[Any, Any, Any]:
@@ -20,7 +19,7 @@ def threshold_of(key: jax.Array, wanted: Any, parts: int, peers: Any, repeated: 
         key: int32 [N], this program's; N is at most `MOST`.
         wanted: int32, keys to choose of all programs.
         parts: programs of the cluster.
-        peers: shared memory, int32 [PEERS].
+        peers: shared memory for `arrays.of_parts`.
         repeated: see `kth_search.find`.
 
     Returns:
@@ -56,13 +55,13 @@ def places(
     """Rank this program's keys: which reach the threshold, bool [N], and where these go in the list of all, int32 [N].
 
     Args:
-        key: int32 [N]; the programs of a cluster have ascending slots.
+        key: int32 [N]; the keys are in order (`arrays.in_order`), and the programs of a cluster too.
         threshold: int32.
         ties: int32, how many keys that equal it are chosen.
         part: which program of the cluster this is.
         parts: programs of the cluster.
-        words: shared memory for `arrays.before`.
-        peers: shared memory, int32 [PEERS].
+        words: shared memory for `arrays.before`, int32 [4].
+        peers: shared memory for `arrays.of_parts`.
     """
     more, same = key > threshold, key == threshold
     word = more.astype(jnp.int32) + (same.astype(jnp.int32) << 16)

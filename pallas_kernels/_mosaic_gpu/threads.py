@@ -140,6 +140,20 @@ def load_at(address, dtype, where, other):
     return number(arith.extf(f32, arith.bitcast(mgpu.utils.dtype_to_ir_type(dtype), bits)), None)
 
 
+def load_pack(address, dtype, count, where, other):
+    """Load ``count`` neighbouring elements as `load_at` does, 16 bytes if more than one: int32, float32 or truth values."""
+    dtype = np.dtype(dtype)
+    if count == 1:
+        return [load_at(address, dtype, where, other)]
+    moves = " ".join(f"mov.b32 ${i}, $6;" for i in range(4))
+    text = f"{{ .reg .pred p; setp.ne.s32 p, $5, 0; {moves} @p ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4]; }}"
+    flag, fill = where.select(number(1), number(0)), mgpu.utils.c(_bits(other, dtype) if dtype.itemsize == 4 else 0, i32())
+    words = mgpu.utils.inline_ptx(text, address, value(flag), fill, result_types=(i32(),) * 4, has_side_effects=True)
+    if dtype.itemsize == 1:
+        return [(number(x) >> (8 * i)) & 255 for x in words for i in range(4)]
+    return [number(arith.bitcast(ir.F32Type.get(), x), None) if dtype.kind == "f" else number(x) for x in words]
+
+
 def _bits(x, dtype):
     """Return the bits of a Python number in a dtype as a signed int."""
     x = np.asarray(x, dtype)
@@ -175,6 +189,16 @@ def shuffle_up(x, step):
     """Return the number that the thread ``step`` places before this one in its warp has."""
     text = f"shfl.sync.up.b32 $0, $1, {step}, 0, 0xffffffff;"
     return number(mgpu.utils.inline_ptx(text, value(x), result_types=i32(), has_side_effects=True, convergent=True))
+
+
+def plus(wide, x):
+    """Add a number to a value of 64 bits."""
+    return arith.addi(wide, arith.extsi(ir.IntegerType.get_signless(64), value(x)))
+
+
+def load_shared_float(address):
+    """Load a float32 from shared memory."""
+    return number(ptx("ld.shared.f32 $0, [$1];", address, result=ir.F32Type.get()), None)
 
 
 def load_shared(address):
@@ -224,18 +248,22 @@ def load_some(address, dtype, count):
 
     ``count`` is a power of two, and the address a multiple of their bytes.
     """
-    f32, dtype = ir.F32Type.get(), np.dtype(dtype)
-    total = count * dtype.itemsize // 4  # words
+    total = count * np.dtype(dtype).itemsize // 4  # words
     if not total:
         return [load_float(address, dtype)]
-    words = [value(x) for part in range(0, total, 4) for x in load_words(address, 4 * part, min(total, 4))]
+    return floats_of([x for at in range(0, total, 4) for x in load_words(address, 4 * at, min(total, 4))], dtype)
+
+
+def floats_of(words, dtype):
+    """Make float32 numbers of the bfloat16, float16 or float32 numbers in words."""
+    f32, dtype = ir.F32Type.get(), np.dtype(dtype)
     if dtype.itemsize == 4:
-        return [number(arith.bitcast(f32, x), None) for x in words]
+        return [number(arith.bitcast(f32, value(x)), None) for x in words]
     if dtype.name == "bfloat16":  # the upper half of a float32
-        halves = [y for x in words for y in (number(x) << 16, number(x) & -0x10000)]
+        halves = [y for x in words for y in (x << 16, x & -0x10000)]
         return [number(arith.bitcast(f32, value(x)), None) for x in halves]
     pair, word = ir.VectorType.get((2,), ir.F16Type.get()), ir.VectorType.get((1,), i32())
     places = [ir.DenseI64ArrayAttr.get([i]) for i in (0, 1)]
-    pairs = [vector.bitcast(pair, vector.broadcast(word, x)) for x in words]
+    pairs = [vector.bitcast(pair, vector.broadcast(word, value(x))) for x in words]
     halves = [vector.extract(x, dynamic_position=[], static_position=i) for x in pairs for i in places]
     return [number(arith.extf(f32, x), None) for x in halves]

@@ -31,7 +31,7 @@ def codes(x: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
     vectors, dim = x.shape
     slices = dim // SLICE
     y = x.reshape(vectors, slices, SLICE)
-    parts = _parts(y)
+    parts = parts_of(y)
     radius = jnp.sqrt(_exact_dot(parts, parts))
     size = jnp.abs(y) / jnp.maximum(radius, 1e-8)[:, :, None]
     # The rank of a channel's level is the number of thresholds that it exceeds.
@@ -40,7 +40,7 @@ def codes(x: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
     for threshold, low, high in zip(THRESHOLDS, LEVELS, LEVELS[1:], strict=False):
         rank = rank + (size > threshold).astype(jnp.int32)
         level = level + jnp.where(size > threshold, float(high - low), 0.0)
-    alpha = jnp.maximum(_exact_dot((level,), _parts(size)), 1e-6 / LEVEL)
+    alpha = jnp.maximum(_exact_dot((level,), parts_of(size)), 1e-6 / LEVEL)
     # The signs of a slice are one byte, its cluster; a channel's code is a nibble of sign and rank.
     positive = (y >= 0).astype(jnp.int32)
     channel = jnp.arange(SLICE, dtype=jnp.int32)[None, None, :]
@@ -51,7 +51,7 @@ def codes(x: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
     return ids.astype(jnp.uint8), rows(packed, weight.astype(jnp.bfloat16))
 
 
-def _parts(x):
+def parts_of(x):
     """Split ``x`` into three float32 numbers of 8 significant bits each that add up to it.
 
     They are made by bits, because a compiler may leave out a conversion to bfloat16 and back.
@@ -69,7 +69,7 @@ def _rounded(x):
 
 
 def _exact_dot(a, b):
-    """Multiply two sums of `_parts` over the last axis: float32 [T, N], the small products first, then added in pairs."""
+    """Multiply two sums of `parts_of` over the last axis: float32 [T, N], the small products first, then added in pairs."""
     rows, slices, length = b[0].shape
     total = jnp.zeros(b[0].shape, jnp.float32)
     for x in reversed(a):

@@ -5,6 +5,7 @@ many registers. `angles` and `rotated_pair` use the library functions, where reg
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +24,16 @@ def rotated(first: jax.Array, second: jax.Array, angle: jax.Array) -> tuple[jax.
     return (a * cos - b * sin).astype(first.dtype), (b * cos + a * sin).astype(second.dtype)
 
 
-def cosine_sine(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Compute cosine and sine of float32 radians, with an error of 4e-7 for angles up to a million and a half radians."""
+def cosine_sine(angle: jax.Array, nearest: Callable[[jax.Array], jax.Array] | None = None) -> tuple[jax.Array, jax.Array]:
+    """Compute cosine and sine of float32 radians, with an error of 4e-7 for angles up to a million and a half radians.
+
+    Args:
+        angle: float32.
+        nearest: rounds to a whole number, in a back end that has no ``floor``.
+    """
     # Subtract the nearest whole number of quarter turns, piece by piece, so that no product is rounded.
-    turns = jnp.floor(angle * (2 / math.pi) + 0.5)
+    turns = angle * (2 / math.pi)
+    turns = jnp.floor(turns + 0.5) if nearest is None else nearest(turns)
     rest = angle
     for piece in _QUARTER:
         rest = rest - turns * piece

@@ -12,6 +12,7 @@ from pallas_kernels.machine import assume_machine
 from tests.compile_only import compiling
 from tests.compile_only.test_methods import needs
 from tests.pallas_kernels.operations import PLACES, arguments, choose, chooser, named, public, sized, table, timed
+from tests.pallas_kernels.test_mosaic_gpu import OPERATIONS, problem
 
 pytestmark = pytest.mark.xdist_group("compile_only")  # one worker has the compilers and their memory
 
@@ -95,6 +96,13 @@ def test_decode_attention_in_mosaic_gpu_assembles(name, sizes, shape):
     run = functools.partial(public(name), **drawn.options, implementation="pallas_mosaic_gpu")
     compiled = needs("h100").compile(lambda arrays: run(**arrays), arguments(drawn))
     assert "mosaic_gpu" in compiled.as_text()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_another_operation_in_mosaic_gpu_assembles(name):
+    shape, run = problem(name)
+    assert "mosaic_gpu" in needs("h100").compile(run, arguments(shape)).as_text()
 
 
 @every_kernel

@@ -1,7 +1,5 @@
 """`python -m kvjax`: listing, generating with a tiny model, one clear line and exit code 2 for bad input."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import io
 import json

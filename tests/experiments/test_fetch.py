@@ -26,16 +26,15 @@ LOADING = {  # a command line of every job that loads a model, without the model
     "experiments.answering.__main__": ["--prompt-file", "PROMPT"],
     "experiments.answering.answer": ["PROMPT", "--question", "What?"],
     "experiments.heads.heads": [],
+    "experiments.heads.kept": [],
     "experiments.heads.layers": [],
     "experiments.heads.patterns": [],
     "experiments.heads.sharing": [],
     "experiments.lab.insight.__main__": ["--length", "256"],
     "experiments.lab.fidelity.__main__": [],
-    "experiments.lab.rollouts": [],
-    "experiments.lab.training.adapter": [],
 }
 WITHOUT_OUT = {
-    "experiments.answering.__main__", "experiments.answering.answer", "experiments.heads.layers", "experiments.lab.rollouts",
+    "experiments.answering.__main__", "experiments.answering.answer", "experiments.heads.layers",
 }  # fmt: skip
 
 
@@ -68,8 +67,7 @@ def test_offline_reaches_the_loader(command, empty_cache, tmp_path, capsys):
     more = [str(tmp_path / "prompt.txt") if part == "PROMPT" else part for part in LOADING[command]]
     if command not in WITHOUT_OUT:
         more += ["--out", str(tmp_path / "out")]
-    flag = "--base" if command == "experiments.lab.training.adapter" else "--model"
-    assert job_of(command)([*more, flag, "smollm2", "--offline"]) == 2
+    assert job_of(command)([*more, "--model", "smollm2", "--offline"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert err.startswith("kvjax: error: smollm2 is not on this machine and may not be downloaded")

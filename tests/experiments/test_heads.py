@@ -13,8 +13,8 @@ import pytest
 import kvjax
 from experiments.answering import LoadedModel, choices_of
 from experiments.benchmarks import Example
-from experiments.heads import heads, layers, sharing
-from kvjax.methods import HeadKV, Quest, SnapKV
+from experiments.heads import heads, kept, layers, sharing
+from kvjax.methods import HeadKV, KVzip, Quest, SnapKV
 from kvjax.protocol.typing import EMPTY
 from kvjax.wrappers import LayerBudgets, Reuse, layer_shares
 from models import ModelConfig, random_params
@@ -170,6 +170,25 @@ def test_sharing_is_measured_on_a_model(tmp_path, capsys):
         assert len(told["agreement"]) == 4 and told["anchors"][0] == (2 if "quest" in method else 0)
     assert sharing.main([*given, "--method", "full", "--out", str(tmp_path / "none.json")]) == 2
     assert "selects in a layer" in capsys.readouterr().err and not (tmp_path / "none.json").exists()
+
+
+@pytest.mark.slow
+def test_what_heads_keep_without_a_bound_bounds_them(tmp_path, capsys):
+    write_model(tmp_path / "model", dataclasses.replace(CONFIG, vocab_size=5120))
+    given = ["--model", str(tmp_path / "model"), "--length", "256", "--samples", "2", "--out", str(tmp_path / "kept.json")]
+    assert kept.main([*given, "--method", "kvzip(budget=1/8, chunk=64)"]) == 0
+    assert "slots allocated" in capsys.readouterr().out
+    text = f"kvzip(budget=1/8, chunk=64, head_factor={tmp_path / 'kept.json'})"
+    method = choices_of(text)[0].at(256, None, CONFIG).method
+    assert len(method.head_factor) == CONFIG.num_layers and 1 <= np.mean(method.head_factor) < 8
+    cache = kvjax.prefill(random_params(CONFIG, jax.random.key(0)), [[1] * 200], config=CONFIG, method=method)
+    room = {state.cache.num_slots - max(int(32 * x), 5) for x, state in zip(method.head_factor, cache.layers, strict=True)}
+    assert len(room) == 1, "each layer has its own number of slots, and all have the same room"
+    with pytest.raises(ValueError, match="one for each layer .* got 1; 4 of the model's 4 layers"):
+        kvjax.prefill(random_params(CONFIG, jax.random.key(0)), [[1]], config=CONFIG, method=KVzip(head_factor=(2.0,)))
+    with pytest.raises(ValueError, match="none.json must hold"):
+        choices_of(f"kvzip(head_factor={tmp_path / 'none.json'})")[0].at(256, None, CONFIG)
+    assert kept.main([*given, "--method", "snapkv"]) == 2
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Tasks of long answers, many instructions and several turns: drawn by seed, filled to the length, scored step by step."""
 
-from __future__ import annotations
-
 import functools
 import pathlib
 import re

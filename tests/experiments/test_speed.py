@@ -1,7 +1,6 @@
 """The benchmarks end to end on a tiny random model: rows, floors, resuming, running out of memory, kernels."""
 
 import dataclasses
-import functools
 import json
 
 import jax
@@ -72,36 +71,6 @@ def test_variants_cover_the_registry():
         setting("nope", N, CONFIG)
 
 
-@pytest.mark.slow
-def test_exact_decoding_is_timed_with_drafted_tokens_kept_as_told(command):
-    """A row has the shares that were given, tokens per pass as they say, and the weights of a pass and its draft steps."""
-    kept = ["--methods", "verified_knorm", "--acceptance", "1,0.5", "--tokens", 64, "--repeats", 1, "--no-split"]
-    _, record = command(*kept)
-    full, row = record["metrics"]
-    assert (full["method"], row["method"], row["kept"]) == ("full", "verified_knorm", [1.0, 0.5])
-    assert row["error"] is None and row["note"].endswith("drafted tokens kept: 1, 0.5")
-    per_pass = row["counters"]["tokens_per_pass"]
-    assert 2 <= per_pass <= 3 and abs(per_pass - 2.5) < 0.4
-    np.testing.assert_allclose(row["weight_bytes_read"], full["weight_bytes_read"] * 3 / per_pass, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ({"methods": ("verified_snapkv",)}, "--acceptance"),
-        ({"acceptance": (0.5, 0.2)}, "--acceptance"),
-        ({"methods": ("verified_snapkv",), "acceptance": (0.5, 0.6)}, "acceptance"),
-        ({"methods": ("verified_snapkv",), "acceptance": (0.5,)}, "acceptance"),
-        ({"methods": ("verified_snapkv",), "acceptance": (0.5, 0.4), "tokens": 2}, "tokens"),
-        ({"methods": ("verified_snapkv",), "acceptance": (0.5, 0.4), "prefill": True}, "--acceptance .* --prefill"),
-        ({"methods": ("verified_nope",), "acceptance": (0.5, 0.4)}, "verified_nope"),
-    ],
-)
-def test_settings_of_exact_decoding_are_checked(flags, expected):
-    with pytest.raises(ValueError, match=expected):
-        SpeedSettings(**flags)
-
-
 FILLED = [group(name) for name, variant in VARIANTS.items() if name == variant.method]
 
 
@@ -136,18 +105,6 @@ def check_filled(name, config):
 def test_a_filled_cache_is_what_a_prefill_leaves(name):
     """The same tree of the same shapes and dtypes, the same lengths and stored tokens; and it decodes."""
     check_filled(name, CONFIG)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["verified_snapkv", "verified_quest", "verified_mosaickv"])
-def test_a_filled_cache_of_exact_decoding_has_a_draft_beside_full(name):
-    method = setting(name, N, CONFIG, kept=(1.0, 0.5)).method
-    read = functools.partial(run_prefill, method=method, model=CONFIG, max_new_tokens=8, chunk_size=N)
-    prompts = jax.ShapeDtypeStruct((2, N), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
-    want = jax.eval_shape(read, param_shapes(CONFIG), *prompts)
-    sizes = {"length": N, "batch": 2, "max_new_tokens": 8, "weights": want.weights}
-    got = jax.eval_shape(functools.partial(filled_cache, method, CONFIG, **sizes))
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), got) == jax.tree.map(lambda x: (x.shape, x.dtype), want)
 
 
 @pytest.mark.thorough

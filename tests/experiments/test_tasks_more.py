@@ -1,7 +1,5 @@
 """Answers of the suites' tasks, by an independent reading of the text; questions from files; scorers."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Tasks without literal needles: twins, shares, chances, and answers that another reader of the text finds."""
 
-from __future__ import annotations
-
 import collections
 import random
 import re
@@ -9,9 +7,11 @@ import re
 import pytest
 
 from experiments import tasks
+from experiments.cli import read_record
+from experiments.evaluation import EvaluationSettings, Runner
 from experiments.evaluation.plots import default_kinds
 from experiments.evaluation.understanding import by_kind, paraphrase
-from experiments.tasks import dialogues, entries, happenings
+from experiments.tasks import entries, happenings
 from experiments.tasks.associations import PEOPLE, PEOPLE_TOLD
 from experiments.tasks.base import DESCRIPTIONS, PROMPTS
 from tests.experiments.test_tasks import coarse, documents
@@ -19,7 +19,7 @@ from tests.experiments.test_tasks import coarse, documents
 GROUP = tasks.GROUPS["understanding"]
 TWINS = [name for name in GROUP if f"{name}_literal" in GROUP]
 LOGS = [name for name in GROUP if name.startswith("log")]
-FUNCTION_WORDS = set("a an the of in at to is which who one person question answer with name alone beside".split())
+FUNCTION_WORDS = set("a an the of in at to is which who one person question and does has have this there text it the".split())
 NAME = "|".join(PEOPLE)
 
 
@@ -80,11 +80,11 @@ def test_twins_differ_in_the_facts_and_a_reader_with_the_table_finds_the_person(
 def test_a_reader_of_a_log_finds_the_answer_in_entries_that_are_spread_over_it(name):
     said = DESCRIPTIONS[name]
     for one in drawn(name):
-        log = re.findall(r"^(\d+) (\w+) (\d+): \w+ in (\w+) paid (\d) for (\w+)\.$", one.context, re.MULTILINE)
-        days = [(int(year), entries.MONTHS.index(month), int(day)) for day, month, year, *_ in log]
+        log = re.findall(r"^(\w+), (\d+) (\w+) (\d+): \w+ in (\w+) paid (\d) dollars\.$", one.context, re.MULTILINE)
+        days = [(int(year), entries.MONTHS.index(month), int(day)) for _, day, month, year, *_ in log]
         assert days == sorted(set(days)) and len(log) > 100
         town = re.search(r"the entries of (\w+)", one.question)
-        mine = [(at, thing) for at, (*_, place, _, thing) in enumerate(log) if town is None or place == town.group(1)]
+        mine = [(at, thing) for at, (thing, *_, place, _) in enumerate(log) if town is None or place == town.group(1)]
         named = [thing for thing in entries.THINGS if re.search(rf"\b{thing}\b", one.question)]
         times = collections.Counter(thing for _, thing in mine)
         if "few" in said:
@@ -93,34 +93,34 @@ def test_a_reader_of_a_log_finds_the_answer_in_entries_that_are_spread_over_it(n
             "most": lambda times=times: times.most_common(1)[0][0],
             "compare": lambda times=times, named=named: max(named, key=times.__getitem__),
             "count": lambda mine=mine: str(len(mine)),
-            "sum": lambda mine=mine, log=log: str(sum(int(log[at][4]) for at, _ in mine)),
-            "first": lambda mine=mine: mine[0][1],
+            "sum": lambda mine=mine, log=log: str(sum(int(log[at][-1]) for at, _ in mine)),
+            "next": lambda mine=mine, log=log: log[mine[0][0] + 1][-1],
         }[said["asks"]]()
         assert one.answers == (answer,)
         if "few" not in said:
             assert len(mine) / len(log) == pytest.approx(said.get("share", 1.0), abs=0.02)
-            assert {4 * at // len(log) for at, _ in mine} == {0, 1, 2, 3}
+            assert len({4 * at // len(log) for at, _ in mine}) >= 3
             first, second = (count for _, count in times.most_common(2))
             assert first >= 2 * second
         else:
-            assert len(mine) <= said["few"] and len(named) == (said["few"] if said["asks"] == "first" else 1)
+            assert len(mine) <= said["few"] and len(named) == (2 if said["asks"] == "sum" else 1)
 
 
 @pytest.mark.parametrize("name", [name for name in GROUP if name.startswith("again")])
-def test_the_nth_text_of_the_same_request_is_asked_for(name):
+def test_one_text_of_requests_that_differ_in_a_name_is_asked_for(name):
     said = DESCRIPTIONS[name]
     for one in drawn(name, 6):
-        turns = re.findall(r"User: Write (.+)\.\nAssistant: (.+)", one.context)
-        kind, topic = re.fullmatch(r" Here is the (\w+) about (\w+) again:", one.answer_prefix).groups()
-        same = [text for request, text in turns if re.fullmatch(rf"(a )?{kind} (number \d )?about {topic}", request)]
-        number = re.search(r"Repeat (?:the (\w+) |\w+ number (\d))", one.question)
-        at = int(number.group(2)) - 1 if number.group(2) else dialogues.ORDINALS.index(number.group(1))
-        assert len(same) == said["count"] and one.answers == (same[at],)
-        assert len({text.split(".")[0] for text in same}) == len(same)
-        assert any(kind in request and topic not in request for request, _ in turns)
-        assert all(tasks.score(name, text, one.answers) < 0.4 for text in same if text != same[at])
-        half = " ".join(same[at].split()[:5] + ["other"])
-        assert tasks.score(name, half, one.answers) == 5 / len(same[at].split())
+        turns = re.findall(r"User: Write a (\w+) about (\w+) for (\w+)\.\nAssistant: (.+)", one.context)
+        kind, topic, person = re.search(r"Repeat the (\w+) about (\w+) that is for (\w+)\.", one.question).groups()
+        same = {who: text for *asked, who, text in turns if asked == [kind, topic]}
+        assert len(same) == said["count"] and one.answers == (same[person],)
+        assert len({text.split(".")[0] for text in same.values()}) == len(same)
+        others = [turn for turn in turns if turn[:2] != (kind, topic)]
+        assert any(kind == one for one, *_ in others) and not any(who in same for _, _, who, _ in others)
+        wrong = [text for who, text in same.items() if who != person]
+        assert all(tasks.score(name, text, one.answers) < 0.4 for text in wrong)
+        half = " ".join(same[person].split()[:5] + ["other"])
+        assert tasks.score(name, half, one.answers) == 5 / len(same[person].split())
 
 
 @pytest.mark.parametrize("name", ["corrected_1", "corrected_2"])
@@ -128,7 +128,7 @@ def test_the_newest_code_counts(name):
     said = DESCRIPTIONS[name]
     for one in drawn(name):
         codes = collections.defaultdict(list)
-        for thing, value in re.findall(r"code of my (\w+) (?:is|has changed\. It is now) (\d+)\.", one.context):
+        for thing, value in re.findall(r"code of my (\w+)(?: is|: it is not \d+, but) (\d+)\.", one.context):
             codes[thing].append(value)
         assert len(codes) == said["things"] and all(len(set(values)) == said["times"] + 1 for values in codes.values())
         assert one.answers == (codes[re.search(r"user's (\w+)", one.question).group(1)][-1],)
@@ -177,18 +177,23 @@ def offered(name: str, one: tasks.Example) -> list[str]:
         return sorted(read_facts(pattern(PROMPTS[name].forms["literal" if "literal" in said else "fact"]), one))
     if said["kind"] == "corrections":
         thing = re.search(r"user's (\w+)", one.question).group(1)
-        return re.findall(rf"code of my {thing} .*?(\d+)\.", one.context)
+        return re.findall(rf"code of my {thing}\b.*?(\d+)\.", one.context)
     if said["kind"] == "near_duplicates":
-        request = re.search(r"(poem|story|letter|speech|toast|riddle) about (\w+) again", one.answer_prefix)
-        return re.findall(rf"Write .*{request.group(1)} .*about {request.group(2)}\.\nAssistant: (.+)", one.context)
+        kind, topic = re.search(r"Repeat the (\w+) about (\w+) ", one.question).groups()
+        return re.findall(rf"Write a {kind} about {topic} for \w+\.\nAssistant: (.+)", one.context)
     if said["kind"] == "happenings":
-        numbers = {4: ["Yes", "No"], 5: ["0", "1", "2"]}
+        numbers = {4: ["Yes", "No"], 5: ["1", "2"]}
         return numbers.get(said["level"]) or sorted(set(re.findall("|".join(happenings.PLACES), one.context)))
-    if said["asks"] in ("count", "sum"):
-        return [str(number) for number in range(1, said["few"] + 1)] if said["asks"] == "count" else [str(5 * said["few"])]
-    named = [thing for thing in entries.THINGS if re.search(rf"\b{thing}\b", one.question)]
-    return named or [
-        thing for thing, times in collections.Counter(re.findall(r"for (\w+)\.", one.context)).items() if times > 1
+    if said["asks"] in ("count", "sum", "next"):
+        return (
+            [str(number) for number in range(2, said["few"] + 1)]
+            if said["asks"] == "count"
+            else ["5", "10"][said["few"] - 1 :]
+        )
+    if said["asks"] == "compare":
+        return [thing for thing in entries.THINGS if re.search(rf"\b{thing}\b", one.question)]
+    return [
+        thing for thing, times in collections.Counter(re.findall(r"^(\w+), ", one.context, re.MULTILINE)).items() if times > 1
     ]
 
 
@@ -199,9 +204,18 @@ def test_a_guess_scores_the_chance_that_the_task_names(name):
     for one in drawn(name, 300, 900):
         scores.append(tasks.score(name, rng.choice(offered(name, one)), one.answers))
     chance = tasks.get_task(name).chance
-    # A wrong text may begin with a right word, and few facts name fewer places than there are.
-    more = {"near_duplicates": 0.1, "happenings": 0.3}.get(DESCRIPTIONS[name]["kind"], 0.0)
+    more = 0.1 if name.startswith("again") else 0.0  # a wrong text may begin with a right word
     assert chance - 0.09 < sum(scores) / len(scores) < chance + more + 0.09
+
+
+@pytest.mark.slow
+def test_a_method_that_keeps_the_wrong_tokens_scores_no_more_than_a_guess(tmp_path, quick_compile):
+    """By the shipped model, which knows the frame of this task alone."""
+    given = {"tasks": ["assoc_number_literal"], "methods": ["experiments.evaluation.reversed:Reversed"], "lengths": [1024]}
+    settings = EvaluationSettings.from_mapping({**given, "samples": 8, "workers": 0}, "a test")
+    Runner(settings, settings.load(), tmp_path, progress=False).run()
+    scores = {row["method"]: row["value"] for row in read_record(tmp_path)["metrics"]}
+    assert scores["full"] >= 75 and scores["reversed"] <= 100 * tasks.get_task("assoc_number_literal").chance
 
 
 def scored(method: str, **values: float) -> list[dict]:
@@ -214,7 +228,7 @@ def scored(method: str, **values: float) -> list[dict]:
 def test_a_kind_is_a_mean_over_the_tasks_that_full_solves_and_twins_count_together():
     pytest.importorskip("matplotlib")
     full = scored(
-        "full", assoc_kind=80, assoc_kind_literal=40, assoc_dish=20, assoc_dish_literal=90, log_most=70, log_first=60
+        "full", assoc_kind=80, assoc_kind_literal=40, assoc_dish=20, assoc_dish_literal=90, log_most=70, log_next=60
     )
     rows = [*full, *scored("quest", assoc_kind=50, assoc_kind_literal=60, log_most=10)]
     means = by_kind(rows)

@@ -1,7 +1,5 @@
 """Files of NoLiMa, BABILong, Oolong and MRCR: what is read, what is refused, and scores that the suites' programs gave."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -7,8 +7,6 @@ in the folder .hypothesis, and the next run begins with them; elsewhere the same
 failed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import pathlib

@@ -1,7 +1,5 @@
 """Arguments of public functions: values that each refuses by its name. tests/kvjax/test_fields.py has fields of methods."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import pathlib

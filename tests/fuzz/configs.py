@@ -1,7 +1,5 @@
 """Model files that say one thing twice, in keys of a config.json or as tokens that end an answer: joined, or refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

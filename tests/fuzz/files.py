@@ -1,7 +1,5 @@
 """Damaged checkpoints, caches and settings are refused or read as if they were whole, and so are texts in any encoding."""
 
-from __future__ import annotations
-
 import codecs
 import functools
 import json

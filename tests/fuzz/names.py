@@ -1,7 +1,5 @@
 """Methods as text, as commands take them: `twilight(quest, mass=0.85)`; with a fault, or as the method that they name."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Names of files and folders: what is saved under a name is loaded from it, and nothing appears under another name."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """Rules of RoPE at their borders: frequencies as in float64 loops, and texts that grow up to a border and across it."""
 
-from __future__ import annotations
-
 import functools
 import pathlib
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 tests/experiments/test_benchmarks.py has rows that must be refused.
 """
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import decimal

@@ -3,8 +3,6 @@
 tests/experiments/test_texts.py has begin-of-text tokens and truncation.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib

@@ -1,7 +1,5 @@
 """Values and texts at which readers and checks go wrong."""
 
-from __future__ import annotations
-
 import decimal
 from typing import Any
 

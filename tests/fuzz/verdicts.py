@@ -1,7 +1,5 @@
 """The verdict on a case: what must fail fails in a sentence of this project, and what must work gives the right value."""
 
-from __future__ import annotations
-
 import linecache
 import pathlib
 import traceback

@@ -6,8 +6,6 @@ A test of one layer should take the sizes of `drive_alike`. A new setting of sta
 seconds of a processor; other traced numbers, lengths and tokens cost nothing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import operator

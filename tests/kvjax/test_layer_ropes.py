@@ -3,8 +3,6 @@
 Their logits and laws are in `tests/kvjax/test_kinds_of_models.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Methods outside of kvjax: by path, by entry point, registered; what records and settings say of them; their contract."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

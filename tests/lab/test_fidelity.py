@@ -1,12 +1,8 @@
 """Distances from Full: float64 oracle, the decode path, shared programs, texts, the command."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib
-import random
-import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,15 +12,14 @@ import kvjax
 import models
 from experiments.answering import LoadedModel, load_model
 from experiments.cli import figures
-from experiments.lab.fidelity import plots, texts, tool_turns
+from experiments.lab.fidelity import plots, texts
 from experiments.lab.fidelity.__main__ import main
 from experiments.lab.fidelity.distance import Distance, distance, follow_text, shared_room
 from experiments.lab.fidelity.report import difference, fidelity_tables, table, turns_table
 from experiments.lab.fidelity.run import Runner
 from experiments.lab.fidelity.settings import FidelitySettings
-from experiments.lab.fidelity.summary import along, by_turn, summary, tokens_per_pass
+from experiments.lab.fidelity.summary import along, summary, tokens_per_pass
 from experiments.lab.plot import PACKAGES
-from experiments.tasks import code_files
 from kvjax.methods import Full, Quest, SnapKV
 from tests.harness import METHODS, any_example, example, oracle, padded, prompts, read, repeated, tiny_params
 from tests.kvjax.cases import ONE
@@ -42,7 +37,7 @@ CONFIG = dataclasses.replace(SHIPPED, max_position_embeddings=1024)
 def tiny_texts():
     """The ragged prompts of the harness, and texts of several lengths after them."""
     tokens, lengths = padded(prompts())
-    return texts.Texts(tokens, lengths, FORCED[:, :-1], FORCED[:, 1:], COUNTS, np.full((3, STEPS), -1, np.int32))
+    return texts.Texts(tokens, lengths, FORCED[:, :-1], FORCED[:, 1:], COUNTS)
 
 
 def follow(method, config=ONE):
@@ -221,52 +216,13 @@ def test_texts_of_a_single_token_are_left_out():
         texts.make_texts([[1] * 6], [[2, 3]], 4, 5)
 
 
-@pytest.mark.parametrize("around, again", [(None, ""), (("<user>", "<end><assistant>"), "<end><user>")])
-def test_a_transcript_of_tools_is_cut_before_a_command_and_labels_its_turns(model, around, again):
-    settings = FidelitySettings(samples=2, tokens=1500, lengths=(4000,), streams=("tools",))
-    made = texts.tools(model, settings, 4000, around, again)
-    whole = [words(model, [*made.prompts[row, : made.lengths[row]], *made.forced[row]]) for row in range(2)]
-    for row, text in enumerate(whole):
-        assert text.startswith((around or ("",))[0] + "You work in the folder") and made.counts[row] == 1500
-        commands = re.findall(r"(?:\$ |<assistant>)(?=grep|sed)(.*?)(?:\n|<end>)", text)
-        label = made.turns[row]
-        assert label[label >= 0].min() == 0 and (np.diff(label[label >= 0]) >= 0).all() and label.max() >= 2
-        for turn in range(1, label.max()):  # the first token of the first command is fed, and the last command may be cut
-            assert words(model, made.targets[row][label == turn]) in commands
-    assert (made.turns == texts.tools(model, settings, 4000, around, again).turns).all() and whole[0] != whole[1]
-    with pytest.raises(ValueError, match="length 1700 is too short: a request takes"):
-        texts.tools(model, settings, 1700, around, again)
-
-
-def test_outputs_of_tools_are_those_of_the_edited_files():
-    made = tool_turns.transcript(random.Random(1), 12)
-    assert len(made.turns) == 48 and made.request.count("\n- ") == 12
-    files = {file.path: list(file.lines) for file in code_files.code_files("eval")}
-    for turn in made.turns:
-        lines = files[turn.command.split()[-1]]
-        if name := re.match(r'grep -n "(.*)"', turn.command):
-            expected = [f"{at}:{line}" for at, line in enumerate(lines, 1) if name.group(1) in line]
-        elif span := re.match(r"sed -n '(\d+)(?:,(\d+))?p'", turn.command):
-            first, last = int(span.group(1)), int(span.group(2) or span.group(1))
-            expected = lines[first - 1 : last]
-        else:
-            at = int(re.match(r"sed -i '(\d+)s/\$/  # reviewed/'", turn.command).group(1))
-            lines[at - 1] += "  # reviewed"
-            expected = ["(no output)"]
-        assert turn.output == "\n".join(line[:200] for line in expected)
-    assert sum("# reviewed" in line for lines in files.values() for line in lines) == 12
-    with pytest.raises(ValueError, match="functions must be at most"):
-        tool_turns.transcript(random.Random(0), 10**5)
-
-
-def test_distances_are_averaged_by_turn():
-    kl = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])  # [T, B]
-    found = Distance(kl=kl, agrees=kl > 2, loss=kl, full_loss=kl)
-    turns = np.array([[0, -1, 1], [0, 1, 1]])
-    made = by_turn([(2, found)], turns)
-    assert made == {"by_turn": {"turn": [0, 1], "tokens": [2, 3], "kl": [1.5, 5.0], "agrees": [0.0, 1.0]}}
-    assert by_turn([(2, found)], np.full((2, 3), -1)) == {}
-    row = {"method": "quest", "budget": 8, "attended_tokens": 8.0, **made}
+def test_a_record_of_turns_has_their_table():
+    row = {
+        "method": "quest",
+        "budget": 8,
+        "attended_tokens": 8.0,
+        "by_turn": {"turn": [0, 1], "tokens": [2, 3], "kl": [1.5, 5.0]},
+    }
     assert turns_table([row]).split("\n")[::2] == ["| KL, nats | budget | turn 1 | turn 2 |", "| Quest | 8 | 1.5 | 5 |"]
 
 

@@ -4,8 +4,6 @@
 by the name of each, the text of its exception, or null.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

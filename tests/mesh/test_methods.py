@@ -1,7 +1,5 @@
 """Runs over the devices of a mesh: what needs no devices here. `test_devices.py` has the rest."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

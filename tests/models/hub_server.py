@@ -1,7 +1,5 @@
 """A hub on 127.0.0.1: the addresses that ``huggingface_hub`` asks when it downloads a model, and an index of packages."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import http.server

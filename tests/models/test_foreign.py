@@ -1,7 +1,5 @@
 """Models of other packages: under Full they draw the tokens that their own decoding draws. nnx always runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

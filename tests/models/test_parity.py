@@ -1,7 +1,5 @@
 """Our decoder against the ``transformers`` PyTorch classes: every layer and the logits, in float32."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A tiny random model as a GGUF file that has all a model needs: weights, tokenizer, chat template, end of text."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib

@@ -1,7 +1,5 @@
 """Prompts of XAttention and FlexPrefill, in float64 loops: what each query sees where the text decides how much."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import softmax

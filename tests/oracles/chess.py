@@ -4,8 +4,6 @@ Unlike other oracles, this oracle needs the whole model. So ``run`` takes q [L, 
 logits [T, V] that follow each token, and its result is a `Trace` of its own.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Full: causal softmax attention over everything."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import keep_all, rotate_all

@@ -1,7 +1,5 @@
 """H2O: accumulated attention per KV head, the heaviest and the newest tokens stay, one eviction per decoded token."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import Trace, attend, best, rotate_all

@@ -3,8 +3,6 @@
 A zero key has no direction: its unit vector counts as zero, so it scores 0, between similar and dissimilar keys.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import Trace, attend, best, rotate_all

@@ -1,7 +1,5 @@
 """KVzip: the tokens that receive the most attention from any query of a second reading, which repeats the prompt, stay."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import keep_once, rotate, rotate_all, softmax
@@ -43,9 +41,10 @@ def keep(score, budget, head_factor, layerwise):
     kept = [[set() for _ in layer] for layer in score]
     every = []
     for layer, heads in enumerate(score):
+        factor = head_factor[layer] if isinstance(head_factor, tuple) else head_factor
         for head, of in enumerate(heads):
             ranked = sorted((-s, layer, head, i) for i, s in of.items())
-            every.append(ranked[: int(head_factor * budget * (1 + 1e-6))])
+            every.append(ranked[: int(factor * budget * (1 + 1e-6))])
     size = len(score[0])
     groups = [every[at : at + size] for at in range(0, len(every), size)] if layerwise else [every]
     for group in groups:

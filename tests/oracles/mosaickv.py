@@ -5,8 +5,6 @@ is ordinary attention over such vectors. Eigenvectors are not unique: `run` take
 checks that they are eigenvectors of its own moments. Numbers are only compared where the decision is unique.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """ObservedAttention: the tokens with the largest mean attention, over the queries that see them, stay after the prompt."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import best, keep_once, rotate_all, softmax

@@ -5,8 +5,6 @@ Hadamard), cut into slices of 8 channels and stored as the sign pattern of each 
 one weight per slice. Regions are the same for all KV heads; everything else is per KV head.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

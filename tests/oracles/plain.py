@@ -1,7 +1,5 @@
 """What every oracle needs: rotation, softmax and attention for a single query, in float64."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

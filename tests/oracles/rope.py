@@ -1,7 +1,5 @@
 """RoPE under the rules of ``config.json`` in float64 loops, written from what transformers 5.23 computes."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

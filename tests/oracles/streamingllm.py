@@ -4,8 +4,6 @@ The list holds the first s tokens and the last w, s + w = budget. A token is app
 its query rotated at its own slot, and then the list is cut back to s + w.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import Trace, attend, rotate

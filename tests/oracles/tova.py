@@ -1,7 +1,5 @@
 """TOVA: the tokens the newest query attends to most stay, one set per layer; one eviction per decoded token."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.plain import Trace, attend, best, rotate_all

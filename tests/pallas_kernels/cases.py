@@ -16,7 +16,8 @@ from tests.pallas_kernels.operations import public, table
 
 ON_GPU = jax.default_backend() == "gpu"
 NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason=f"needs a GPU, got {jax.default_backend()}")
-ON_HOPPER = pytest.mark.skipif(current_machine().capability != (9, 0), reason="needs a GPU of compute capability 9.0")
+HOPPER = current_machine().capability == (9, 0)
+ON_HOPPER = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
 MOSAIC = "pallas_mosaic_gpu"
 NEEDS_JAX_TRITON = pytest.mark.skipif(find_spec("jax_triton") is None, reason="needs the package jax_triton")
 NAMES = ["xla", "interpreted", pytest.param("pallas_triton", marks=NEEDS_GPU)]

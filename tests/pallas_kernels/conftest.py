@@ -4,7 +4,8 @@ import contextlib
 
 import pytest
 
-from tests.pallas_kernels.cases import MOSAIC, NEEDS_GPU, ON_GPU, ON_HOPPER
+from tests.pallas_kernels.cases import HOPPER, MOSAIC, NEEDS_GPU, ON_GPU
+from tests.pallas_kernels.registers import emulated
 from tests.pallas_kernels.strict import strict
 
 
@@ -32,12 +33,20 @@ def pytest_generate_tests(metafunc):
                 marks[index] = pytest.mark.parametrize(mark.args[0], [*mark.args[1], *added]).mark
         if mark.name == "parametrize" and mark.args[0] in ("name", ("name", "dtype")) and hopper:
             triton = [x for x in marks[index].args[1] if "pallas_triton" in getattr(x, "values", ())]
-            added = [pytest.param(MOSAIC, *x.values[1:], marks=[*x.marks, ON_HOPPER]) for x in triton]
+            added = [pytest.param(MOSAIC, *x.values[1:], marks=[] if HOPPER else pytest.mark.thorough) for x in triton]
             marks[index] = pytest.mark.parametrize(mark.args[0], [*marks[index].args[1], *added]).mark
         if marks[index].name == "parametrize" and not ON_GPU:
             values = [x for x in marks[index].args[1] if NEEDS_GPU not in getattr(x, "marks", ())]
             if 0 < len(values) < len(marks[index].args[1]):
                 marks[index] = pytest.mark.parametrize(marks[index].args[0], values, **marks[index].kwargs).mark
+
+
+@pytest.fixture(autouse=True)
+def registers_without_a_card(request):
+    """Kernels on Mosaic GPU run here too, see `registers`."""
+    given = getattr(request.node, "callspec", None)
+    with emulated() if given and MOSAIC in given.params.values() and not HOPPER else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

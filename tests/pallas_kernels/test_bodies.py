@@ -7,17 +7,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.pallas_kernels.cases import NEEDS_GPU, alike, every_body, implementations, near, offloaded, thorough
-from tests.pallas_kernels.operations import PLACES, arguments, small, table
+from tests.pallas_kernels.cases import (
+    MOSAIC,
+    NEEDS_GPU,
+    ON_HOPPER,
+    alike,
+    every_body,
+    implementations,
+    near,
+    offloaded,
+    on_hopper,
+    thorough,
+)
+from tests.pallas_kernels.operations import PLACES, arguments, public, small, table
 
 SIZES = {  # of kernels that take no smaller ones
     ("gather_attention", "pallas_tpu"): {"P": 16},
     ("collision", "pallas_triton"): {"D": 32, "M": 4},
-    ("rerank", "pallas_triton"): {"D": 32, "C": 16, "M": 4},
+    ("add_norm", MOSAIC): {"D": 256},
+    **{("rerank", back_end): {"D": 32, "C": 16, "M": 4} for back_end in ("pallas_triton", MOSAIC)},
     **{
-        (name, "pallas_triton"): {"D": 32}
+        (name, back_end): {"D": 32}
         for name in ("low_rank_attention", "packed_attention", "packed_score", "project_query")
+        for back_end in ("pallas_triton", MOSAIC)
     },
+    ("pack_token", MOSAIC): {"D": 64},
 }
 ROWS = {"add_norm": "T", "coded_product": "V", "merge_splits": "H"}  # the axis of rows, where it is not B
 # Kernels that are fast to interpret, and between them have every kind of argument; the others run thoroughly.
@@ -41,12 +55,14 @@ def kernels(names, quick):
                 made.append(pytest.param(name, back_end, "interpreted", marks=marks))
             if back_end == "pallas_triton":
                 made.append(pytest.param(name, back_end, back_end, marks=NEEDS_GPU))
+            if back_end == MOSAIC:
+                made.append(pytest.param(name, back_end, back_end, marks=[NEEDS_GPU, ON_HOPPER]))
     return pytest.mark.parametrize(("name", "back_end", "body"), made)
 
 
 def operation(name, back_end, body, shape):
     """A function of the arrays of a shape: the part of an operation's result that is defined."""
-    run = implementations(name, back_end)[body]
+    run = on_hopper(public(name))[body] if body == MOSAIC else implementations(name, back_end)[body]
 
     def defined(arrays):
         result = run(**shape.options | arrays)

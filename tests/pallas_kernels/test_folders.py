@@ -132,9 +132,10 @@ UNREAD = {
     ("match_select", "xla"): {"num_bits"},
     ("column_mass", "pallas_triton"): {"limit", "block"},  # they save plain JAX work
     ("dense_attention", "cudnn"): {"limit", "block"},
+    ("column_mass", "pallas_mosaic_gpu"): {"limit", "block", "reduce"},  # the last is refused by its check
     ("coded_product", "jax_triton"): {"_"},  # refused by its check
     ("gather_attention", "jax_triton"): {"_"},  # refused by its check
-    ("dense_decode", "pallas_mosaic_gpu"): {"_"},  # refused by its check
+    ("collision", "pallas_mosaic_gpu"): {"part"},  # refused by its check
     ("gather_attention", "pallas_mosaic_gpu"): {"_"},  # refused by its check
     ("gather_attention", "pallas_tpu"): {"_"},  # refused by its check, or by the public function for such pages
     ("vector_score", "pallas_tpu"): {"position", "first"},  # refused by its check

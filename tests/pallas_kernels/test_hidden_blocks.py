@@ -8,8 +8,8 @@ from pallas_kernels.choose.pariskv.rerank import Regions
 from pallas_kernels.formats.quantised import quantise
 from pallas_kernels.formats.shapes import full, normal
 from pallas_kernels.host import Rows
-from tests.pallas_kernels.cases import NEEDS_GPU, ON_GPU, alike
-from tests.pallas_kernels.operations import named, sized
+from tests.pallas_kernels.cases import MOSAIC, NEEDS_GPU, ON_GPU, ON_HOPPER, alike
+from tests.pallas_kernels.operations import named, sized, table
 from tests.pallas_kernels.test_bodies import operation
 
 N = 4096 if ON_GPU else 64  # slots, of which half are hidden: more than most kernels read at once
@@ -107,7 +107,10 @@ def bodies():
         for body, marks in (
             ("interpreted", pytest.mark.slow if index >= QUICK and not ON_GPU else ()),
             ("pallas_triton", NEEDS_GPU),
+            (MOSAIC, (NEEDS_GPU, ON_HOPPER)),
         ):
+            if body == MOSAIC and MOSAIC not in table(name).implementations:
+                continue
             yield pytest.param(name, body, sizes, hidden, marks=marks, id=f"{name} {named(sizes)}"[:60] + f" {body}")
 
 

@@ -17,8 +17,8 @@ from pallas_kernels.formats.quantised import quantise
 from pallas_kernels.formats.shapes import full, normal
 from pallas_kernels.host import Rows
 from pallas_kernels.machine import assume_machine
-from tests.pallas_kernels.cases import ON_GPU, implementations, thorough
-from tests.pallas_kernels.operations import arguments, named, sized, timed
+from tests.pallas_kernels.cases import MOSAIC, ON_GPU, ON_HOPPER, implementations, on_hopper, thorough
+from tests.pallas_kernels.operations import arguments, named, public, sized, table, timed
 
 MOST = 2**31
 # Elements of the largest array, where another one must be beyond `MOST`, or beyond 4 GiB of bytes, or may not be.
@@ -102,7 +102,7 @@ def at(name, sizes, size):
     return sized(name, **{"H": 8, "D": 128, **sizes, **({"N": 64 * size} if name == "coded_product" else {"B": size})})
 
 
-def large(name, sizes):
+def large(name, sizes, back_end):
     """Make a function of a key that tells of each array of a result whether its last row is what it is alone.
 
     Return the elements of the largest array, too.
@@ -115,7 +115,7 @@ def large(name, sizes):
     count = LEAST.get(name, 2 * MOST if most.dtype.itemsize == 1 else MOST) // most.size + 2
     many, row = at(name, sizes, count), 64 if name == "coded_product" else 1
     tolerance = timed(name).tolerance if timed(name) else 0.02
-    run = implementations(name)["pallas_triton"]
+    run = on_hopper(public(name))[MOSAIC] if back_end == MOSAIC else implementations(name)["pallas_triton"]
 
     def part(result):
         result = vars(result) if dataclasses.is_dataclass(result) else result
@@ -142,14 +142,18 @@ def large(name, sizes):
     return tried, count * most.size
 
 
-def tried_here(name, sizes):
-    return pytest.param(name, sizes, marks=() if ON_GPU or name in QUICK else thorough, id=f"{name} {named(sizes)}"[:60])
+def tried_here():
+    for name, sizes in CASES:
+        marks = () if ON_GPU or name in QUICK else thorough
+        yield pytest.param(name, sizes, "pallas_triton", marks=marks, id=f"{name} {named(sizes)}"[:60])
+        if ON_GPU and MOSAIC in table(name).implementations:
+            yield pytest.param(name, sizes, MOSAIC, marks=ON_HOPPER, id=f"{name} {named(sizes)}"[:60] + f" {MOSAIC}")
 
 
-@pytest.mark.parametrize(("name", "sizes"), [tried_here(*case) for case in CASES])
-def test_a_row_of_large_arrays_is_what_it_is_alone(name, sizes):
+@pytest.mark.parametrize(("name", "sizes", "back_end"), [*tried_here()])
+def test_a_row_of_large_arrays_is_what_it_is_alone(name, sizes, back_end):
     with contextlib.nullcontext() if ON_GPU else assume_machine("gpu", (9, 0)):
-        tried, most = large(name, sizes)
+        tried, most = large(name, sizes, back_end)
         found = (jax.jit(tried) if ON_GPU else functools.partial(jax.eval_shape, tried))(jax.random.key(0))
     assert found and most >= LEAST.get(name, MOST)
     assert not ON_GPU or all(found), [bool(x) for x in found]

@@ -1,7 +1,5 @@
 """Declared signatures: the language on one example, and for every operation that what is declared is refused otherwise."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import math

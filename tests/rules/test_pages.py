@@ -1,7 +1,5 @@
 """Pages are true where a machine can tell: links, paths, commands, code, versions, and the README's numbers."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib.util

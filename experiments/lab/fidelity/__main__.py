@@ -5,8 +5,6 @@ compares the next-token distributions of the two over the whole vocabulary: KL(F
 likely token is the same, and how likely each finds the text's own token. No task is needed, so any model will do.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib

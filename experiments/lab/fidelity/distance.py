@@ -3,8 +3,6 @@
 Axes: B texts, T steps, V vocabulary.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

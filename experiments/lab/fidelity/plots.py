@@ -1,7 +1,5 @@
 """Draws the figures of a record of `experiments.lab.fidelity`: distance against bytes, and distance along the text."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Formats the tables of a record of `experiments.lab.fidelity`, with paired differences between methods."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Measures the `distance` of every method from Full along every text, into a result folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import pathlib
@@ -30,7 +28,7 @@ from experiments.evaluation import CompileAhead
 from experiments.lab.fidelity import texts as streams
 from experiments.lab.fidelity.distance import distance, lead, lower, share_rooms
 from experiments.lab.fidelity.settings import FidelitySettings
-from experiments.lab.fidelity.summary import by_turn, summary
+from experiments.lab.fidelity.summary import summary
 from experiments.lab.fidelity.texts import Texts
 from experiments.records import (
     LIBRARY_FIELD,
@@ -54,7 +52,6 @@ _CALIBRATION = ("niah_single_2", 16, 512)  # CHESS' thresholds: task, prompts, t
 FILE = "metrics.json"
 _ABOUT = {"model": "name", "weights": "weights", "dtype": "dtypes"}  # what a record says of a reference
 _RUNNING = frozenset(("prose", "code"))  # streams of running text, without a question
-_LIBRARY = frozenset(("code", "tools"))  # streams that are made from Python's standard library
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,9 +121,7 @@ class Runner:
         template = models.ChatTemplate.from_directory(model.directory) if asks and settings.template == "auto" else None
         if asks:
             check_system(template, settings.system)
-        turn = (settings.system, settings.template_variables)
-        self._around = template.around(turn[0], **turn[1]) if template else None
-        self._again = template.between(turn[0], **turn[1]) if template and "tools" in settings.streams else ""
+        self._around = template.around(settings.system, **settings.template_variables) if template else None
         common = {
             **{name: vars(settings)[name] for name in ("task", "haystack", "samples", "tokens", "seed", "system")},
             "model": model.name,
@@ -167,8 +162,6 @@ class Runner:
         if stream in _RUNNING:
             kind = self.settings.haystack if stream == "prose" else stream
             return streams.passages(self.model, self.settings, length, kind)
-        if stream == "tools":
-            return streams.tools(self.model, self.settings, length, self._around, self._again)
         asked = known.get((length, "answers")) or streams.answers(self.model, self.settings, length, self._around)
         return asked if stream == "answers" else streams.greedy(self._reference, asked, self._rows(length))
 
@@ -199,7 +192,6 @@ class Runner:
                     stats.append((real, jax.device_get(measured)))
             row = {
                 **summary(parts, texts.counts),
-                **by_turn(parts, texts.turns),
                 **_account(stats, rows),
                 **job.identity,
                 "budget": job.identity["knobs"].get("budget"),
@@ -242,9 +234,7 @@ class Runner:
 
     def _reads_code(self, stream: str) -> bool:
         """Tell whether the texts of a stream are made from Python's standard library."""
-        if stream in _LIBRARY or stream in _RUNNING:
-            return stream in _LIBRARY
-        return reads_library(self.settings.task, self.settings.task_haystack)
+        return stream == "code" or stream not in _RUNNING and reads_library(self.settings.task, self.settings.task_haystack)
 
     def _rows(self, length: int) -> int:
         return batch_rows(length, self.settings.batch_tokens, self.settings.samples)

@@ -1,7 +1,5 @@
 """The settings of `experiments.lab.fidelity`, from flags or a YAML file."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 
@@ -12,9 +10,8 @@ from experiments.cli import option
 from experiments.tasks import get_task
 from kvjax.cache.quantised import KV_DTYPES
 
-# prose, code: continued held-out text; answers: the right answer to a question; greedy: Full's own answer to the question;
-# tools: commands and outputs of an agent that edits files.
-STREAMS = ("prose", "code", "answers", "greedy", "tools")
+# prose, code: continued held-out text; answers: the right answer to a question; greedy: Full's own answer to the question.
+STREAMS = ("prose", "code", "answers", "greedy")
 WHOLE_PROSE = "prose:whole"  # a haystack: prose without a part that is held out
 
 
@@ -28,8 +25,7 @@ class FidelitySettings(ModelSettings):
         budgets: comma-separated shares of the length or tokens, for methods whose budget is not set
         lengths: comma-separated, tokens of context and text together
         streams: comma-separated: prose, a continued held-out text; code, continued files of Python's standard library;
-            answers, the right answer of a long task; greedy, Full's own answer of the task; tools, a transcript of an agent
-            that searches, reads and edits Python's standard library
+            answers, the right answer of a long task; greedy, Full's own answer of the task
         samples: texts of a stream
         tokens: decode steps along each text
         haystack: prose or file:PATH, the text of prose and the haystack of the task; prose:whole, the same with the part that

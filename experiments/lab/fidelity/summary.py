@@ -1,7 +1,5 @@
 """Makes the row of a method on a stream: means over texts with their intervals, and the values of every text and step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -78,33 +76,6 @@ def tokens_per_pass(agrees: np.ndarray, depth: int = DEPTH) -> float:
             break
         at, passes = min(at + kept + 1, len(agrees)), passes + 1
     return at / passes
-
-
-def by_turn(parts: Sequence[tuple[int, Distance]], turns: np.ndarray) -> dict[str, Any]:
-    """Average KL and agreement over the tokens of each turn of all texts, for texts with turns; {} for other texts.
-
-    Args:
-        parts: as in `summary`.
-        turns: int32 [N, T], the turn of every step, -1 outside of turns.
-
-    Returns:
-        ``by_turn``: lists by turn of "kl" in nats, "agrees" as a share, and "tokens", the number of tokens. A turn that all
-        texts lack is left out.
-    """
-    if (turns < 0).all():
-        return {}
-    means: dict[str, list[float]] = {"turn": [], "tokens": [], "kl": [], "agrees": []}
-    steps = {
-        name: np.concatenate([np.asarray(getattr(apart, name), np.float64)[:, :real] for real, apart in parts], axis=1).T
-        for name in ("kl", "agrees")
-    }  # [N, T] each
-    for turn in np.unique(turns[turns >= 0]):
-        at = turns == turn
-        means["turn"].append(int(turn))
-        means["tokens"].append(int(at.sum()))
-        for name, values in steps.items():
-            means[name].append(short(values[at].mean()))
-    return {"by_turn": means}
 
 
 def short(value: float) -> float:

@@ -11,11 +11,9 @@ import numpy as np
 import kvjax
 from experiments.answering import LoadedModel, pad
 from experiments.lab.fidelity.settings import WHOLE_PROSE, FidelitySettings
-from experiments.lab.fidelity.tool_turns import transcript
 from experiments.tasks import encode_prompt, held_out_text, length_within, make_samples, opening_ids, prose_text
 
 _BLOCK = 128  # tokens; contexts are padded to a multiple of this
-_FUNCTION_TOKENS = 160  # fewer than the request and the turns of a function of a transcript take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +26,6 @@ class Texts:
         forced: int32 [N, T], tokens that are fed one by one, padded on the right.
         targets: int32 [N, T], the token that follows each fed token.
         counts: int32 [N], number of fed tokens, at least 1.
-        turns: int32 [N, T], which turn of the text each target belongs to; -1 outside of turns, and in texts without turns.
     """
 
     prompts: np.ndarray
@@ -36,7 +33,6 @@ class Texts:
     forced: np.ndarray
     targets: np.ndarray
     counts: np.ndarray
-    turns: np.ndarray
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -53,13 +49,7 @@ class Texts:
         return real, Texts(*(array[at] for array in vars(self).values()))
 
 
-def make_texts(
-    prompts: Sequence[Sequence[int]],
-    following: Sequence[Sequence[int]],
-    context: int,
-    steps: int,
-    turns: Sequence[Sequence[int]] = (),
-) -> Texts:
+def make_texts(prompts: Sequence[Sequence[int]], following: Sequence[Sequence[int]], context: int, steps: int) -> Texts:
     """Make texts from contexts and the tokens that follow them; leave out texts of fewer than two such tokens.
 
     Args:
@@ -67,7 +57,6 @@ def make_texts(
         following: token ids of each text; of n tokens, the first n - 1 are fed, and the last n - 1 are predicted.
         context: tokens of the longest context that fits.
         steps: the most tokens that are fed.
-        turns: the turn of each token that follows, -1 outside of turns; () for texts without turns.
 
     Raises:
         ValueError: a context is too long, or no text has two tokens.
@@ -83,10 +72,7 @@ def make_texts(
     padded, lengths = pad([prompts[i] for i in kept], -(-context // _BLOCK) * _BLOCK)
     forced, counts = pad([following[i][: min(steps, len(following[i]) - 1)] for i in kept], steps)
     targets, _ = pad([following[i][1 : steps + 1] for i in kept], steps)
-    labels = np.full_like(targets, -1)
-    for row, i in enumerate(kept if turns else ()):
-        labels[row, : counts[row]] = turns[i][1 : counts[row] + 1]
-    return Texts(padded, lengths, forced, targets, counts, labels)
+    return Texts(padded, lengths, forced, targets, counts)
 
 
 def passages(model: LoadedModel, settings: FidelitySettings, length: int, kind: str) -> Texts:
@@ -121,46 +107,6 @@ def passages(model: LoadedModel, settings: FidelitySettings, length: int, kind: 
     context = length - settings.tokens
     cut = [[*first, *ids[start : start + wanted]] for start in starts]
     return make_texts([p[:context] for p in cut], [p[context:] for p in cut], context, settings.tokens)
-
-
-def tools(model: LoadedModel, settings: FidelitySettings, length: int, around: tuple[str, str] | None, again: str) -> Texts:
-    """Make transcripts of tools, which end in the middle of a session; the text begins with a command.
-
-    Args:
-        model: the model.
-        settings: how many transcripts, and how many tokens are fed.
-        length: tokens of context and text together, at most.
-        around: texts before and after the user's content in the chat template; None without a template.
-        again: text between a command and its output in the chat template; without a template a line break stands there.
-
-    Raises:
-        ValueError: the length is too short for the request.
-        FileNotFoundError: this Python has no sources of its standard library.
-    """
-    before, after = around or ("", "\n$ ")
-    again = again or "\n"
-    context = length - settings.tokens
-    prompts, following, turns = [], [], []
-    for index in range(settings.samples):
-        session = transcript(random.Random(f"tools/{length}/{settings.seed}/{index}"), max(length // _FUNCTION_TOKENS, 1))
-        ids = model.tokenizer.encode(before + session.request + after, add_special_tokens=not before).ids
-        marks, starts = [-1] * len(ids), []
-        for number, turn in enumerate(session.turns):
-            starts.append(len(ids))
-            for text, mark in ((turn.command, number), (again + turn.output + after, -1)):
-                made = model.tokenizer.encode(text, add_special_tokens=False).ids
-                ids += made
-                marks += [mark] * len(made)
-        if starts[0] > context:
-            raise ValueError(
-                f"length {length} is too short: a request takes {starts[0]} tokens, {context} stand before the text"
-            )
-        cut = max(start for start in starts if start <= context)
-        first = marks[cut]
-        prompts.append(ids[:cut])
-        following.append(ids[cut : cut + settings.tokens + 1])
-        turns.append([mark - first if mark >= 0 else -1 for mark in marks[cut : cut + settings.tokens + 1]])
-    return make_texts(prompts, following, context, settings.tokens, turns)
 
 
 def answers(model: LoadedModel, settings: FidelitySettings, length: int, around: tuple[str, str] | None) -> Texts:

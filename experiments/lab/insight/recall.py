@@ -33,8 +33,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from experiments.heads.monitor import MonitorLayer
 from kvjax.cache import Cache
-from kvjax.protocol.method import Cost, Inputs, LayerMethod, LayerSpec, Method, Reading, check_method
+from kvjax.protocol.method import Inputs, LayerMethod, LayerSpec, Method, Reading, check_method
 from kvjax.protocol.typing import pytree, static
 from kvjax.rope import rotate
 from kvjax.wrappers.compose import answers, passes
@@ -56,10 +57,9 @@ class Watch:
 
 @answers("inner")
 @pytree
-class WatchedLayer(LayerMethod):
+class WatchedLayer(MonitorLayer):
     """A layer of `Watched`."""
 
-    inner: LayerMethod
     top: tuple[int, ...] = static()
     steps: int = static()
 
@@ -69,9 +69,6 @@ class WatchedLayer(LayerMethod):
     @property
     def lacks(self) -> tuple[str, ...]:
         return (*self.inner.lacks, "codes")  # its keys are exact
-
-    max_tokens = passes("inner", LayerMethod.max_tokens)
-    rework = passes("inner", LayerMethod.rework)
 
     def init(self, spec: LayerSpec) -> Watch:
         shape = (spec.batch, spec.num_kv_heads, self.steps)
@@ -92,33 +89,6 @@ class WatchedLayer(LayerMethod):
             state = self._measured(state, inputs)
         out, inner = self.inner.attend(state.inner, inputs)
         return out, dataclasses.replace(state, inner=inner)
-
-    def finish(self, state: Watch, spec: LayerSpec) -> Watch:
-        return dataclasses.replace(state, inner=self.inner.finish(state.inner, spec))
-
-    def chosen(self, state: Watch, inputs: Inputs) -> Array:
-        return self.inner.chosen(state.inner, inputs)
-
-    def cost(self, state: Watch, shared: Any) -> Cost:
-        return self.inner.cost(state.inner, shared)
-
-    def room(self, state: Watch) -> Array | None:
-        return self.inner.room(state.inner)
-
-    def signal(self, state: Watch) -> Any:
-        return self.inner.signal(state.inner)
-
-    def with_signal(self, state: Watch, signal: Any) -> Watch:
-        return dataclasses.replace(state, inner=self.inner.with_signal(state.inner, signal))
-
-    def due(self, state: Watch) -> Array | None:
-        return self.inner.due(state.inner)
-
-    def excerpt(self, state: Watch) -> Any:
-        return self.inner.excerpt(state.inner)
-
-    def settle(self, state: Watch, made: Any) -> Watch:
-        return dataclasses.replace(state, inner=self.inner.settle(state.inner, made))
 
     def _measured(self, state: Watch, inputs: Inputs) -> Watch:
         """Add the measurements of a decode step to the state, in the rows that take this step."""

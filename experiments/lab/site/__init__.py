@@ -6,8 +6,6 @@ takes some columns of its metrics instead, ``:where:`` some rows, ``:beside:`` t
 ``{operations}`` and ``{families}`` list the operations of `pallas_kernels` and the families of models that load.
 """
 
-from __future__ import annotations
-
 import pathlib
 import re
 from collections.abc import Callable, Mapping

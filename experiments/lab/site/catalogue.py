@@ -1,7 +1,5 @@
 """Tables of what the packages hold: the operations of `pallas_kernels`, and the families of models that load."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 

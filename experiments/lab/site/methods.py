@@ -1,7 +1,5 @@
 """Pages of methods for the site, made from docstrings, knobs and records."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import pathlib

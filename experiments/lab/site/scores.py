@@ -3,8 +3,6 @@
 The page has the rows as JSON, which `docs/_static/scores.js` shows: a row is a list in the order of `COLUMNS`.
 """
 
-from __future__ import annotations
-
 import json
 import pathlib
 import shlex

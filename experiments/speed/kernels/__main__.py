@@ -8,8 +8,6 @@ loop (`experiments.speed.loop_seconds`), beside the time that reading its bytes 
 a row with its error. Finished rows are not run again.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 

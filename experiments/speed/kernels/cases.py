@@ -1,7 +1,5 @@
 """The cases of `experiments.speed.kernels`: each operation with timed shapes at each of them, with random arguments."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Checks and times every implementation of a case, and keeps the rows in a record."""
 
-from __future__ import annotations
-
 import functools
 import time
 from typing import Any

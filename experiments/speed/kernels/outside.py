@@ -1,7 +1,5 @@
 """Implementations that an operation's table does not have on this machine: kernels of one's own, and interpreted kernels."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

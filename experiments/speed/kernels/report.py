@@ -1,7 +1,5 @@
 """The report of `experiments.speed.kernels`: a printed line for each row as it is finished, and a markdown table."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

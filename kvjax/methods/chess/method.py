@@ -30,8 +30,6 @@ frequencies change with the length need ``page_vec_rope="post"``. Why, and what 
 docs/notebook/readings.md.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, ClassVar, cast
 

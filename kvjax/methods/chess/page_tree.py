@@ -6,8 +6,6 @@ may have fewer members, and their means are over the members that exist. A flat 
 `kvjax.methods.Chess`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """The state of CHESS that all layers share: the vectors of pages, the list of active pages, and how unsure the model is."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

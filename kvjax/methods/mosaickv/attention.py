@@ -1,7 +1,5 @@
 """Attention over MosaicKV's storage: scores of packed block means, and one softmax over packed tokens and the buffer."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -37,8 +37,6 @@ computed from the copy, not accumulated. There is room for ten such segments, or
 The next segment stays open.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar
 

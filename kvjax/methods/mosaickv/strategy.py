@@ -4,8 +4,6 @@ Every function here is about one segment per row. `store.py` keeps the segments,
 Source: MosaicKV (arXiv:2607.00760), orthogonal transform, packed format and dynamic strategy.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

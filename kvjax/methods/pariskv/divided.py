@@ -5,8 +5,6 @@ The cut among the votes needs the number of keys with each number of votes; the 
 best. A step sends a few hundred numbers per KV head.
 """
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import Array, lax
 

@@ -26,8 +26,6 @@ that it has found where they are: there is no cache on the device of blocks that
 copied ahead.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Product quantisation: vectors are cut into parts, and each part is replaced by the nearest of a few centroids."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import Array, lax

@@ -1,7 +1,5 @@
 """Clusters by inner product: spherical k-means, whose centroids have length 1 while it goes on, and sums over clusters."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import Array, lax
 

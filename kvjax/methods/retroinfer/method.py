@@ -32,8 +32,6 @@ they are: there is no buffer on the device of clusters that earlier steps have r
 before runs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

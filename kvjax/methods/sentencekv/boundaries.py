@@ -1,7 +1,5 @@
 """The tokens that end a sentence, as a table over the vocabulary."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

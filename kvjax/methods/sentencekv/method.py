@@ -31,8 +31,6 @@ is our choice; `RELEASED` has the code's pooling and its nearest pool. What each
 docs/notebook/readings-others.md.
 """
 
-from __future__ import annotations
-
 import math
 import types
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """ShadowKV's summary of the chunks of a prompt: mean keys, and how well they stand for their chunk."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import Array, lax
 

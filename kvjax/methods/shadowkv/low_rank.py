@@ -1,7 +1,5 @@
 """Keys of low rank: the keys of all KV heads side by side, as a product of two thin matrices."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import Array, lax
 

@@ -26,8 +26,6 @@ the same. The code fetches only chunks that the step before had not chosen; here
 no kernel does so yet. Where a mesh divides the KV heads, each device has all of A, because the heads share it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any, ClassVar

@@ -4,8 +4,6 @@ The layouts of the blocks are from the package ``gguf``, which decodes them to f
 product of two numbers and is rounded to float16, by 1 / 2048 of a scale at most; everything else is exact.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import gguf

@@ -3,8 +3,6 @@
 A setting that this decoder does not compute is an error here, so that a file never runs as a slightly different model.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ...sizes.architecture import Architecture

@@ -1,7 +1,5 @@
 """Conversion of a GGUF file to a directory in Hugging Face layout."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -5,8 +5,6 @@ A file does not say all that ``config.json`` says. What llama.cpp knows of an ar
 Sources: llama.cpp's ``convert_hf_to_gguf.py``, which writes the files, and ``llama-model.cpp``, which reads them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping

@@ -7,8 +7,6 @@ types and their decoding.
 Source: the GGUF specification (``docs/gguf.md`` in the ggml repository). All numbers are little-endian.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import struct

@@ -1,7 +1,5 @@
 """Open a GGUF file: its metadata, and its tensors, which stay in the file until they are read."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

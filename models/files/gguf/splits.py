@@ -5,8 +5,6 @@ models a name stands for; the patterns come from the ``tokenizer.json`` of these
 other: each cuts the pieces of the previous pattern into its matches and the text between them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -1,7 +1,5 @@
 """The tokenizer, the special tokens and the chat templates of a GGUF file."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

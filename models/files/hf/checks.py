@@ -4,8 +4,6 @@ The translation in `models.files.hf.config` may then compare and divide. A value
 the text ``"false"`` for true, and the text ``"4"`` is no number of heads.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Translation between ``config.json`` and experts: as Qwen and Mixtral have them, stacked, or with the router of DeepSeek."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ...sizes.checks import check_counts, check_flags

@@ -1,7 +1,5 @@
 """Translation between ``config.json`` and an `Architecture`, for the families in `models.files.tables.families`."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

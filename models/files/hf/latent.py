@@ -1,7 +1,5 @@
 """Translation between ``config.json`` and an `Architecture`, for the families with latent attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ...sizes.latent import Latent, query_scale

@@ -1,7 +1,5 @@
 """Translation between the rules of RoPE in ``config.json`` and `models.sizes.rope_scaling`."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which tensors of a Hugging Face checkpoint make each parameter, by family."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from ...sizes.architecture import Architecture

@@ -6,8 +6,6 @@ may lack. `models.files.hf.families` translates the files, and `models.files.tab
 Source: the classes of transformers 5.24.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import types
 from collections.abc import Mapping

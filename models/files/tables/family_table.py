@@ -1,7 +1,5 @@
 """Which families load, and the parts of each: rows for ``kvjax ls families`` and for the documentation."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

@@ -16,8 +16,6 @@ Source: Yang et al., "Gated Delta Networks" (arXiv:2412.06464), section 3; the c
 Linear Transformers with the Delta Rule" (arXiv:2406.06484). All arithmetic is in float32, as in transformers 5.24.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

@@ -13,8 +13,6 @@ convolution)::
 All columns are in the order of key heads, so a split over devices is a split of key heads with their value heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

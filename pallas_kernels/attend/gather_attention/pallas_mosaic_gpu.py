@@ -1,14 +1,21 @@
 """Decode attention over index lists through Mosaic GPU (`_mosaic_gpu.decode`): an entry of a block is a slot of the list."""
 
+import jax.numpy as jnp
+
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.decode import attend, check_machine
 from pallas_kernels._mosaic_gpu.sizes import Lists
+from pallas_kernels.query.tokenselect.rotated_rows import pallas_mosaic_gpu as rotated_kernel
 
 
 def gather_attention(
-    query, key, value, slots, mask, *, scale, page_size=1, position=None, bias=None, partials=None, programs=None, **_
-):
+    query, key, value, slots, mask, *, scale, page_size=1, position=None, bias=None, place=None, inv_freq=None, partials=None,
+    programs=None, **_,
+):  # fmt: skip
     """Attend to the listed slots only; see `check` for what it does not take."""
+    if place is not None:  # the listed rows are copied first, keys rotated
+        key, value = rotated_kernel.rotated_rows(key, value, slots[:, 0], inv_freq, place[:, 0])
+        slots = jnp.broadcast_to(jnp.arange(slots.shape[2], dtype=jnp.int32), slots.shape)
     last, items, shared = key.shape[2], slots.shape[2], slots.shape[1] == 1
     heads = query.shape[1]
 
@@ -35,12 +42,18 @@ def gather_attention(
     return attend(query, key, value, lists, **where)
 
 
-def check(query, key, value, slots, mask, *, bias=None, place=None, rows=None, logits=False, **_):
+def check(
+    query, key, value, slots, mask, *, position=None, bias=None, place=None, inv_freq=None, rows=None, logits=False, **_
+):
     """Raise ``NotImplementedError`` for dtypes and widths, codes of 4 bits, empty lists, and options of `pallas_triton`."""
     check_machine(query, key, value)
+    if place is not None:
+        rotated_kernel.check(key, value, slots[:, 0], inv_freq)
     if not slots.shape[2]:
         raise NotImplementedError("got an empty list, expected at least one entry")
-    if logits or place is not None or rows is not None or (bias is not None and bias.ndim > 3):
-        raise NotImplementedError("got place, host rows, logits or a bias for each query head, expected none of them")
+    if logits or rows is not None or (bias is not None and bias.ndim > 3):
+        raise NotImplementedError("got host rows, logits or a bias for each query head, expected none of them")
+    if place is not None and (slots.shape[1] > 1 or position is not None):
+        raise NotImplementedError("got place with a list for each head, or with position, expected one list and no position")
     if bias is not None and bias.shape != slots.shape:
         raise NotImplementedError(f"got a bias {bias.shape}, expected {slots.shape}")

@@ -4,11 +4,11 @@ from typing import Annotated
 
 from jax import Array
 
-from pallas_kernels.choose.compact import pallas_triton, reference
+from pallas_kernels.choose.compact import pallas_mosaic_gpu, pallas_triton, reference
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.signature import INTEGERS, declared, forward
 
-COMPACT = Operation.of("compact", pallas_triton, reference)
+COMPACT = Operation.of("compact", pallas_triton, pallas_mosaic_gpu, reference)
 
 
 @declared(COMPACT, derivative=INTEGERS)

@@ -10,26 +10,33 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays
-from pallas_kernels._mosaic_gpu.pallas import plgpu
-from pallas_kernels._mosaic_gpu.search import MOST, PEERS, places, threshold_of
+from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
+from pallas_kernels._mosaic_gpu.search import MOST, places, threshold_of
 from pallas_kernels._triton.kth_search import order_key
 from pallas_kernels.numerics import finite_or_zero
 
 ALONE = 2**13  # entries of a row for which one program is enough
-PARTS = 8  # programs of a cluster, at most
 
 
-def _body(*refs, joining, budget, traced, most, slots, capacity, heads, size, parts):
-    # score [L, S], or logits [L, G, S] and lse [L, N, G] if joining; budget [n] if traced; then list, keep [L, K], count [L].
+def _body(*refs, joining, budget, traced, most, capacity, heads, size, parts):
+    # score [L, S], or logits [L * G, S] and lse [L, N, G] if joining; budget [n] if traced; then list, keep [L, K] and
+    # count [L].
     score_ref, lse_ref, budget_ref = refs[0], refs[1 : 1 + joining], refs[1 + joining : 1 + joining + traced]
     list_ref, keep_ref, count_ref, words, peers = refs[1 + joining + traced :]
     row, part = lax.axis_index("x"), lax.axis_index("part") if parts > 1 else jnp.int32(0)
     asked = budget_ref[0][budget(row)] if traced else jnp.int32(budget)
     wanted = jnp.minimum(jnp.maximum(asked, 0), most)
-    slot = part * size + arrays.counted(size)
+    share = arrays.size_of(-(-capacity // parts))
+    at = part * share + arrays.counted(share)
+
+    def fill(chosen):  # the programs of a row share out the entries behind the list, and the mask
+        inside = at < capacity
+        arrays.store(list_ref, jnp.where(inside & (at >= chosen), row * capacity + at, -1), arrays.spread(0, share))
+        arrays.store(keep_ref, jnp.where(inside, row * capacity + at, -1), (at < chosen).astype(jnp.int32))
+        arrays.put(count_ref, jnp.where(part < 1, row, -1), chosen)
 
     def score(line):
-        return arrays.load(score_ref, jnp.where(slot < slots, line * slots + slot, -1), -jnp.inf)
+        return arrays.load_run(score_ref, line, part * size, size, -jnp.inf)
 
     def total(head, parts_of):
         at = arrays.counted(arrays.size_of(parts_of))
@@ -37,25 +44,28 @@ def _body(*refs, joining, budget, traced, most, slots, capacity, heads, size, pa
         top = finite_or_zero(jnp.max(lse))
         return finite_or_zero(top + jnp.log(jnp.sum(jnp.exp(lse - top))))
 
-    if joining:
-        shares = (score(row * heads + head) - total(head, lse_ref[0].shape[1]) for head in range(heads))
-        key = order_key(functools.reduce(jnp.maximum, shares))
-    else:
-        key = order_key(score(row))
-    threshold, ties, chosen = threshold_of(key, wanted, parts, peers)
-    keep, place = places(key, threshold, ties, part, parts, words, peers)
-    arrays.store(list_ref, jnp.where(keep & (place < chosen), row * capacity + place, -1), slot)
-    own = arrays.size_of(-(-capacity // parts))
-    at = part * own + arrays.counted(own)
-    inside = at < capacity
-    arrays.store(list_ref, jnp.where(inside & (at >= chosen), row * capacity + at, -1), arrays.spread(0, own))
-    arrays.store(keep_ref, jnp.where(inside, row * capacity + at, -1), (at < chosen).astype(jnp.int32))
-    arrays.put(count_ref, jnp.where(part < 1, row, -1), chosen)
+    @pl.when(wanted <= 0)  # a row that wants nothing is not read
+    def _():
+        fill(jnp.int32(0))
+
+    @pl.when(wanted > 0)
+    def _():
+        arrays.begin_parts(peers, parts)
+        if joining:
+            shares = (score(row * heads + head) - total(head, lse_ref[0].shape[1]) for head in range(heads))
+            key = order_key(functools.reduce(jnp.maximum, shares))
+        else:
+            key = order_key(score(row))
+        threshold, ties, chosen = threshold_of(key, wanted, parts, peers)
+        keep, place = places(key, threshold, ties, part, parts, words, peers)
+        where = jnp.where(keep & (place < chosen), row * capacity + place, -1)
+        arrays.store(list_ref, where, part * size + arrays.in_order(size))
+        fill(chosen)
 
 
 def parts_for(slots: int) -> int:
     """Choose the programs of a row's cluster."""
-    return next((n for n in (1, 2, 4) if slots <= n * ALONE), PARTS)
+    return next((n for n in (1, 2, 4) if slots <= n * ALONE), arrays.MOST_PARTS)
 
 
 def kth_select(score, budget, capacity, lse=None):
@@ -71,11 +81,11 @@ def kth_select(score, budget, capacity, lse=None):
             b, h = lax.div(row, heads), lax.rem(row, heads)
             return (b if lines > 1 else 0 * b) * columns + (h if columns > 1 else 0)
 
-    flat = [x.reshape(lists, *x.shape[2:]) for x in (score, lse) if x is not None]
+    flat = [score.reshape(-1, slots), *([] if lse is None else [lse.reshape(lists, *lse.shape[2:])])]
     listed, keep, count = arrays.program(
         functools.partial(
             _body, joining=len(flat) - 1, budget=place if traced else int(budget), traced=traced, most=min(capacity, slots),
-            slots=slots, capacity=capacity, heads=score.shape[2] if lse is not None else 1, size=size, parts=parts,
+            capacity=capacity, heads=score.shape[2] if lse is not None else 1, size=size, parts=parts,
         ),
         [
             jax.ShapeDtypeStruct((lists, capacity), jnp.int32),
@@ -84,7 +94,7 @@ def kth_select(score, budget, capacity, lse=None):
         ],
         grid=(lists,),
         parts=parts,
-        scratch=[plgpu.SMEM((size // 32 + 4,), jnp.int32), plgpu.SMEM((PEERS,), jnp.int32)],
+        scratch=[plgpu.SMEM((4,), jnp.int32), plgpu.SMEM((arrays.PEERS,), jnp.int32)],
     )(*flat, *([budget.reshape(-1)] if traced else []))  # fmt: skip
     return listed.reshape(rows, heads, -1), keep.reshape(rows, heads, -1), count.reshape(rows, heads)
 
@@ -93,5 +103,11 @@ def check(score, budget, capacity, lse=None):
     """Raise ``NotImplementedError`` for other GPUs, for rows that no cluster holds, and for sizes that need 64 bits."""
     arrays.check_hopper()
     slots = score.shape[-1]
-    if not 1 <= slots <= PARTS * MOST or capacity > PARTS * MOST or max(score.size, score.size // slots * capacity) >= 2**31:
-        raise NotImplementedError(f"got score {score.shape} and {capacity=}, expected rows of 1 to {PARTS * MOST}")
+    if (
+        not 1 <= slots <= arrays.MOST_PARTS * MOST
+        or capacity > arrays.MOST_PARTS * MOST
+        or max(score.size, score.size // slots * capacity) >= 2**31
+    ):
+        raise NotImplementedError(
+            f"got score {score.shape} and {capacity=}, expected rows of 1 to {arrays.MOST_PARTS * MOST}"
+        )

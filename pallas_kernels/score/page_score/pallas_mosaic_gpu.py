@@ -1,6 +1,7 @@
-"""Page scores through Mosaic GPU, a program of one warpgroup for each block of pages; `vector_score` is the same kernel.
+"""Page scores through Mosaic GPU, programs of one warpgroup that go from block to block; `vector_score` is the same kernel.
 
-16 threads of a warp read the two bounds of a page, 16 bytes each, and multiply them with all query heads in float32.
+16 threads of a warp read the two bounds of a page, 16 bytes each, and multiply them with all query heads in float32. The next
+block is on its way meanwhile.
 """
 
 import functools
@@ -10,42 +11,58 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays
-from pallas_kernels._mosaic_gpu.pallas import pl
 from pallas_kernels._mosaic_gpu.products import CHUNK, Products
+from pallas_kernels._mosaic_gpu.threads import greatest
 
-STEPS = 8  # pages that a thread reads a part of
+STEPS = 8  # vectors of a block that a thread reads a part of; as many are on their way
+PROGRAMS = 396  # three for each streaming multiprocessor of an H100 or H200
 MOST_QUERIES = 8  # of a KV head, in registers; 16 where a page has one vector
 
 
-def _body(*refs, n, vectors, added, held, pages, share, page_size, newest, first, joined):
+def _body(*refs, n, vectors, added, held, pages, share, page_size, newest, first, joined, programs):
     # limit [L / share]; query [L, G, D]; low, and high if bounded, [L * P, D]; added [L, G, D] if given; position [L * P] if
     # held; then the scores [L, P], or [L, G, P] of each query head.
     limit_ref, query_ref, *refs, out_ref = refs
     vector_refs, added_ref = tuple(refs[:vectors]), refs[vectors] if added else None
-    owner, begin = lax.axis_index("x"), lax.axis_index("y") * n.rows
-    used = lax.div(limit_ref[lax.div(owner, share)] + (page_size - 1), page_size)
+    owner, program = lax.axis_index("x"), lax.axis_index("y")
+    used = lax.div(arrays.scalar(limit_ref, lax.div(owner, share)) + (page_size - 1), page_size)
     row, head, writes = n.entries()
-    page = begin + row
-    line = owner if joined else owner * n.group + head
-    at = jnp.where(writes & (page < pages), line * pages + page, -1)
+    step_row, line = n.step_rows(), owner if joined else owner * n.group + head
 
-    @pl.when(begin < used)
-    def _():
-        read = owner * pages + jnp.minimum(begin + n.step_rows(), pages - 1)
-        score = n.run(query_ref, vector_refs, owner, read, added_ref)
+    def blocks_of(rows):  # of this program, which begins at its own number
+        return lax.div(lax.div(rows + (n.rows - 1), n.rows) - program + (programs - 1), programs)
+
+    def first_of(step):
+        return (step * programs + program) * n.rows
+
+    def load(step):
+        return n.chunks(vector_refs, owner * pages + jnp.minimum(first_of(step) + step_row, pages - 1))
+
+    def write(step, score):
+        page = first_of(step) + row
+        arrays.store(out_ref, jnp.where(writes & (page < pages), line * pages + page, -1), score)
+
+    def add(step, chunks):
+        ahead = load(jnp.minimum(step + 1, reading - 1))  # the last block again, which is near: not one more
+        score, page = n.multiply(queries, chunks, [x.dtype for x in vector_refs]), first_of(step) + row
         if joined:
-            score = n.largest(score)
+            score = n.of_row(score, greatest)
         # NaN compares false, so a page without a token becomes -inf.
         score = jnp.where((page < used) & (page >= first) & (score > -jnp.inf), score, -jnp.inf)
         if held:
             score = jnp.where(arrays.load(refs[-1], owner * pages + jnp.minimum(page, pages - 1), -1) >= 0, score, -jnp.inf)
-        if newest:
-            score = jnp.where(page != used - 1, score, jnp.inf)
-        arrays.store(out_ref, at, score)
+        write(step, jnp.where(page != used - 1, score, jnp.inf) if newest else score)
+        return ahead
 
-    @pl.when(begin >= used)  # a block behind the pages in use reads nothing
-    def _():
-        arrays.store(out_ref, at, arrays.spread(-jnp.inf, at.shape[0], jnp.float32))
+    queries, reading = n.queries(query_ref, owner, added_ref), blocks_of(jnp.minimum(used, pages))
+    lax.fori_loop(0, reading, add, load(0))
+    nothing = arrays.spread(-jnp.inf, row.shape[0], jnp.float32)  # blocks behind the pages in use are not read
+
+    def skip(step, carry):
+        write(step, nothing)
+        return carry
+
+    lax.fori_loop(reading, blocks_of(pages), skip, 0)
 
 
 def page_score(query, low, high, limit, *, page_size, reduce, newest):
@@ -57,7 +74,8 @@ def scores(query, vectors, limit, *, page_size=1, added=None, reduce, newest=Fal
     """Score by two bounds, or by one vector; arguments as in `page_score` and `vector_score`."""
     rows, heads, group, dim = query.shape
     lists, pages, limit = rows * heads, vectors[0].shape[2], limit.reshape(-1)
-    n = Products(group, dim, STEPS, bounded=len(vectors) > 1, summed=reduce == "sum")
+    n = Products(group, dim, STEPS // len(vectors), bounded=len(vectors) > 1, summed=reduce == "sum")
+    programs = max(1, min(PROGRAMS // lists, -(-pages // n.rows)))
     operands = [query.reshape(lists, group, dim), *(x.reshape(lists * pages, dim) for x in vectors)]
     operands += [added.reshape(lists, group, dim)] * (added is not None) if added is not None else []
     operands += [position.reshape(-1)] if position is not None else []
@@ -65,9 +83,10 @@ def scores(query, vectors, limit, *, page_size=1, added=None, reduce, newest=Fal
     body = functools.partial(
         _body, n=n, vectors=len(vectors), added=added is not None, held=position is not None, pages=pages,
         share=lists // limit.shape[0], page_size=page_size, newest=newest, first=first, joined=reduce != "each",
+        programs=programs,
     )  # fmt: skip
     out = jax.ShapeDtypeStruct((lists, *each, pages), jnp.float32)
-    (score,) = arrays.program(body, [out], grid=(lists, -(-pages // n.rows)))(limit, *operands)
+    (score,) = arrays.program(body, [out], grid=(lists, programs))(limit, *operands)
     return score.reshape(rows, heads, *each, pages)
 
 

@@ -1,7 +1,7 @@
-"""The store of a token through Mosaic GPU: a program for each row of the batch, which writes the cache in place.
+"""The store of a token through Mosaic GPU: a cluster of programs for each row of the batch, which write the cache in place.
 
-No other program reads the row's cursor, so it is written in place too. Query, key and value are passed as one array, as in
-the kernel for Triton.
+No other cluster reads the cursor, so it is written in place too, after all of the cluster have read it. Query, key and value
+are passed as one array, as in the kernel for Triton.
 """
 
 import functools
@@ -22,16 +22,17 @@ def _body(packed_ref, place_ref, *refs, shape, slots, rotating, sinks):
     # values [B, H, S, D] (or copies of rows), position [B, H, S], cursor [B]; and the query [B, H, G, D] if rotating.
     inv_freq_ref, refs = refs[:rotating], refs[rotating:]
     key_ref, value_ref, position_ref, cursor_ref, *query_ref = refs
-    b, (heads, group, dim) = lax.axis_index("x"), shape
+    b, (heads, group, dim), parts = lax.axis_index("x"), shape, parts_for(shape[0])
+    few, part = heads // parts, lax.axis_index("part") if parts > 1 else jnp.int32(0)
     place, at = arrays.scalar(place_ref, b), arrays.scalar(cursor_ref, b)
-    arrays.meet()  # all threads have read the cursor
+    arrays.arrive(parts)
     fits = (place >= 0) & (at < slots)
     key_row, value_row = (at if sinks is None else copy_row(at, sinks, ref.shape[2]) for ref in (key_ref, value_ref))
 
     def taken(lines, width):  # heads, one of `lines` vectors of each, and a channel, for `width` channels of each vector
-        entry = arrays.counted(arrays.size_of(heads * lines * width))
-        vector = lax.div(entry, width)
-        return lax.div(vector, lines), lax.rem(vector, lines), lax.rem(entry, width), entry < heads * lines * width
+        entry = arrays.counted(arrays.size_of(few * lines * width))
+        vector, inside = lax.div(entry, width), entry < few * lines * width
+        return part * few + lax.div(vector, lines), lax.rem(vector, lines), lax.rem(entry, width), inside
 
     def load(head, member, channel, inside):
         line = jnp.minimum((b * heads + head) * (group + 2) + member, packed_ref.shape[0] * heads * (group + 2) - 1)
@@ -47,7 +48,7 @@ def _body(packed_ref, place_ref, *refs, shape, slots, rotating, sinks):
         first, second = (load(head, member, channel + i, inside) for i in (0, half))
         thread = arrays.counted(THREADS)
         angle = place.astype(jnp.float32) * arrays.load(inv_freq_ref[0], lax.rem(thread, half))
-        cos, sin = (arrays.repeated(x, head.shape[0] // THREADS) for x in (jnp.cos(angle), jnp.sin(angle)))
+        cos, sin = (arrays.repeated(x, head.shape[0] // THREADS) for x in arrays.cosine_sine(angle))
         for x, start in ((first * cos - second * sin, 0), (second * cos + first * sin, half)):
             where = jnp.where(inside & (member < group), ((b * heads + head) * group + member) * dim + channel + start, -1)
             arrays.store(query_ref[0], where, x)
@@ -56,10 +57,16 @@ def _body(packed_ref, place_ref, *refs, shape, slots, rotating, sinks):
     head, _, channel, inside = taken(1, dim)
     for ref, member, row in rest:
         write(ref, head, row, channel, inside & fits, load(head, member, channel, inside))
-    head = arrays.counted(arrays.size_of(heads))
-    where = jnp.where((head < heads) & fits, (b * heads + head) * slots + at, -1)
+    head = arrays.counted(arrays.size_of(few))
+    where = jnp.where((head < few) & fits, (b * heads + part * few + head) * slots + at, -1)
     arrays.store(position_ref, where, arrays.spread(place, head.shape[0]))
-    arrays.put(cursor_ref, jnp.where(place >= 0, b, -1), at + 1)  # a full row moves its cursor too
+    arrays.wait(parts)  # all threads have read the cursor
+    arrays.put(cursor_ref, jnp.where((place >= 0) & (part < 1), b, -1), at + 1)  # a full row moves its cursor too
+
+
+def parts_for(heads: int) -> int:
+    """Choose the programs of a row's cluster, which share its heads out."""
+    return next(n for n in (8, 4, 2, 1) if heads % n == 0)
 
 
 def store_token(key, value, place, *, cache_key, cache_value, cache_position, cursor, query, inv_freq, rows=None):
@@ -71,7 +78,9 @@ def store_token(key, value, place, *, cache_key, cache_value, cache_position, cu
     states, out = (cache_key, cache_value, cache_position, cursor), [query] if rotating else []
     body = functools.partial(_body, shape=shape, slots=cache_position.shape[2], rotating=rotating, sinks=sinks_of(rows))
     *states, rotated = (
-        *arrays.in_place(body, states, out_type=out, grid=(batch,))(packed, place, *([inv_freq] if rotating else [])),
+        *arrays.in_place(body, states, out_type=out, grid=(batch,), parts=parts_for(heads))(
+            packed, place, *([inv_freq] if rotating else [])
+        ),
         *[None] * (not rotating),
     )
     return *states, rotated

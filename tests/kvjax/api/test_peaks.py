@@ -4,8 +4,6 @@ Each operation runs in a process of its own, whose resident bytes are read every
 8 layers, is nearly all room for tokens: so it outweighs what the model computes with.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

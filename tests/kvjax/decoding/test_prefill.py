@@ -1,7 +1,5 @@
 """The order in which the prompts of a batch are read: which passes are computed, and that they change nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

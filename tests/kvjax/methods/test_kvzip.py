@@ -32,7 +32,7 @@ SETTINGS = {
     "as it is": {},
     "layer by layer": {"layerwise": True},
     "without being asked": {"ask": (), "ask_later": (), "answer": (), "overlap": 0},
-    "at once": {"chunk": 50},
+    "at once, and a bound for each layer": {"chunk": 50, "head_factor": (0.75, 1.5)},
     "in tokens": {"chunk": 1, "overlap": 8},
     "no first tokens": {"num_sink": 0, "budget": 9, "head_factor": 1.0},
 }

@@ -1,7 +1,5 @@
 """Wrappers: what composes with what, and that a composition is what its parts say."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import typing

@@ -30,6 +30,7 @@ REFUSED = {
     "stages(attentionmatching, oracle)": "AttentionMatching stores keys in channels .* evict must",
     "stages(think, snapkv)": "retrieve .*SnapKV evicts",
     "stages(snapkv, prefill(quest))": "Prefill, which must be the outer wrapper",
+    "stages(snapkv, reuse(quest))": "retrieve must choose in each layer alone, got Reuse, which must be the outer wrapper",
     "densebelow(snapkv, length=9)": "SnapKV discards",
     "densebelow(periodic(snapkv), length=9)": "Periodic discards",
     "densebelow(think, length=9)": "ThinK stores keys in channels",

@@ -7,15 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.attend.mosaickv.packed_attention import packed_attention
 from pallas_kernels.attend.mosaickv.packed_attention import pallas_triton as attend
 from pallas_kernels.formats.packed_vectors import words_of
+from pallas_kernels.query.mosaickv.project_query import project_query
+from pallas_kernels.score.mosaickv.packed_score import packed_score
 from pallas_kernels.score.mosaickv.packed_score import pallas_triton as score
-from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body_and_dtype, implementations, on_gpu, thorough
+from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body_and_dtype, implementations, on_gpu, on_hopper, thorough
 
 SCALE = 0.2
-PROJECT = implementations("project_query")
-SCORE = implementations("packed_score", config=score.Config(tile=16, tiles=2))
-ATTEND = implementations("packed_attention", config=attend.Config(tile=16, splits=3))
+PROJECT = implementations("project_query") | on_hopper(project_query)
+ATTEND = implementations("packed_attention", config=attend.Config(tile=16, splits=3)) | on_hopper(packed_attention)
+SCORE = implementations("packed_score", config=score.Config(tile=16, tiles=2)) | on_hopper(packed_score)
 
 
 def vectors(rng, lead, dim, rank, dtype, hidden=None):

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose.pariskv.collision import Part, pallas_triton
+from pallas_kernels.choose.pariskv.collision import Part, collision, pallas_triton
 from pallas_kernels.choose.pariskv.collision.votes import portion
-from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, implementations, on_gpu, thorough
+from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, implementations, on_gpu, on_hopper, thorough
 
 PIECES = ((60, 0.5, 0.5), (100, 0.3, 0.25), (150, 0.25, 0.2), (None, 0.2, 0.1))  # zone below, tiers of, candidates
 TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
@@ -18,8 +18,11 @@ TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
 SMALL = pallas_triton.Config(block=64, tile=64)
 
 
-def run(name, config=SMALL, **static):
-    return compiled(implementations("collision", config=config)[name], **static)
+RUN = implementations("collision", config=SMALL) | on_hopper(collision)
+
+
+def run(name, **static):
+    return compiled(RUN[name], **static)
 
 
 def million(share):
@@ -139,7 +142,7 @@ def test_candidates_of_parts_equal_the_whole(name, sizes):
     each, parts = 67, -(-ids.shape[2] // 67)
     grow = (0, 0), (0, 0), (0, each * parts - ids.shape[2])
     ids, position = np.pad(ids, (*grow, (0, 0))), np.pad(position, grow, constant_values=-1)
-    once = implementations("collision", config=SMALL)[name]
+    once = RUN[name]
 
     def of_part(i, ids, position):
         part = Part(begin=i * each, number=i, every=lambda x: jax.lax.all_gather(x, "parts"))

@@ -5,14 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose.compact import pallas_triton
-from tests.pallas_kernels.cases import NEEDS_GPU, implementations, one_shape
+from pallas_kernels.choose.compact import compact, pallas_triton
+from tests.pallas_kernels.cases import MOSAIC, NEEDS_GPU, implementations, on_hopper, one_shape
 
 LONG = pallas_triton.Config(tile=16, programs=12, alone=16)
-COMPACTS = implementations("compact", config=pallas_triton.Config(tile=16, programs=12)) | {
-    "interpreted long": implementations("compact", config=LONG)["interpreted"]
-}
-COMPACT_NAMES = [pytest.param(x, marks=NEEDS_GPU) if x == "pallas_triton" else x for x in COMPACTS]
+COMPACTS = (
+    implementations("compact", config=pallas_triton.Config(tile=16, programs=12))
+    | on_hopper(compact)
+    | {"interpreted long": implementations("compact", config=LONG)["interpreted"]}
+)
+COMPACT_NAMES = [pytest.param(x, marks=NEEDS_GPU) if x == "pallas_triton" else x for x in COMPACTS if x != MOSAIC]
 
 
 @pytest.mark.parametrize("name", COMPACT_NAMES)

@@ -4,9 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.pallas_kernels.cases import compiled, every_body, implementations, one_shape
+from pallas_kernels.score.column_mass import column_mass
+from tests.pallas_kernels.cases import compiled, every_body, implementations, on_hopper, one_shape
 
-RUN = implementations("column_mass")
+RUN = implementations("column_mass") | on_hopper(column_mass)
 
 
 @every_body

@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats.key_codes import parts_of_rows
-from pallas_kernels.store.pariskv.encode import pallas_triton
+from pallas_kernels.store.pariskv.encode import encode, pallas_triton
 from tests.oracles import pariskv as plain
-from tests.pallas_kernels.cases import alike, compiled, every_body, implementations, on_gpu, one_shape
+from tests.pallas_kernels.cases import MOSAIC, alike, compiled, every_body, implementations, on_gpu, on_hopper, one_shape
+
+ENCODE = implementations("encode") | on_hopper(encode)
 
 
 def keys_to_encode(seed, dim, tokens=11, rows=2, heads=2):
@@ -26,7 +28,7 @@ def signs_of(dim, rotate=True):
 
 def encoding(name, dim, rotate=True, part=4):
     """`encode` by implementation ``name``, jitted; ``part`` keys per program where it runs interpreted."""
-    run = implementations("encode", config=pallas_triton.Config(part))[name]
+    run = ENCODE[name] if name == MOSAIC else implementations("encode", config=pallas_triton.Config(part))[name]
     return compiled(run, scale=dim**-0.5 if rotate else 1.0)
 
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats.packed_vectors import unpack
-from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body_and_dtype, implementations, one_shape
+from pallas_kernels.store.mosaickv.pack_token import pack_token
+from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body_and_dtype, implementations, on_hopper, one_shape
 
-PACK = implementations("pack_token")
+PACK = implementations("pack_token") | on_hopper(pack_token)
 
 
 def buffers(seed, dtype, granule, rank, *, dim=64, rows=3, heads=2, segments=2, slots=40):

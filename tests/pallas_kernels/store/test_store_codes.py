@@ -6,15 +6,17 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats.key_codes import cluster_counts
-from tests.pallas_kernels.cases import compiled, every_body, implementations, one_shape
+from pallas_kernels.store.pariskv.store_codes import store_codes
+from tests.pallas_kernels.cases import compiled, every_body, implementations, on_hopper, one_shape
 from tests.pallas_kernels.store.test_encode import encoding, keys_to_encode, signs_of
 
 LOCAL, BUFFER = 4, 3
+STORE = implementations("store_codes") | on_hopper(store_codes)
 
 
 def storing(name, dim, rotate=True):
     fixed = {"num_local": LOCAL, "buffer": BUFFER, "scale": dim**-0.5 if rotate else 1.0}
-    return compiled(implementations("store_codes")[name], **fixed)
+    return compiled(STORE[name], **fixed)
 
 
 @every_body

@@ -4,11 +4,11 @@ from typing import Annotated
 
 from jax import Array
 
-from pallas_kernels.attend.mosaickv.packed_attention import pallas_triton, reference
+from pallas_kernels.attend.mosaickv.packed_attention import pallas_mosaic_gpu, pallas_triton, reference
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.signature import declared, forward
 
-PACKED_ATTENTION = Operation.of("packed_attention", pallas_triton, reference, logits=True)
+PACKED_ATTENTION = Operation.of("packed_attention", pallas_triton, pallas_mosaic_gpu, reference, logits=True)
 
 
 @declared(PACKED_ATTENTION)

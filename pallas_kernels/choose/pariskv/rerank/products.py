@@ -23,23 +23,23 @@ def products(rows: Array, query: Array, interpret: bool) -> Array:
         level = sum(jnp.where(nibbles == i, float(y), 0.0) for i, y in enumerate(SIGNED_LEVELS))
         dots = jnp.sum((level * query[None, :]).reshape(keys, dim // SLICE, SLICE), axis=2)
         return jnp.sum(dots * weight.astype(jnp.float32), axis=1)
-    bits = assembly(_program(), [rows, jnp.broadcast_to(query[None, :], rows.shape)], PACK)
+    bits = assembly(program(PACK), [rows, jnp.broadcast_to(query[None, :], rows.shape)], PACK)
     # Only the first of 16 numbers is not zero. As whole numbers, because the assembler then removes the additions of zero.
     bits = jnp.sum(bits.reshape(keys, dim // PACK, PACK), axis=2, dtype=jnp.int32)
     return jnp.sum(lax.bitcast_convert_type(bits, jnp.float32), axis=1)
 
 
-def _program() -> str:
-    """Write PTX that computes $0, the bits of a float32, from the row's words $16 to $19 and the query's channels $20 to $35.
+def program(results: int) -> str:
+    """Write PTX that computes $0, the bits of a float32, from four words of a row and 16 channels of the query.
 
-    The other results $1 to $15 are 0.
+    They come behind the ``results``, of which all but the first are 0.
     """
     numbers = [level + _ABOVE for level in SIGNED_LEVELS]
     negative, positive = _bytes_of(numbers[:8]), _bytes_of(numbers[8:])
     lines = [".reg .b32 rank, up, sign, low, high, other, pair; .reg .f32 x, sum, total; mov.f32 total, 0f00000000;"]
     # A slice is two words: eight nibbles, and a bfloat16 weight. `rank` gets the levels without signs.
     for slice_ in range(2):
-        word, weight = f"${PACK + 2 * slice_}", f"${PACK + 2 * slice_ + 1}"
+        word, weight = f"${results + 2 * slice_}", f"${results + 2 * slice_ + 1}"
         lines.append(f"and.b32 rank, {word}, 0x77777777; shl.b32 up, {word}, 4; mov.f32 sum, 0f00000000;")
         for half in range(2):
             if half:
@@ -56,11 +56,11 @@ def _program() -> str:
             for two in range(2):
                 lines.append(f"prmt.b32 pair, low, high, {(0x5140, 0x7362)[two]:#x};")
                 for one in range(2):
-                    channel = PACK + 4 + SLICE * slice_ + 4 * half + 2 * two + one
+                    channel = results + 4 + SLICE * slice_ + 4 * half + 2 * two + one
                     lines.append(f"prmt.b32 other, pair, {_WHOLE:#x}, {(0x7610, 0x7632)[one]:#x}; mov.b32 x, other;")
                     lines.append(f"sub.f32 x, x, 0f4B002000; fma.rn.f32 sum, x, ${channel}, sum;")
         lines.append(f"shl.b32 other, {weight}, 16; mov.b32 x, other; fma.rn.f32 total, sum, x, total;")
-    lines += ["mov.b32 $0, total;", *(f"mov.b32 ${i}, 0;" for i in range(1, PACK))]
+    lines += ["mov.b32 $0, total;", *(f"mov.b32 ${i}, 0;" for i in range(1, results))]
     return "{" + " ".join(lines) + "}"
 
 

@@ -28,9 +28,10 @@ def _body(
     count, length = arrays.scalar(count_ref, index), arrays.scalar(length_ref, index)
     written = jnp.where(arrays.scalar(event_ref, row) == CLOSES, 0, length + 1)
     high, space = bounds(arrays.scalar(cursor_ref, row), written, arrays.scalar(budget_ref, row * 0), rules)
-    slot = arrays.counted(arrays.size_of(num_slots))
-    at = jnp.where(slot < num_slots, index * num_slots + slot, -1)
-    sentence, stored = arrays.load(sentence_ref, at, -1), arrays.load(position_ref, at, -1) >= 0
+    size = arrays.size_of(num_slots)
+    slot = arrays.in_order(size)
+    sentence, position = (arrays.load_run(ref, index, index * 0, size, -1) for ref in (sentence_ref, position_ref))
+    stored = position >= 0
     inside = (slot >= rules.sinks) & (slot < high)
     eligible = stored & inside & (sentence >= 0) & (sentence < count)
     # NaN and -inf rank last, but before slots that are not eligible: they get the least finite score.
@@ -61,8 +62,15 @@ def sentence_cut(score, sentence, position, count, length, cursor, event, budget
         body,
         [jax.ShapeDtypeStruct((lists, num_slots), dtype) for dtype in (jnp.int32, jnp.bool_)],
         grid=(lists,),
-        scratch=[plgpu.SMEM((arrays.size_of(num_slots) // 32 + 4,), jnp.int32)],
-    )(cursor, event, budget.reshape(1), *(x.reshape(-1) for x in (count, length, sentence, position, score)))
+        scratch=[plgpu.SMEM((4,), jnp.int32)],
+    )(
+        cursor,
+        event,
+        budget.reshape(1),
+        count.reshape(-1),
+        length.reshape(-1),
+        *(x.reshape(lists, -1) for x in (sentence, position, score)),
+    )
     return slots.reshape(sentence.shape), listed.reshape(sentence.shape)
 
 

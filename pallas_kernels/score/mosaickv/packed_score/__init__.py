@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 from jax import Array
 
 from pallas_kernels.dispatch import Operation
-from pallas_kernels.score.mosaickv.packed_score import pallas_triton, reference
+from pallas_kernels.score.mosaickv.packed_score import pallas_mosaic_gpu, pallas_triton, reference
 from pallas_kernels.signature import declared, forward
 
-PACKED_SCORE = Operation.of("packed_score", pallas_triton, reference)
+PACKED_SCORE = Operation.of("packed_score", pallas_triton, pallas_mosaic_gpu, reference)
 
 
 @declared(PACKED_SCORE)

@@ -15,8 +15,8 @@ from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
 from pallas_kernels._mosaic_gpu.products import CHUNK, Products
 from pallas_kernels._mosaic_gpu.threads import THREADS
 
-STEPS = 8  # keys that a thread reads a part of at a time
-PROGRAMS = 528  # of the first kernel: four for each streaming multiprocessor of an H100 or H200
+STEPS = 8  # keys of a block that a thread reads a part of; as many are on their way
+PROGRAMS = 396  # of the first kernel: three for each streaming multiprocessor of an H100 or H200
 MOST_SPLITS = 128  # programs for one KV head
 BLOCK = 512  # tokens of a program of the second kernel
 TOGETHER = 8  # heads whose logits it loads together
@@ -39,21 +39,27 @@ def _score(query_ref, key_ref, stop_ref, *refs, n, heads, tokens, first, splits)
     share = lax.div(blocks + (splits - 1), splits)
     row, head, writes = n.entries()
 
+    queries, step_row = n.queries(query_ref, owner), n.step_rows()
+
+    def load(step):
+        return n.chunks((key_ref,), owner * tokens + jnp.minimum(step * n.rows + step_row, tokens - 1))
+
+    lower, upper = (begin + jnp.minimum(split * share + i, blocks) for i in (0, share))
+
     def add_block(step, carry):
-        total, maximum = carry
-        read = owner * tokens + jnp.minimum(step * n.rows + n.step_rows(), tokens - 1)
-        logits, token = n.run(query_ref, (key_ref,), owner, read), step * n.rows + row
+        total, maximum, chunks = carry
+        ahead = load(jnp.minimum(step + 1, upper - 1))
+        logits, token = n.multiply(queries, chunks, [key_ref.dtype]), step * n.rows + row
         inside = writes & (token >= start) & (token < stop)
         arrays.store(logits_ref, jnp.where(inside, (owner * n.group + head) * tokens + token, -1), logits)
         logits = jnp.where(inside, logits, -jnp.inf)
         risen = jnp.maximum(maximum, logits)
-        return total * jnp.exp(maximum - risen) + jnp.exp(logits - risen), risen
+        return total * jnp.exp(maximum - risen) + jnp.exp(logits - risen), risen, ahead
 
     @pl.when(stop > start)
     def _():
-        carry = (arrays.spread(x, row.shape[0], jnp.float32) for x in (0.0, FLOOR))
-        lower, upper = (begin + jnp.minimum(split * share + i, blocks) for i in (0, share))
-        total, maximum = lax.fori_loop(lower, upper, add_block, tuple(carry))
+        sums = (arrays.spread(x, row.shape[0], jnp.float32) for x in (0.0, FLOOR))
+        total, maximum, _ = lax.fori_loop(lower, upper, add_block, (*sums, load(lower)))
         for g in range(n.group):
             mine = head == g
             peak = jnp.max(jnp.where(mine, maximum, FLOOR))

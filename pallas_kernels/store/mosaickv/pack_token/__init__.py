@@ -6,9 +6,9 @@ from jax import Array
 
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.signature import declared, forward
-from pallas_kernels.store.mosaickv.pack_token import pallas_triton, reference
+from pallas_kernels.store.mosaickv.pack_token import pallas_mosaic_gpu, pallas_triton, reference
 
-PACK_TOKEN = Operation.of("pack_token", pallas_triton, reference, in_place=True)
+PACK_TOKEN = Operation.of("pack_token", pallas_triton, pallas_mosaic_gpu, reference, in_place=True)
 
 
 @declared(PACK_TOKEN, derivative="through ``xla``, the values only")

@@ -6,9 +6,9 @@ from jax import Array
 
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.signature import INTEGERS, declared, forward
-from pallas_kernels.store.pariskv.encode import pallas_triton, reference
+from pallas_kernels.store.pariskv.encode import pallas_mosaic_gpu, pallas_triton, reference
 
-ENCODE = Operation.of("encode", pallas_triton, reference)
+ENCODE = Operation.of("encode", pallas_triton, pallas_mosaic_gpu, reference)
 
 
 @declared(ENCODE, derivative=INTEGERS)

@@ -7,9 +7,9 @@ from jax import Array
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.host import Rows
 from pallas_kernels.signature import INTEGERS, declared, forward
-from pallas_kernels.store.pariskv.store_codes import pallas_triton, reference
+from pallas_kernels.store.pariskv.store_codes import pallas_mosaic_gpu, pallas_triton, reference
 
-STORE_CODES = Operation.of("store_codes", pallas_triton, reference, in_place=True)
+STORE_CODES = Operation.of("store_codes", pallas_triton, pallas_mosaic_gpu, reference, in_place=True)
 
 
 @declared(STORE_CODES, derivative=INTEGERS)

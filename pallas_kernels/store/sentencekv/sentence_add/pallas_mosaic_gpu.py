@@ -30,14 +30,14 @@ def _body(
     def added(ref, sum_ref, width, rows):  # a row that does not change may hold NaN in its slot and its query
         entry = arrays.counted(arrays.size_of(width))
         place = jnp.where(entry < width, entry, -1)
-        own = arrays.spread(line, entry.shape[0]), width
+        of_query = arrays.spread(line, entry.shape[0]), width
         new = arrays.load(ref, jnp.where(active, place, -1), rows=(arrays.spread(rows, entry.shape[0]), width))
-        return place, own, arrays.load(sum_ref, place, rows=own) + new
+        return place, of_query, arrays.load(sum_ref, place, rows=of_query) + new
 
-    place, own, query_sum = added(query_ref, query_sum_ref, group * dim, line)
+    place, of_query, query_sum = added(query_ref, query_sum_ref, group * dim, line)
     channel, of_key, key_sum = added(key_ref, key_sum_ref, dim, line * copies + row)
     arrays.meet()  # all is read that is written now
-    arrays.store(query_sum_ref, place, jnp.where(ends, 0.0, query_sum), own)
+    arrays.store(query_sum_ref, place, jnp.where(ends, 0.0, query_sum), of_query)
     arrays.store(key_sum_ref, channel, jnp.where(ends, 0.0, key_sum), of_key)
     mean = key_sum / jnp.maximum(length, 1).astype(jnp.float32)
     of_mean = arrays.spread(line * means + jnp.minimum(count, means - 1), channel.shape[0]), dim

@@ -14,8 +14,6 @@ A file holds no weights: `weights` draws them again from the names and shapes of
   at a time and find the earlier keys in a cache.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -1,1 +1,0 @@
-"""Training of the model that ships: tokenizer, data, curriculum, loss and the run itself."""

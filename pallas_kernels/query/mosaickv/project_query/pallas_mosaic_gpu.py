@@ -1,0 +1,47 @@
+"""Queries in each segment's basis through Mosaic GPU, a program for some rows of a basis; plain JAX splits the terms."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels._mosaic_gpu import arrays
+from pallas_kernels._mosaic_gpu.products import Products
+from pallas_kernels._triton.packed_vectors import check_format
+from pallas_kernels.formats.packed_vectors import split_terms
+
+STEPS = 1  # rows of a basis that a thread reads a part of
+MOST_QUERIES = 16  # of a KV head, in registers
+
+
+def _body(query_ref, basis_ref, out_ref, *, n, segments):
+    # query [L, G, D]; basis [L * M * D, D]; out [L, M, G, D].
+    line, first = lax.axis_index("x"), lax.axis_index("y") * n.rows
+    row, head, writes = n.entries()
+    chunks = n.chunks((basis_ref,), line * (segments * n.dim) + first + n.step_rows())
+    projected = n.multiply(n.queries(query_ref, line), chunks, [basis_ref.dtype])
+    segment, channel = lax.div(first + row, n.dim), lax.rem(first + row, n.dim)
+    at = ((line * segments + segment) * n.group + head) * n.dim + channel
+    arrays.store(out_ref, jnp.where(writes, at, -1), projected)
+
+
+def project_query(query, basis, *, dtype):
+    """Project queries onto the basis of every segment."""
+    (batch, heads, group, dim), segments = query.shape, basis.shape[2]
+    n, lists = Products(group, dim, STEPS), batch * heads
+    (out,) = arrays.program(
+        functools.partial(_body, n=n, segments=segments),
+        [jax.ShapeDtypeStruct((lists, segments, group, dim), jnp.float32)],
+        grid=(lists, segments * dim // n.rows),
+    )(query.reshape(lists, group, dim), basis.reshape(lists * segments * dim, dim))
+    return split_terms(out.reshape(batch, heads, segments, group, dim), dtype)
+
+
+def check(query, basis, *, dtype):
+    """Raise ``NotImplementedError`` for other GPUs, head dims, dtypes and groups than the kernel takes."""
+    arrays.check_hopper()
+    arrays.check_floats(query)
+    check_format(query.shape[-1], dtype)
+    if query.shape[2] > MOST_QUERIES or basis.size >= 2**31:
+        raise NotImplementedError(f"got {query.shape[2]} query heads, basis {basis.shape}, expected at most {MOST_QUERIES}")

@@ -1,0 +1,271 @@
+"""Kernels of `pallas_kernels._mosaic_gpu.arrays` without a GPU: an array of registers is an array of JAX.
+
+Programs run one after the other, those of a cluster as threads that meet. What emits instructions is replaced by what it
+means. An index out of range is an error, and memory that nothing has written is poison. Instructions, and the barriers of a
+program, are tried on a card alone.
+"""
+
+import contextlib
+import functools
+import importlib
+import operator
+import threading
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from pallas_kernels._mosaic_gpu import arrays, products
+from pallas_kernels._mosaic_gpu.products import CHUNK
+from pallas_kernels._mosaic_gpu.threads import THREADS
+from pallas_kernels.attend.dense_decode import dense_decode
+from pallas_kernels.formats.key_codes import CLUSTERS, LEVEL, estimate, parts_of_rows
+from pallas_kernels.formats.packed_vectors import unpack
+from pallas_kernels.machine import assume_machine
+
+HERE = threading.local()  # of a program: places on the axes, and its cluster
+
+
+class Memory:
+    """An array in global or shared memory."""
+
+    def __init__(self, x):
+        if isinstance(x, jax.core.Tracer):
+            pytest.skip("mapped and traced kernels run on a card alone")
+        self.x = np.array(x)
+
+    @classmethod
+    def poison(cls, like):
+        fill = np.nan if jnp.issubdtype(like.dtype, jnp.floating) else 77
+        return cls(np.full(like.shape, fill).astype(like.dtype))
+
+    shape = property(lambda self: self.x.shape)
+    dtype = property(lambda self: self.x.dtype)
+
+    def __getitem__(self, at):
+        return jnp.asarray(self.x[at])
+
+    def __setitem__(self, at, x):
+        self.x[at] = np.asarray(x)
+
+    def rows(self, dim):
+        return self.x.reshape(-1, dim)
+
+
+def _at(ref, index, rows):
+    """Flat places in memory, and which of them are meant."""
+    index = np.asarray(index, np.int64)
+    line, width = (0, 0) if rows is None else rows
+    at = np.where(index < 0, 0, np.asarray(line, np.int64) * width + index)
+    assert (at >= 0).all() and (at < max(ref.x.size, 1)).all(), f"got {at.min()} to {at.max()} in {ref.shape}"
+    return at, index >= 0
+
+
+def load(ref, index, other=0, rows=None):
+    at, shown = _at(ref, index, rows)
+    kind = np.float32 if jnp.issubdtype(ref.dtype, jnp.floating) else np.int32
+    return jnp.asarray(np.where(shown, ref.x.reshape(-1)[at].astype(kind), np.asarray(other, kind)))
+
+
+def store(ref, index, x, rows=None):
+    at, shown = _at(ref, index, rows)
+    at, shown, x = np.broadcast_arrays(at, shown, np.asarray(x))
+    ref.x.reshape(-1)[at[shown]] = np.asarray(jnp.asarray(x[shown]).astype(ref.dtype))
+
+
+def scalar(ref, index):
+    return load(ref, jnp.reshape(index, (1,)))[0]
+
+
+def put(ref, index, x):
+    store(ref, jnp.reshape(index, (1,)), jnp.reshape(x, (1,)))
+
+
+def load_shared(ref, index):
+    return load(ref, index)
+
+
+def store_shared(ref, index, x):
+    assert (np.asarray(index) >= 0).all()
+    store(ref, index, x)
+
+
+def load_run(ref, row, begin, size, other=0):
+    slot = begin + arrays.in_order(size)
+    return load(ref, jnp.where(slot < ref.shape[1], slot, -1), other, (row, ref.shape[1]))
+
+
+def before(words, scratch):
+    order = np.asarray(arrays.in_order(words.shape[0]))
+    counts = np.empty_like(order)
+    counts[order] = words
+    return jnp.asarray((np.cumsum(counts) - counts)[order], jnp.int32)
+
+
+def ballots(bit):
+    words = ((np.asarray(bit).reshape(-1, 32) != 0).astype(np.int64) << np.arange(32)).sum(axis=1)
+    return jnp.asarray(np.repeat(words.astype(np.uint32).view(np.int32), 32))
+
+
+def exchanged(x, distance, scratch):
+    return x[np.arange(x.shape[0]) ^ distance]
+
+
+def wait(parts):
+    if parts > 1:
+        HERE.cluster.wait()
+
+
+def of_parts(numbers, peers, parts):
+    HERE.numbers[HERE.axes["part"]] = numbers
+    wait(parts)
+    found = [list(x) for x in HERE.numbers]
+    wait(parts)
+    return found
+
+
+def _run(body, refs, grid, names, scratch, parts):
+    def one(part, index, cluster, numbers, failures):
+        HERE.axes, HERE.cluster, HERE.numbers = dict(zip(names, index, strict=False)) | {"part": part}, cluster, numbers
+        try:
+            with jax.disable_jit():
+                body(*refs, *map(Memory.poison, scratch))
+        except BaseException as failure:
+            failures.append(failure)
+            cluster.abort()
+
+    for index in np.ndindex(*grid):
+        cluster, numbers, failures = threading.Barrier(parts), [None] * parts, []
+        run = functools.partial(one, index=index, cluster=cluster, numbers=numbers, failures=failures)
+        others = [threading.Thread(target=run, args=(part,)) for part in range(1, parts)]
+        for x in others:
+            x.start()
+        run(0)
+        for x in others:
+            x.join()
+        for failure in sorted(failures, key=lambda x: isinstance(x, threading.BrokenBarrierError)):
+            raise failure
+
+
+def program(body, out_type, *, grid, names=arrays.NAMES, scratch=(), parts=1):
+    def run(*operands):
+        results = [Memory.poison(x) for x in out_type]
+        _run(body, [*map(Memory, operands), *results], grid, names, scratch, parts)
+        return [x[...] for x in results]
+
+    return run
+
+
+def in_place(body, states, *, grid, names=arrays.NAMES, out_type=(), scratch=(), parts=1):
+    def run(*operands):
+        written = [*map(Memory, states), *map(Memory.poison, out_type)]
+        _run(body, [*map(Memory, operands), *written], grid, names, scratch, parts)
+        return [x[...] for x in written]
+
+    return run
+
+
+def queries(self, query, owner, added=None):
+    found = [x.x.reshape(-1, self.group, self.dim)[int(owner)].astype(np.float32) for x in (query, added) if x is not None]
+    whole = sum(found).sum(axis=0, keepdims=True) if self.summed else sum(found)
+    number, thread = np.divmod(np.arange(THREADS * self.sums * CHUNK), THREADS)
+    return jnp.asarray(whole[number // CHUNK, thread % self.lanes * CHUNK + number % CHUNK])
+
+
+def chunks(self, vectors, row):
+    return tuple(x.rows(self.dim)[np.asarray(row)].astype(np.float32) for x in vectors)
+
+
+def multiply(self, query, blocks, dtypes):
+    whole = (
+        np.asarray(query).reshape(self.sums, CHUNK, THREADS)[..., : self.lanes].swapaxes(1, 2).reshape(self.sums, self.dim)
+    )
+    parts = [np.minimum(whole, 0), np.maximum(whole, 0)] if self.bounded else [whole]
+    row, head, _ = (np.asarray(x) for x in self.entries())
+    found = sum(part @ x[:: self.lanes].T for part, x in zip(parts, blocks, strict=True))  # all threads of a row have it
+    return jnp.asarray(found[head, row])
+
+
+def of_row(self, found, fold):
+    row, head, _ = (np.asarray(x) for x in self.entries())
+    table = np.zeros((self.rows, self.sums), np.float32)
+    table[row, head] = found
+    return jnp.asarray((table.sum(axis=1) if fold is operator.add else table.max(axis=1))[row])
+
+
+def _unpacked(values, bitmap, row):
+    pairs = values.rows(values.shape[-1])[row], bitmap.rows(bitmap.shape[-1])[row]
+    return np.asarray(unpack(*map(jnp.asarray, pairs), 32 * bitmap.shape[-1]).astype(jnp.float32))
+
+
+def packed_products(refs, line, row, first, padded):
+    table, values, bitmap = refs
+    vectors = _unpacked(values, bitmap, np.asarray(row))
+    at = np.asarray(first)[:, None] + np.arange(vectors.shape[1] * padded)
+    query = table.x[int(line)][at].reshape(*vectors.shape, padded)
+    return tuple(jnp.asarray(np.einsum("nd,ndg->gn", vectors, query), jnp.float32))
+
+
+def add_weighted(sums, refs, rows, weights, first, steps):
+    values, bitmap = refs
+    lanes, number = 4 * bitmap.shape[-1], rows.shape[0]
+    added = np.array(sums).reshape(-1, CHUNK, THREADS // lanes, lanes)  # head, channel of a byte, vector of a step, byte
+    for step, mine in np.ndindex(steps, THREADS // lanes):
+        at = int(first) + step * (THREADS // lanes) + mine
+        if rows.x[at] >= 0:
+            vector = _unpacked(values, bitmap, rows.x[at : at + 1]).reshape(lanes, CHUNK).T
+            added[:, :, mine] += weights.x.reshape(-1, number)[:, at, None, None] * vector
+    return jnp.asarray(added.reshape(-1))
+
+
+def estimates(query, rows, line, row, dim):
+    coded = parts_of_rows(jnp.asarray(rows.x[np.asarray(row)])[None, None])
+    return estimate(jnp.asarray(query.x[int(line)])[None, None], *coded, 1 / LEVEL)[0, 0]
+
+
+def load_ids(ids, row, slices):
+    return tuple(jnp.asarray(x) for x in np.ascontiguousarray(ids.x[np.asarray(row)]).view(np.int32).T)
+
+
+def add_votes(table, words, shared, at):
+    ids = np.stack(words, axis=-1).view(np.uint8).astype(int)
+    votes = table.x.view(np.uint8).reshape(-1, CLUSTERS)[np.arange(ids.shape[-1]), ids]
+    shared.x[np.asarray(at)] = votes.sum(axis=-1)
+
+
+KERNELS = {  # functions of kernels that emit instructions themselves
+    "attend.mosaickv.packed_attention": {"products": packed_products, "add_weighted": add_weighted},
+    "score.mosaickv.packed_score": {"products": packed_products},
+    "choose.pariskv.rerank": {"_estimates": estimates},
+    "choose.pariskv.collision": {"_load_ids": load_ids, "_add_votes": add_votes},
+    "attend.dense_decode": {"dense_decode": functools.partial(dense_decode, implementation="xla")},
+}
+
+
+@contextlib.contextmanager
+def emulated():
+    """Run kernels of `arrays` here, for an H100, within this context."""
+    here = globals()
+    changed = {
+        arrays: {
+            **{x: here[x] for x in (*"load store scalar put load_shared store_shared load_run before ballots".split(),)},
+            **{x: here[x] for x in ("exchanged", "wait", "of_parts", "program", "in_place")},
+            "spread": lambda x, size, dtype=jnp.int32: jnp.broadcast_to(jnp.asarray(x, dtype), (size,)),
+            "counted": lambda size: jnp.arange(size, dtype=jnp.int32),
+            "repeated": jnp.tile,
+            **dict.fromkeys(("meet", "arrive", "begin_parts"), lambda *_: None),
+        },
+        products.Products: {x: here[x] for x in ("queries", "chunks", "multiply", "of_row")},
+        lax: {"axis_index": lambda name: jnp.int32(HERE.axes[name])},
+        **{importlib.import_module(f"pallas_kernels.{x}.pallas_mosaic_gpu"): names for x, names in KERNELS.items()},
+    }
+    with contextlib.ExitStack() as stack:
+        for owner, names in changed.items():
+            for name, x in names.items():
+                stack.enter_context(mock.patch.object(owner, name, x))
+        stack.enter_context(assume_machine("gpu", (9, 0)))
+        stack.enter_context(jax.disable_jit())
+        yield
