@@ -23,10 +23,8 @@ Speed and memory:
 ``lab`` has the studies behind pages of the documentation that still run; a finished one lives at the commit of its record.
 Nothing outside imports it, and it is in no wheel:
 
-* ``rollouts``: log-ratios of sampled tokens between a method and Full, and importance weights.
 * ``fidelity``: KL, top-1 agreement and perplexity beside Full, along texts through the decode path.
 * ``insight``: attention mass and recall by layer, head and step.
-* ``attention_peers``: one call of attention beside FlashInfer's.
 * ``goldens``: the numbers of transformers that tests compare with.
 * ``profile``: the kernels of a step on GPUs.
 * ``site``, ``plot``: pages and tables of the documentation, figures of the lab's records.

@@ -1,12 +1,14 @@
 """Parameters from and to Hugging Face checkpoint directories, and random parameters for when only shapes matter."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,6 +53,7 @@ _CHANGES_GREEDY = {
     ), None),
 }  # fmt: skip
 _DRAWS = "temperature", "top_k", "top_p", "min_p"  # its settings of sampling, which hold if it states do_sample
+_READERS = 8  # threads that decode weights
 _LONG = 10**9  # bytes of parameters from which loading shows its progress, and saving says its size
 
 
@@ -136,8 +139,8 @@ def from_pretrained(
 ) -> tuple[dict[str, Any], ModelConfig]:
     """Load ``config.json`` and ``*.safetensors`` of a Hugging Face directory, or a GGUF file. torch is not needed.
 
-    Parameters are read one at a time: besides the parameters on the device, the host holds only one. With a mesh, each device
-    gets its part of every parameter as `models.sharding` divides them, and no device holds more. A process reads from
+    Parameters are read a few at a time: besides the parameters on the device, the host holds only these. With a mesh, each
+    device gets its part of every parameter as `models.sharding` divides them, and no device holds more. A process reads from
     safetensors only the parts of its own devices, and a shared part only once. Every process reads the whole of a GGUF file.
 
     Args:
@@ -247,22 +250,38 @@ def _assemble(
     shows = total >= _LONG and jax.process_index() == 0
     with progress(f"loading {name}") if shows else contextlib.nullcontext(lambda done, total: None) as tell:
         done = 0
-        for leaf in table:
-            shape = leaf.shape
+
+        def read(leaf: AnyLeaf) -> Any:
+            whole = (slice(None),) * len(leaf.shape)
             if weight_dtype is not None and leaf.has_codes:
-                numbers = None if coder else parts(leaf, dtype)((slice(None),) * len(shape))
-                param = coder(cast("Leaf", leaf)) if coder else coded(leaf.path, numbers, weight_dtype)
-                param = param if mesh is None else placed(leaf.path, param, mesh)
+                return coder(cast("Leaf", leaf)) if coder else coded(leaf.path, parts(leaf, dtype)(whole), weight_dtype)
+            return parts(leaf, dtype)(whole) if mesh is None else None
+
+        for leaf, found in zip(table, _ahead(read, table), strict=True):
+            if isinstance(found, CodedMatrix):
+                param = found if mesh is None else placed(leaf.path, found, mesh)
             elif mesh is None:
-                param = jnp.asarray(parts(leaf, dtype)((slice(None),) * len(shape)))
+                param = jnp.asarray(found)
             else:
-                sharding = param_sharding(leaf.path, len(shape), mesh)
-                read = functools.cache(parts(leaf, dtype))  # read replicas once
-                param = jax.make_array_from_callback(shape, sharding, read, dtype=dtype)
+                sharding = param_sharding(leaf.path, len(leaf.shape), mesh)
+                once = functools.cache(parts(leaf, dtype))  # read replicas once
+                param = jax.make_array_from_callback(leaf.shape, sharding, once, dtype=dtype)
             params[leaf.path] = jax.block_until_ready(param)  # else the host would hold all arrays that await their transfer
-            done += math.prod(shape) * dtype.itemsize
+            done += math.prod(leaf.shape) * dtype.itemsize
             tell(done, total)
     return unflatten_dict(params, sep="/")
+
+
+def _ahead[Item, Found](read: Callable[[Item], Found], items: Iterable[Item]) -> Iterator[Found]:
+    """Run ``read`` for each item, in order; threads read the next few in the meantime."""
+    count, waiting = min(_READERS, os.cpu_count() or 1), collections.deque[Future[Found]]()
+    with ThreadPoolExecutor(count, "weights") as pool:
+        for item in items:
+            waiting.append(pool.submit(read, item))
+            if len(waiting) > count:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def _read_config(directory: Path, dtype: str | None) -> ModelConfig:

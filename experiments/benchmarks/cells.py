@@ -9,7 +9,7 @@ import json
 import multiprocessing
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 from tokenizers import Tokenizer
 
@@ -47,8 +47,8 @@ class Cell:
 
     @property
     def identity(self) -> dict[str, str | int | float | None]:
-        """The fields that tell the cell from other cells; JSON values."""
-        names = ("task", "length", "samples", "seed", "haystack", "depth", "questions", "source")
+        """The fields that tell the cell from other cells, whatever their samples; JSON values."""
+        names = ("task", "length", "seed", "haystack", "depth", "questions", "source")
         return {name: vars(self)[name] for name in names}
 
     @property
@@ -121,6 +121,11 @@ class Encoded:
     wholes: tuple[tuple[int, ...], ...]
     cut: tuple[int, ...]
     keys: tuple[str, ...]
+
+    def after(self, count: int) -> Self:
+        """Leave the first ``count`` examples out."""
+        parts = (self.examples, self.heads, self.tails, self.wholes, self.cut, self.keys)
+        return type(self)(self.cell, *(part[count:] for part in parts)) if count else self
 
 
 def examples(name: str, *, depth: float | None = None, questions: int = 1, **options: Any) -> list[Example]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,10 @@ from kvjax.protocol.method import Method
 _NEW_TOKENS = 128
 _QUESTION_TOKENS = 128
 SECONDS = ("seconds", "answer_seconds", "compile_seconds")  # of a row: prompts and answers, answers alone, compilation
+COSTS = (
+    "attended_tokens", "length_tokens", "bytes_read_per_step", "full_bytes_read_per_step", "resident_bytes_per_row",
+    "counters",
+)  # fmt: skip
 SHARED_TOKENS = 512  # longer answers need so much room that they get a program of their own
 
 
@@ -256,6 +260,30 @@ def _measured(predictions: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Average each further measure, 0 to 100."""
     names = predictions[0].get("measures", {})
     return {name: round(100 * float(np.mean([line["measures"][name] for line in predictions])), 2) for name in names}
+
+
+def joined(
+    encoded: Encoded, old: Mapping[str, Any], kept: Sequence[Mapping[str, Any]], row: Mapping[str, Any], lines: Sequence[dict]
+) -> dict[str, Any]:
+    """Join the row of a cell's first examples with the row of the examples behind them.
+
+    Args:
+        encoded: all of the cell's examples.
+        old: the row of the first examples.
+        kept: their scores, as `experiments.evaluation.examples.brief` gives them.
+        row: the row of the other examples, whose predictions are ``lines``.
+    """
+    measured = {name: old[name] / 100 for name in lines[0].get("measures", {})}
+    every = [
+        {"score": one["score"], "group": one["group"], "labels": dict(example.labels), "prompt_tokens": len(whole)}
+        | {"cut_tokens": cut, "answer_tokens": old["mean_answer_tokens"], "ended": True, "measures": measured}
+        for one, example, whole, cut in zip(kept, encoded.examples, encoded.wholes, encoded.cut, strict=False)
+    ]
+    rows, contexts = (old, row), [len({x["group"] or at for at, x in enumerate(part)}) for part in (kept, lines)]
+    made = {**row, **summary(encoded, [*every, *lines])}
+    made |= {name: made[name] + old[name] for name in ("unfinished", "cut_below_100")}
+    made |= _mean([{name: one[name] for name in COSTS} for one in rows], contexts)
+    return made | {name: round(sum(one[name] for one in rows), 2) for name in SECONDS}
 
 
 def _by_label(predictions: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:

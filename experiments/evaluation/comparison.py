@@ -21,7 +21,7 @@ from experiments.records import check_library, method_title
 
 _COMMON = (
     "model", "dtype", "weights", "template", "template_variables", "system", "eos_token_ids", "truncation", "max_length",
-    "max_new_tokens", "samples", "seed",
+    "max_new_tokens", "seed",
 )  # fmt: skip
 COUNTED = 60.0  # percent; a task with a lower score of Full is in no mean of the main table
 FEW = 20  # contexts; if fewer contexts all score alike, a bootstrap interval has no width, which is no evidence
@@ -53,10 +53,10 @@ class Compared:
 
     Attributes:
         row: the metric.
-        difference: the row's score less the reference's, in points.
+        difference: the row's score less the reference's, in points, on the examples that both have.
         interval_95: of the difference, by paired bootstrap over examples (over contexts, where examples share them).
         same: percent of examples answered word for word as under the reference.
-        contexts: number of the examples' contexts; an example that shares no context counts as one.
+        contexts: number of these examples' contexts; an example that shares no context counts as one.
         reference: the label of the method that the row is compared with.
     """
 
@@ -176,12 +176,13 @@ def place_of(rows: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]],
 
 
 def _against(entry: Entry, base: Entry) -> Compared:
-    if other := entry.examples.keys() ^ base.examples.keys():
+    few, many = sorted((entry.examples.keys(), base.examples.keys()), key=len)
+    if other := few ^ many if entry.row.get("samples") == base.row.get("samples") else few - many:
         raise ValueError(
             f"{entry.row['method']} and {base.row['method']} answered different examples of {entry.row['name']}: "
             f"{len(other)} keys are not in both; a key holds the prompt, the references, the scorer and the limits"
         )
-    pairs = [(entry.examples[key], theirs) for key, theirs in base.examples.items()]
+    pairs = [(entry.examples[key], theirs) for key, theirs in base.examples.items() if key in entry.examples]
     changes = [mine["score"] - theirs["score"] for mine, theirs in pairs]
     groups = [theirs["group"] for _, theirs in pairs]
     difference, low, high = (round(100 * value, 2) for value in (float(np.mean(changes)), *interval(changes, groups)))

@@ -12,9 +12,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments.benchmarks import Encoded
 from experiments.cli import naming
 from experiments.evaluation import examples
+from experiments.evaluation.answers import joined
 from experiments.records import Results, make_record, write_bytes
+from kvjax.protocol.typing import not_none
 from models.files.directories import leaves_folder
 
 
@@ -69,6 +72,8 @@ class Folder:
         text = json.dumps(key, sort_keys=True)
         title = re.sub(r"[^A-Za-z0-9_.=-]+", "-", f"{identity['method']}--{row['name']}--{row.get('length') or 'file'}")
         name = f"predictions/{title[:100]}--{hashlib.sha256(text.encode()).hexdigest()[:8]}.jsonl"
+        if old := self.find(key):
+            name = old["predictions"]
         lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in predictions)
         write_bytes(self.path / name, lines.encode())
         self._run["cells"] += 1
@@ -79,6 +84,15 @@ class Folder:
                 self._begin(name)
             self.results.change("runs", self._with_run)
             self.results.add({**row, "predictions": name, "run": self._number}, key)
+
+    def joined(
+        self, encoded: Encoded, identity: Mapping[str, Any], row: Mapping[str, Any], lines: list[dict[str, Any]]
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Join a row of further examples, and their predictions, with the row of this identity; see `answers.joined`."""
+        old = not_none("the row", self.find(identity))
+        ((_, kept),) = read_examples(self.path, [old])
+        before = read_predictions(self.path, old) if (self.path / old["predictions"]).is_file() else []
+        return joined(encoded, old, kept, row, lines), before + lines
 
     def _with_run(self, runs: list[Mapping[str, Any]] | None) -> list[Mapping[str, Any]]:
         if self._number is None:
@@ -134,6 +148,8 @@ def read_examples(folder: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> li
         name = row["predictions"]
         if name in kept and not (folder / name).is_file():
             return kept[name]
-        return [examples.brief(line) for line in read_predictions(folder, row)]
+        lines = [examples.brief(line) for line in read_predictions(folder, row)]
+        missing = row.get("examples", 0) - len(lines)  # the row has got more samples since
+        return kept.get(name, [])[:missing] + lines if missing > 0 else lines
 
     return [(row, of(row)) for row in rows]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,10 +48,14 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Jobs of one cell and question that are prefilled together, in batches of at most ``tokens``, rows x length."""
+    """Jobs of one cell and question that are prefilled together, in batches of at most ``tokens``, rows x length.
+
+    All of them have ``answered`` so many of the cell's examples before.
+    """
 
     jobs: Sequence[Job]
     tokens: int
+    answered: int = 0
 
     @property
     def methods(self) -> tuple[Method, ...]:
@@ -93,20 +97,20 @@ class Plan:
         return [Group(group, self._tokens(group)) for group in groups]
 
     def batches(self, group: Group) -> list[Batch]:
-        """Sort the examples of a group's cell into batches."""
-        return self._sorted(group.jobs[0], group.tokens)
+        """Sort the examples of a group's cell that are not answered into batches."""
+        return self._sorted(group.jobs[0], group.tokens, group.answered)
 
     def limit(self, method: Method, tokens: int) -> None:
         """Set the most rows x length for a method, whatever its traced knobs, because larger batches did not fit."""
         self._smaller[jax.tree.structure(method)] = tokens
 
-    def alike(self, group: Group) -> list[Group]:
-        """Divide a group by the rows x length that its methods may have."""
-        divided: dict[int, list[Job]] = {}
+    def alike(self, group: Group, answered: Callable[[Job], int]) -> list[Group]:
+        """Divide a group by the rows x length that its methods may have, and by how many examples they have answered."""
+        divided: dict[tuple[int, int], list[Job]] = {}
         for job in group.jobs:
             tokens = min(group.tokens, self._smaller.get(jax.tree.structure(job.setting.method), group.tokens))
-            divided.setdefault(tokens, []).append(job)
-        return [Group(jobs, tokens) for tokens, jobs in divided.items()]
+            divided.setdefault((tokens, answered(job)), []).append(job)
+        return [Group(jobs, *alike) for alike, jobs in divided.items()]
 
     def bytes_needed(self, methods: Sequence[Method], shape: Shape, copy: bool = True) -> int:
         """Compute the bytes that a batch's caches need on each device if the methods prefill the batch together.
@@ -146,18 +150,18 @@ class Plan:
         free = free_bytes(self._model.mesh)
         return _UNKNOWN if free is None else free // 2
 
-    def _sorted(self, job: Job, tokens: int) -> list[Batch]:
+    def _sorted(self, job: Job, tokens: int, answered: int = 0) -> list[Batch]:
         cell, method = job.cell, job.setting.method
         beyond = method.extrapolates and not method.dense_prompt  # with a dense prompt it is read beside other methods
-        at = cell, beyond, job.question, tokens
+        at = cell, beyond, job.question, tokens, answered
         if at not in self._batches:
             self._batches[at] = make_batches(
-                self._store[cell],
+                self._store[cell].after(answered),
                 job.question,
                 tokens,
                 None if beyond else self._limit,
                 self._settings.max_new_tokens,
-                samples=self._most_contexts(job.question) if cell.length is not None else 0,
+                samples=0 if cell.length is None or answered else self._most_contexts(job.question),
                 room=self._room,
                 groups=self._model.groups,
             )

@@ -1,7 +1,8 @@
 """Runs an evaluation into a result folder: Full, then every method, cell by cell.
 
 A cell that the folder already has is skipped, so the same command continues an interrupted run. Other methods, tasks and
-lengths join the folder. Methods that attend to a prompt densely prefill it together.
+lengths join the folder, and with more samples a cell's further contexts. Methods that attend to a prompt densely prefill it
+together.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import collections
 import dataclasses
 import functools
 import gc
+import itertools
 import pathlib
 import sys
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -113,7 +115,6 @@ class Runner:
             "truncation": settings.truncation,
             "max_length": self._limit,
             "max_new_tokens": settings.max_new_tokens,
-            "samples": settings.samples,
             "seed": settings.seed,
             "decoding": "greedy",
         }
@@ -138,10 +139,7 @@ class Runner:
                 self.check(cell)
         with CompileAhead() as ahead, CompileClock() as clock:
             jobs = self._jobs(choices)
-            waiting = collections.deque(self._plan.groups(jobs))
-            for group in waiting if ahead.spare else ():
-                if group.jobs[0].cell.length is not None:  # the groups of generated cells share their programs
-                    self._add(ahead, group)
+            waiting, coming = collections.deque[Group](), self._in_order(jobs, ahead)
             if names := without_file(self.settings):
                 self._say(
                     f"left out, because no file of questions is given (--haystack {names[0]}=file:PATH): {', '.join(names)}"
@@ -153,17 +151,43 @@ class Runner:
             self._say(f"{len(jobs)} cells to run, {len(choices) * len(self.cells) - len(jobs)} in {self.folder.path}")
             # The mean over all cells predicts the end better than the last cells, some of which have to be compiled.
             with progress_bar(total=len(jobs), unit="cell", smoothing=0, disable=not self.progress) as bar:
-                while waiting:
-                    group = waiting.popleft()
+                while group := waiting.popleft() if waiting else next(coming, None):
                     self.folder.results.read()
-                    left = [job for job in group.jobs if self.folder.find(job.identity) is None]  # others have made the rest
+                    left = [job for job in group.jobs if not self._finished(job)]  # others have made the rest
                     bar.update(len(group.jobs) - len(left))
-                    parts = self._plan.alike(dataclasses.replace(group, jobs=left))
+                    parts = self._plan.alike(dataclasses.replace(group, jobs=left), self._answered)
                     if len(parts) != 1:  # none is left, or some need smaller batches than others
                         waiting.extendleft(reversed(parts))
                         continue
                     # Cells of a smaller group that are finished are counted when it is taken again.
                     waiting.extendleft(reversed(self._attempt(parts[0], ahead, clock, bar)))
+
+    def _in_order(self, jobs: Sequence[Job], ahead: CompileAhead) -> Iterator[Group]:
+        """List the first group of each cell, then the second, and so on.
+
+        A cell is planned when it is reached, because its prompts may still be in the making. The groups of generated cells
+        share their programs, which are compiled ahead.
+        """
+        cells: dict[Hashable, list[Job]] = {}
+        for job in jobs:
+            cells.setdefault((job.cell, job.question), []).append(job)
+        later = []
+        for (cell, _), own in cells.items():
+            first, *others = self._plan.groups(own)
+            later.append(others)
+            for group in (first, *others) if ahead.spare and cell.length is not None else ():
+                for part in self._plan.alike(group, self._answered):
+                    self._add(ahead, part)
+            yield first
+        yield from (group for groups in itertools.zip_longest(*later) for group in groups if group)
+
+    def _finished(self, job: Job) -> bool:
+        row = self.folder.find(job.identity)
+        return row is not None and row["samples"] >= job.cell.samples
+
+    def _answered(self, job: Job) -> int:
+        row = self.folder.find(job.identity)
+        return 0 if row is None else row["examples"]
 
     def _attempt(self, group: Group, ahead: CompileAhead, clock: CompileClock, bar: Any) -> list[Group]:
         """Run a group as `_run` does; if the device runs out of memory, return the groups to run instead.
@@ -220,11 +244,13 @@ class Runner:
                 ahead.wait(key)
         together = {"read_together": len(jobs)} if len(jobs) > 1 else {}
         encoded, batches, limit = self.store[cell], self._plan.batches(group), self.settings.max_new_tokens
-        answered = answer_cell(self.model, encoded, group.methods, jobs[0].question, batches, clock, limit, tell)
-        for job, (row, predictions) in zip(jobs, answered, strict=True):
+        asked = encoded.after(group.answered), group.methods, jobs[0].question, batches, clock, limit, tell
+        for job, (row, predictions) in zip(jobs, answer_cell(self.model, *asked), strict=True):
             row["compile_seconds"] = round(row["compile_seconds"] + (waiting.run + waiting.compile) / len(jobs), 2)
+            if group.answered:
+                row, predictions = self.folder.joined(encoded, job.identity, row, predictions)
             row = {**row, **job.identity, "budget": job.identity["knobs"].get("budget"), "note": job.setting.note}
-            row |= self.placed | together
+            row |= self.placed | together | {"samples": cell.samples}
             self.folder.add(row, job.identity, predictions)
             self._say(
                 f"{time.monotonic() - self._begun:7.1f} s  {job.label:24s} {cell.title:24s} "
@@ -257,9 +283,8 @@ class Runner:
                 setting = self.setting(choice, cell)
                 question = resolve_question(setting.method, self.settings.question)
                 identity = {"method": choice.label, "knobs": knobs_of(setting.method), "question": question, **cell.identity}
-                if self.folder.find(identity) is None:
-                    jobs.append(Job(choice.label, setting, question, cell, identity))
-        return jobs
+                jobs.append(Job(choice.label, setting, question, cell, identity))
+        return [job for job in jobs if not self._finished(job)]
 
     def setting(self, choice: Choice, cell: Cell) -> Setting:
         """Make the method of a choice at a cell's length."""

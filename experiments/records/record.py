@@ -50,17 +50,12 @@ def operations() -> dict[str, str]:
 
 
 def make_record(
-    experiment: str,
-    settings: dict[str, Any],
-    metrics: Sequence[dict[str, Any]],
-    *,
-    device: Mapping[str, Any] | None = None,
-    packages: Sequence[str] = (),
+    experiment: str, settings: dict[str, Any], metrics: Sequence[dict[str, Any]], *, device: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Make a record of metrics with "name", "value" and "unit" each, with versions, device, commit and date.
 
     JSON values. A measurement without JAX names its ``device`` ("platform", "kind", "count"), because JAX takes most of a
-    GPU's memory when it is asked. ``packages`` are further ones whose versions are kept.
+    GPU's memory when it is asked.
     """
     for metric in metrics:
         missing = {"name", "value", "unit"} - metric.keys()
@@ -73,7 +68,7 @@ def make_record(
         "experiment": experiment,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "versions": versions(packages),
+        "versions": versions(),
         "device": {**device, "cpu_cores": os.cpu_count(), **operations()},
         "settings": settings,
         "metrics": list(metrics),

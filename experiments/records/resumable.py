@@ -7,7 +7,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,7 @@ class Results:
     """The cells of an experiment in a file to which several processes may add; ``fresh`` begins anew with the first write.
 
     A file that is no record, or that holds another experiment or cells of other settings, is refused. See `make_record` for
-    ``device`` and ``packages``.
+    ``device``.
 
     Attributes:
         metrics: the cells, as of the last read or write.
@@ -99,10 +99,9 @@ class Results:
         *,
         fresh: bool = False,
         device: Mapping[str, Any] | None = None,
-        packages: Sequence[str] = (),
     ) -> None:
         self.path, self._fresh = path, fresh
-        self._ran = {"device": device, "packages": packages}
+        self._device = device
         self._experiment, self.settings = experiment, dict(settings)
         self.metrics: list[dict[str, Any]] = []
         self.notes: dict[str, Any] = {}
@@ -160,7 +159,7 @@ class Results:
 
     def write(self) -> None:
         """Write the record."""
-        record = make_record(self._experiment, self.settings, self.metrics, **self._ran)
+        record = make_record(self._experiment, self.settings, self.metrics, device=self._device)
         self.devices = list(dict.fromkeys([*self.devices, record["device"]["kind"]]))
         write_record(self.path, {**record, "notes": self.notes, "devices": self.devices})
         self._fresh = False

@@ -22,6 +22,7 @@ from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.checks import check_model, check_sizes, has_no_limit
 from kvjax.decoding.layers import layer_methods
 from kvjax.decoding.reading_order import By, check_order, chosen_order
+from kvjax.decoding.shared_storage import stored_alone
 from kvjax.mesh.processes import least
 from kvjax.mesh.sharding import Plan, bytes_on_device, check_axes, plan_of, shapes_on_device
 from kvjax.protocol.fields import positive_int
@@ -170,7 +171,7 @@ def needed_each(
     chosen = chosen_order(every, each, config, batch, prompt_slots, **given, chunk_size=chunk_size, order=order, mesh=mesh)
     whole = mesh is not None and plan_of(params) is None  # shapes of a model that nobody has spread over the mesh
     reading = Reading(config, chosen, batch, tuple(given.values()), mesh, None if whole else shapes_on_device(params))
-    shares = [share and mesh is None and not method.reread_tokens(prompt_slots) for method in every]
+    shares = [share and mesh is None and not stored_alone(method, prompt_slots) for method in every]
     return [reading.phases(*one) for one in zip(every, each, shares, strict=True)]
 
 

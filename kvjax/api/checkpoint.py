@@ -66,14 +66,9 @@ def save_cache(directory: str | pathlib.Path, cache: Cache) -> None:
         blank = functools.partial(blank_cache, model=cache.model, weights=cache.weights, kv_dtype=cache.kv_dtype)
         structure = jax.tree.structure(jax.eval_shape(blank, jax.tree.map(shape_of, cache.method)))
     about: dict[str, Any] = {
-        "format": _FORMAT,
-        "method": describe(cache.method),
-        "model": repr(cache.model),
-        "structure": str(structure),
-        "weights": cache.weights,
-        "kv_dtype": cache.kv_dtype,
-        "leaves": [],
-    }
+        "format": _FORMAT, "method": describe(cache.method), "model": repr(cache.model), "structure": str(structure),
+        "weights": cache.weights, "kv_dtype": cache.kv_dtype, "leaves": [],
+    }  # fmt: skip
     try:
         with folder_of_all(target, mesh) as folder:
             failure = None

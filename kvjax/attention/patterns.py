@@ -19,14 +19,10 @@ KINDS = {  # and the fields that each kind reads
 # The names of kinds in MInference's files; no other kind is in them.
 IN_FILES = {"vertical_and_slash": "vertical_slash", "stream_llm": "a_shape", "block_sparse": "block_sparse"}
 _NUMBERS = {
-    "columns": (int, Limits(least=0)),
-    "diagonals": (int, Limits(least=1)),
-    "blocks": (int, Limits(least=1)),
-    "share": (float, Limits(above=0, most=1)),
-    "tau": (float, Limits(least=0)),
-    "min_budget": (int, Limits(least=1)),
+    "columns": (int, Limits(least=0)), "diagonals": (int, Limits(least=1)), "blocks": (int, Limits(least=1)),
+    "share": (float, Limits(above=0, most=1)), "tau": (float, Limits(least=0)), "min_budget": (int, Limits(least=1)),
     "factor": (float, Limits(above=0)),
-}
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -119,6 +119,7 @@ def reread(
     shared: Any,
     model: Model,
     logits: Array,
+    known: dict[Hashable, Any],
 ) -> tuple[Any, ...]:
     """Run `Method.reread` on the states of the layers that run the method, if there are any; return the states of all layers.
 
@@ -127,6 +128,7 @@ def reread(
         length: int32 [B], tokens of the prompt in each row.
         states: the states of all layers, which have the whole prompt and are not finished.
         logits: float32 [B, V], of the token after the prompt.
+        known: what the methods of a prefill have found in common; see `Reading.once`.
     """
     seen = method_layers(model)
 
@@ -163,7 +165,8 @@ def reread(
 
     if not seen:
         return states
-    reading = Reading(tokens=tokens, length=length, logits=logits, eos_token_ids=tuple(model.eos_token_ids), apply=apply)
+    ends = tuple(model.eos_token_ids)
+    reading = Reading(tokens=tokens, length=length, logits=logits, eos_token_ids=ends, apply=apply, known=known)
     return _put(method.reread(_among(seen, states), reading))
 
 

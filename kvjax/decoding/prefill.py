@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -43,7 +43,7 @@ from kvjax.cache import Cache, LayerSpec
 from kvjax.decoding.layers import fingerprint, init_shared, layer_methods, layer_specs, observe
 from kvjax.decoding.passes import Pass, checked, reread
 from kvjax.decoding.reading_order import By, Order, chosen_order, reading_spec
-from kvjax.decoding.shared_storage import Common, barrier, common_storage, finish, made_after
+from kvjax.decoding.shared_storage import Common, barrier, common_storage, finish, made_after, stored_alone
 from kvjax.protocol.method import LayerMethod, Method
 from kvjax.protocol.typing import Model, attention_soft_cap, is_recurrent, layered, not_none, position_option
 from pallas_kernels import axes
@@ -138,8 +138,7 @@ class _Run:
     def sized(self, rows: int) -> _Sized:
         specs = tuple(layer_specs(layers, self.model, rows, self.order.slots, *self.sizes) for layers in self.each)
         shared = tuple(init_shared(method, self.model, own) for method, own in zip(self.methods, specs, strict=True))
-        # What rereads a prompt may change what it has stored.
-        common = common_storage(self.each, specs, [method.reread_tokens(self.padded) > 0 for method in self.methods])
+        common = common_storage(self.each, specs, [stored_alone(method, self.padded) for method in self.methods])
         return _Sized(rows=rows, specs=specs, shared=shared, common=common)
 
     def begun(self, sized: _Sized) -> tuple:
@@ -327,10 +326,10 @@ class _Run:
         """Complete the states after the last token: reread the prompt where a method does, then finish unfinished states."""
         if self.order.chunks > 1:
             states = sized.common.restore(states)
-        every = list(zip(*states, strict=True))  # every[method][layer]
+        every, known = list(zip(*states, strict=True)), dict[Hashable, Any]()  # every[method][layer]
         for at, method in enumerate(self.methods):
             if method.reread_tokens(self.padded):
-                given = method, self.each[at], every[at], sized.shared[at], self.model, logits
+                given = method, self.each[at], every[at], sized.shared[at], self.model, logits, known
                 every[at] = reread(self.params, tokens, length, *given)
         states = tuple(zip(*every, strict=True))
         return states if all(self.within) else self._compressed(states, sized, self.within)

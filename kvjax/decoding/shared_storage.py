@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import Cache, LayerSpec
-from kvjax.protocol.method import LayerMethod
+from kvjax.protocol.method import LayerMethod, Method
 from kvjax.protocol.typing import pytree, static
 from pallas_kernels.dispatch import run_shared
 
@@ -83,6 +83,11 @@ def common_storage(
         keys = [None if alone[at] else key(own[layer], specs[at][layer]) for at, own in enumerate(each)]
         holders.append(tuple(first.setdefault(("own", at) if one is None else one, at) for at, one in enumerate(keys)))
     return Common(tuple(holders))
+
+
+def stored_alone(method: Method, padded: int) -> bool:
+    """Tell whether a method stores a prompt of ``padded`` tokens for itself: it rereads it, and may change what it keeps."""
+    return method.reread_tokens(padded) > 0 and not method.evicts
 
 
 def storage_key(method: LayerMethod, spec: LayerSpec, state: Any) -> Hashable:

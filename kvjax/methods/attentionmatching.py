@@ -77,6 +77,7 @@ class AttentionMatching(Rereading):
     PAPER: ClassVar[str] = "arXiv:2602.16284"
     TITLE: ClassVar[str] = "Attention Matching"
 
+    cuts = (*Rereading.cuts, "ridge")
     lacks = ("codes", "latent")
     packs = True
 
@@ -101,10 +102,10 @@ class AttentionMatching(Rereading):
             return tuple(tuple(new) for _, *new in reading.run(given, tokens, count, attend))
 
         prompts = tuple(not_none("prompt", state.prompt) for state in states)
-        none = (
+        none = tuple(
             (jnp.zeros(x.position.shape, jnp.float32), self._none(record)) for x, record in zip(caches, prompts, strict=True)
         )
-        found = self.each_chunk(reading, read, tuple(none))
+        found = reading.once(self.kind, states, lambda: self.each_chunk(reading, read, none))
         layers = zip(caches, prompts, found, self.best(caches, tuple(score for score, _ in found)), strict=True)
         return tuple(
             SlotState(cache=cache, prompt=dataclasses.replace(prompt, kept=kept, asked=asked))

@@ -87,7 +87,8 @@ class KVgrad(Rereading):
                 new.append(lax.dynamic_update_slice_in_dim(score, jnp.maximum(old, most), start, 2))
             return tuple(new)
 
-        scores = self.each_chunk(reading, read, tuple(jnp.zeros(cache.position.shape, jnp.float32) for cache in caches))
+        none = tuple(jnp.zeros(cache.position.shape, jnp.float32) for cache in caches)
+        scores = reading.once(self.kind, states, lambda: self.each_chunk(reading, read, none))
         prompts = (not_none("prompt", state.prompt) for state in states)
         layers = zip(caches, prompts, self.best(caches, scores), strict=True)
         return tuple(SlotState(cache=x, prompt=dataclasses.replace(prompt, kept=kept)) for x, prompt, kept in layers)

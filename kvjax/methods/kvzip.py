@@ -62,7 +62,7 @@ class KVzip(Rereading):
 
     def reread(self, states: tuple[SlotState, ...], reading: Reading) -> tuple[SlotState, ...]:
         caches = tuple(state.cache.resident() for state in states)
-        scores = tuple(jnp.zeros(cache.position.shape, jnp.float32) for cache in caches)
+        none = tuple(jnp.zeros(cache.position.shape, jnp.float32) for cache in caches)
 
         def read(index: Array | int, size: int, scores: tuple) -> tuple:
             begin = self.num_sink + index * size
@@ -85,7 +85,7 @@ class KVzip(Rereading):
             read, _ = reading.apply(given, *self.piece(reading, index, size)[:2], attend, nudges)
             return tuple(score for _, score in read)
 
-        scores = self.each_chunk(reading, read, scores)
+        scores = reading.once(self.kind, states, lambda: self.each_chunk(reading, read, none))
         prompts = (not_none("prompt", state.prompt) for state in states)
         layers = zip(caches, prompts, self.best(caches, scores), strict=True)
         return tuple(SlotState(cache=x, prompt=dataclasses.replace(prompt, kept=kept)) for x, prompt, kept in layers)

@@ -60,7 +60,6 @@ class OracleEviction(AppendOnly):
 
     def reread(self, states: tuple[SlotState, ...], reading: Reading) -> tuple[SlotState, ...]:
         caches = tuple(state.cache.resident() for state in states)
-        answer, count = self._decoded(caches, reading)
 
         def judge(cache: LayerCache, inputs: Inputs) -> tuple[Array, Array]:
             query, key = inputs.rotated()
@@ -81,7 +80,10 @@ class OracleEviction(AppendOnly):
                 return out, drawn(cache.position, reading.length[:, None])
             return out, lax.scan(add, start, jnp.arange(query.shape[3], dtype=jnp.int32))[0]
 
-        scores = reading.run(caches, answer, count, judge)
+        def find() -> tuple[Array, ...]:
+            return reading.run(caches, *self._decoded(caches, reading), judge)
+
+        scores = reading.once((type(self), self.by, self.ahead), states, find)
         kept = []
         for cache, score in zip(caches, scores, strict=True):
             slots, listed = top_slots(score, cache.valid, self.budget, self.capacity)

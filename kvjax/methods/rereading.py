@@ -8,8 +8,8 @@ every later chunk. Source: as in `kvjax.methods.kvzip`.
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -49,6 +49,7 @@ class Rereading(AppendOnly):
     answer: tuple[int, ...] = static("token ids right before every chunk", default=(), least=0, empty=True)
 
     probes = False  # True: it reads `Inputs.written`, which not every model can give
+    cuts: ClassVar[tuple[str, ...]] = ("budget", "capacity", "head_factor", "layerwise")  # knobs that change no score
     overlap = 8  # last tokens of a chunk that stand before the next one
 
     keeps = "`budget` tokens per KV head, mean over all layers' heads"
@@ -83,6 +84,12 @@ class Rereading(AppendOnly):
     def reread_tokens(self, length: int) -> int:
         asked = max(len(self.ask), len(self.ask_later) + self.overlap) + len(self.answer)
         return asked + min(self.chunk, length - self.num_sink) if length > self.num_sink else 0
+
+    @property
+    def kind(self) -> Hashable:
+        """What is equal for methods that share a second reading: see `Reading.once`."""
+        names = [field.name for field in dataclasses.fields(self) if field.name not in self.cuts]
+        return type(self), *((name, vars(self)[name]) for name in names)
 
     def for_layer(self, layer: int, num_layers: int) -> LayerMethod:
         own = self._factors(num_layers)[layer]

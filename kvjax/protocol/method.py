@@ -16,7 +16,7 @@ import abc
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, ClassVar, Self, cast, final
 
 import jax
@@ -93,6 +93,14 @@ class Reading:
     # what attention adds to the residual stream. Then `Inputs` have ``written``, and in place of the logits comes the stream
     # [B, T, d] before the last norm. Only a model with ``can_probe`` takes nudges.
     apply: Callable[..., tuple[tuple[Any, ...], Array]]
+    known: dict[Hashable, Any] = dataclasses.field(default_factory=dict)  # what methods of this prefill have found by `once`
+
+    def once[Found](self, kind: Hashable, states: tuple[Any, ...], find: Callable[[], Found]) -> Found:
+        """Return what ``find`` finds by reading again: once for all methods of a prefill with equal ``kind`` and storage."""
+        at = kind, tuple(id(leaf) for state in states for leaf in jax.tree.leaves(state.cache))
+        if at not in self.known:
+            self.known[at] = find()
+        return self.known[at]
 
     def run(self, states: tuple[Any, ...], tokens: Array, count: Array, attend: Callable[[Any, Inputs], Any]) -> Any:
         """Return the states of `apply` alone."""

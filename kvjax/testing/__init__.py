@@ -24,15 +24,10 @@ from kvjax.testing.subject import Subject
 _BUDGET = 36  # tokens: an observation window of 32 fits, and prompts of 40 tokens are cut
 _EVERYTHING = 96  # tokens, more than any run here has
 _LAYER = (
-    laws.empty_slots_are_never_read,
-    laws.scores_are_numbers,
-    laws.rows_are_independent,
-    laws.permuting_heads_permutes_the_output,
-    laws.equal_query_heads_attend_as_one,
-    laws.prompt_chunks_do_not_change_results,
-    laws.cost_counts_what_is_attended,
-    laws.outputs_are_attention_over_the_chosen,
-)
+    laws.empty_slots_are_never_read, laws.scores_are_numbers, laws.rows_are_independent,
+    laws.permuting_heads_permutes_the_output, laws.equal_query_heads_attend_as_one,
+    laws.prompt_chunks_do_not_change_results, laws.cost_counts_what_is_attended, laws.outputs_are_attention_over_the_chosen,
+)  # fmt: skip
 MODEL_LAWS = (  # of a whole model
     laws.setting_does_something,
     laws.ragged_rows_equal_alone,

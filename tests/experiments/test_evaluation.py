@@ -189,11 +189,45 @@ def test_an_interrupted_evaluation_goes_on(directory, tmp_path, monkeypatch):
     runs = read_record(tmp_path)["notes"]["runs"]
     assert [one["cells"] for one in runs] == [3, 1] and runs[0]["eos_token_ids"] == [0]
     assert [row["run"] for row in found["metrics"]] == [0, 0, 0, 1]
-    for name, value in (("max_new_tokens", 5), ("samples", 3), ("seed", 1)):
+    for name, value in (("max_new_tokens", 5), ("seed", 1)):
         with pytest.raises(ValueError, match=f"{name}=., got {value}"):
             make(directory, tmp_path, **{**given, name: value})
     again = EvaluationSettings.from_mapping(read_yaml(tmp_path / "config.yaml"), "config.yaml")
     assert again.as_dict() == make(directory, tmp_path, **given).settings.as_dict()
+
+
+def test_more_samples_join_the_rows(directory, tmp_path, monkeypatch):
+    """Only the further contexts are asked, whether the first answers are there as texts or as scores alone."""
+    given = {"methods": ["snapkv"], "budgets": ("1/4",), "max_new_tokens": 4, "tasks": ("passkey", "vt")}
+    whole = make(directory, tmp_path / "whole", samples=5, **given)
+    whole.run()
+    asked, true = [], answers.ask_in_turn
+    monkeypatch.setattr(answers, "ask_in_turn", lambda *them, **more: asked.append(len(them[2])) or true(*them, **more))
+    for name, text in (("texts", True), ("scores", False)):
+        grown = make(directory, tmp_path / name, **given)
+        grown.run()
+        grown.folder.keep_examples()
+        if not text:
+            shutil.rmtree(tmp_path / name / "predictions")
+        asked.clear()
+        grown = make(directory, tmp_path / name, samples=5, **given)
+        grown.run()
+        make(directory, tmp_path / name, samples=4, **given).run()  # it has them
+        assert asked == [3, 3]
+        grown.folder.keep_examples()
+        both = [comparison.load([run.folder.path]) for run in (whole, grown)]
+        for one, other in zip(*both, strict=True):
+            assert one.examples == other.examples and other.row["samples"] == 5
+            for field in one.row.keys() - {*answers.SECONDS, "run", "counters", "predictions"}:
+                exact = field not in (*answers.COSTS, "mean_answer_tokens")
+                assert other.row[field] == (one.row[field] if exact else pytest.approx(one.row[field], abs=0.1)), field
+            if text:
+                assert read_predictions(tmp_path / name, other.row) == read_predictions(tmp_path / "whole", one.row)
+    fewer = make(directory, tmp_path / "fewer", **given)
+    fewer.run()
+    entries = [x for x in comparison.load([fewer.folder.path]) if x.row["method"] != "full"]
+    pairs = comparison.beside_reference([*both[0][::2], *entries])  # Full has more
+    assert [(item.contexts, item.is_reference) for item in pairs if not item.is_reference] == [(2, False)] * 2
 
 
 def test_within_the_window_pi_and_ntk_read_beside_full(directory, tmp_path, monkeypatch):

@@ -32,10 +32,9 @@ LOADING = {  # a command line of every job that loads a model, without the model
     "experiments.heads.sharing": [],
     "experiments.lab.insight.__main__": ["--length", "256"],
     "experiments.lab.fidelity.__main__": [],
-    "experiments.lab.rollouts": [],
 }
 WITHOUT_OUT = {
-    "experiments.answering.__main__", "experiments.answering.answer", "experiments.heads.layers", "experiments.lab.rollouts",
+    "experiments.answering.__main__", "experiments.answering.answer", "experiments.heads.layers",
 }  # fmt: skip
 
 

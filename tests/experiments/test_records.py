@@ -261,8 +261,8 @@ def test_a_record_of_another_device_asks_nothing_of_jax(monkeypatch, tmp_path):
 
     monkeypatch.setattr(jax, "devices", start)
     card = {"platform": "gpu", "kind": "a card", "count": 1}
-    results = Results(tmp_path / "peers.json", "peers", {}, device=card, packages=("pytest",))
+    results = Results(tmp_path / "peers.json", "peers", {}, device=card)
     results.note("x", 1)
     record = json.loads(results.path.read_text())
     assert card.items() <= record["device"].items() and record["device"]["cpu_cores"]
-    assert record["versions"]["pytest"] == pytest.__version__ and "pytest" not in versions()
+    assert versions(("pytest",))["pytest"] == pytest.__version__ and "pytest" not in versions()

@@ -307,24 +307,14 @@ _SWITCHES: dict[str, Callable[[], Any]] = {
     }.items()},
 }  # fmt: skip
 _LAYER = (
-    laws.empty_slots_are_never_read,
-    laws.scores_are_numbers,
-    laws.rows_are_independent,
-    laws.permuting_heads_permutes_the_output,
-    laws.outputs_are_attention_over_the_chosen,
-    cost_counts_what_is_attended,
-)
+    laws.empty_slots_are_never_read, laws.scores_are_numbers, laws.rows_are_independent,
+    laws.permuting_heads_permutes_the_output, laws.outputs_are_attention_over_the_chosen, cost_counts_what_is_attended,
+)  # fmt: skip
 _MODEL = (
-    accounting_is_consistent,
-    laws.generating_in_two_calls_equals_one,
-    laws.ragged_rows_equal_alone,
-    laws.resident_bytes_are_the_arrays,
-    padding_is_never_read,
-    order_of_rows_does_not_matter,
-    limits_cut_rows,
-    forks_are_independent,
-    laws.second_call_does_not_retrace,
-)
+    accounting_is_consistent, laws.generating_in_two_calls_equals_one, laws.ragged_rows_equal_alone,
+    laws.resident_bytes_are_the_arrays, padding_is_never_read, order_of_rows_does_not_matter, limits_cut_rows,
+    forks_are_independent, laws.second_call_does_not_retrace,
+)  # fmt: skip
 _ONCE = (
     laws.decoding_keeps_structure_shapes_and_dtypes,
     laws.bfloat16_is_kept,

@@ -118,15 +118,10 @@ def random_model(rng: np.random.Generator) -> Any:
     """A tiny model; of two kinds, because ModelConfig has more switches and TinyModel compiles sooner."""
     heads, group = int(rng.choice((1, 2, 3))), int(rng.choice((1, 2, 4)))
     sizes = {
-        "num_layers": int(rng.choice((1, 2, 2, 3))),
-        "num_q_heads": heads * group,
-        "num_kv_heads": heads,
-        "head_dim": int(rng.choice((8, 16))),
-        "hidden_size": 32,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 160,
+        "num_layers": int(rng.choice((1, 2, 2, 3))), "num_q_heads": heads * group, "num_kv_heads": heads,
+        "head_dim": int(rng.choice((8, 16))), "hidden_size": 32, "vocab_size": VOCABULARY, "max_position_embeddings": 160,
         "rope_theta": float(rng.choice((1e2, 1e4))),
-    }
+    }  # fmt: skip
     if rng.random() < 0.7:
         return TinyModel(**sizes)
     scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}

@@ -13,7 +13,6 @@ from experiments.evaluation import against, averages, beside_reference, by_kind,
 from experiments.evaluation.reachable import percent
 from experiments.lab.fidelity import fidelity_tables
 from experiments.lab.insight.report import table as insight_table
-from experiments.lab.rollouts import rollout_table
 from experiments.lab.site import scores
 from experiments.records import device_kinds, markdown_rows, method_title, short_commit
 from experiments.speed import kernel_table, offload_tables, speed_tables
@@ -22,7 +21,7 @@ from kvjax import registry
 
 COUNTED = 60.0  # percent
 _WITH_NOTES = {
-    "speed": speed_tables, "offload": offload_tables, "kernels": kernel_table, "rollouts": rollout_table
+    "speed": speed_tables, "offload": offload_tables, "kernels": kernel_table
 }  # fmt: skip
 _PATTERNS = ("*.json", "exact/*.json", "results/*/metrics.json", "fidelity/*/metrics.json", "ablations/*.json")
 

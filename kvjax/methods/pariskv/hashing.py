@@ -29,24 +29,9 @@ from pallas_kernels.formats.key_codes import CLUSTERS, SLICE, cluster_counts, co
 from pallas_kernels.numerics import drawn
 
 __all__ = [
-    "CLUSTERS",
-    "SLICE",
-    "TIERS",
-    "Codes",
-    "candidate_cut",
-    "cluster_counts",
-    "cluster_scores",
-    "collision_votes",
-    "encode",
-    "estimate",
-    "most_of",
-    "parts_of",
-    "random_signs",
-    "rotation",
-    "rotation_scale",
-    "share_of",
-    "tier_weights",
-]
+    "CLUSTERS", "SLICE", "TIERS", "Codes", "candidate_cut", "cluster_counts", "cluster_scores", "collision_votes", "encode",
+    "estimate", "most_of", "parts_of", "random_signs", "rotation", "rotation_scale", "share_of", "tier_weights",
+]  # fmt: skip
 
 TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)  # a cluster gets a vote for each share of the covered keys in which it begins
 

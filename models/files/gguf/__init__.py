@@ -14,14 +14,6 @@ from .tensors import GGUFTensors
 from .tokenizer import build_tokenizer, chat_templates, special_tokens
 
 __all__ = [
-    "GGUFFile",
-    "GGUFTensors",
-    "build_tokenizer",
-    "chat_templates",
-    "coder",
-    "convert",
-    "open_file",
-    "read_config",
-    "save_tokenizer",
-    "special_tokens",
-]
+    "GGUFFile", "GGUFTensors", "build_tokenizer", "chat_templates", "coder", "convert", "open_file", "read_config",
+    "save_tokenizer", "special_tokens",
+]  # fmt: skip

@@ -10,6 +10,7 @@ import kvjax
 from kvjax import registry
 from kvjax.accounting import memory
 from kvjax.decoding.layers import shares_prefill
+from kvjax.protocol.method import Reading
 from kvjax.wrappers import PerLayer
 from models import DynamicScaling
 from tests.harness import NAMES, TINY, TRACES, example, padded, prompts, read, tiny_params
@@ -45,6 +46,22 @@ def test_each_cache_equals_its_method_alone(names, options):
                 np.testing.assert_array_equal(here, there)
             else:
                 np.testing.assert_allclose(here, there, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["kvzip", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("kvgrad", "attentionmatching", "oracleeviction"))],
+)
+def test_budgets_of_a_method_share_its_second_reading(name, monkeypatch):
+    """It is traced once, and each budget keeps what it keeps alone, bit for bit."""
+    found, true = [], Reading.once
+    monkeypatch.setattr(Reading, "once", lambda self, *given: found.append(self.known) or true(self, *given))
+    methods = [example(name), example("snapkv"), example(name, budget=example(name).budget - 2)]
+    caches = read_each(methods)
+    assert len(found) == 2 and found[0] is found[1] and len(found[0]) == 1
+    for method, together in zip(methods[::2], caches[::2], strict=True):
+        for here, there in zip(jax.tree.leaves(together), jax.tree.leaves(read(method, config=ONE)), strict=True):
+            np.testing.assert_array_equal(here, there)
 
 
 # Whole prompts, row by row; pieces of prompts in the storage of all rows.
