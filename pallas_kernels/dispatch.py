@@ -104,13 +104,13 @@ class Implementation:
             NVIDIA GPU that kernels run on (`pallas_kernels.machine`).
         check: a function of the same arguments that reads only shapes and dtypes. Where ``run`` cannot take them, it raises
             ``NotImplementedError`` that names got and expected.
-        trial: whether it runs by its name alone, because its laws have not held on a device yet.
+        derivative: whether ``run`` has one; it is asked of kernels alone.
     """
 
     run: Callable[..., Any]
     platforms: tuple[str, ...] = ()
     check: Callable[..., None] = accept
-    trial: bool = False
+    derivative: bool = False
 
 
 @contextlib.contextmanager
@@ -234,13 +234,13 @@ class Operation:
     def of(cls, name: str, *modules: ModuleType, logits: bool = False, in_place: bool = False) -> Operation:
         """Make an operation of the files in its folder, fastest first, of which the last is its ``reference``.
 
-        A file has a function of the operation's name, and a back end's has a function ``check``, and ``TRIAL = True`` if
-        it is on trial (`Implementation`). The table names it as the file, and the reference "xla".
+        A file has a function of the operation's name, and a back end's has a function ``check``, and ``DERIVATIVE = True``
+        if it is a kernel with a derivative. The table names it as the file, and the reference "xla".
         """
         *kernels, reference = modules
         names = {module.__name__.rpartition(".")[2]: module for module in kernels}
         rows = {
-            end: Implementation(getattr(x, name), BACK_ENDS[end], x.check, getattr(x, "TRIAL", False))
+            end: Implementation(getattr(x, name), BACK_ENDS[end], x.check, getattr(x, "DERIVATIVE", False))
             for end, x in names.items()
         }
         return cls(name, {**rows, XLA: Implementation(getattr(reference, name))}, logits, in_place)
@@ -281,7 +281,8 @@ class Operation:
                 out = entry.run(*args, **kwargs)
                 # On a CPU, XLA would fuse a write into what reads the array next, and then write a second time, into a copy.
                 return jax.lax.optimization_barrier(out) if self.in_place else out
-            kernels = [name for name, other in self.implementations.items() if other is entry and name in _NEEDS]
+            names = [name for name, other in self.implementations.items() if other is entry and name in _NEEDS]
+            kernels = [] if entry.derivative else names
             return run_shared(_Kernel(self.name, kernels[0], entry.run) if kernels else entry.run, *args, **kwargs)
 
         return self._first(implementation, platform, action, args, kwargs)[1]
@@ -304,8 +305,6 @@ class Operation:
                     raise NotImplementedError(f"needs {_KERNELS_NEED}, got {here}")
                 if name in _NEEDS and (why := why_missing(_NEEDS[name])):
                     raise NotImplementedError(f"needs {_NEEDS[name]}, got {why}")
-                if entry.trial and named is None:
-                    raise NotImplementedError("is on trial and runs by name alone")
                 if self.logits and entry.platforms and (cap := get_soft_cap()) is not None:
                     say_once(f"attention with a soft cap on its logits runs as plain JAX (implementation {XLA!r})")
                     raise NotImplementedError(f"needs logits without a soft cap, got a cap of {cap}")

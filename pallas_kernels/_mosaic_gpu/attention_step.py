@@ -13,18 +13,18 @@ import math
 
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu import warps as w
-from pallas_kernels._mosaic_gpu.sizes import ENTRIES, TILES, Sizes
+from pallas_kernels._mosaic_gpu.sizes import ENTRIES, LINE, TILES, Sizes
 from pallas_kernels.numerics import LOG2_E
 
 
-def attend_step(n: Sizes, scale: float, biased: bool, place, query, asked, sums, maximum, total):
-    """Attend to a stage of the ring at ``place``.
+def attend_step(n: Sizes, scale: float, biased: bool, places, query, asked, sums, maximum, total):
+    """Attend to a stage.
 
     Args:
         n: sizes.
         scale: factor of the logits.
         biased: whether the stage has biases.
-        place: a number, the address.
+        places: numbers, the addresses of the stage's keys, values and tags.
         query: for each half of the query and each 8 channels an int32, which is two numbers: of channel 2 (l % 4) of the 8
             and the next; for codes of channel 4 (l % 4) + 2 i of 16 and the next, where these 8 are number i of the 16.
         asked: for each half a position; None: no slot is after the query.
@@ -36,8 +36,9 @@ def attend_step(n: Sizes, scale: float, biased: bool, place, query, asked, sums,
         sums, maximum and total after the step.
     """
     tiles = n.dim // 8
-    positions, biases, (key_scales, value_scales) = _tags(n, place, biased)
-    logits = _logits(n, place, [query[h * tiles : (h + 1) * tiles] for h in range(n.halves)])
+    keys, values, tags = places
+    positions, biases, (key_scales, value_scales) = _tags(n, tags, biased)
+    logits = _logits(n, keys, [query[h * tiles : (h + 1) * tiles] for h in range(n.halves)])
     weights, decays, risen, totals = [], [], [], []
     for half in range(n.halves):
         seen = [x >= 0 if asked is None else (x >= 0) & (x <= asked[half]) for x in positions]
@@ -55,7 +56,7 @@ def attend_step(n: Sizes, scale: float, biased: bool, place, query, asked, sums,
             shares = [s.select(x * y, t.float_number(0.0)) for s, x, y in zip(seen, shares, value_scales, strict=True)]
         weights.append([w.pair(*shares[2 * i : 2 * i + 2], n.dtype) for i in range(TILES)])
     decayed = [[sums[2 * (h * tiles + i) + j] * decays[h] for j in (0, 1)] for h in range(n.halves) for i in range(tiles)]
-    return _add_values(n, place, positions, weights, decayed), risen, totals
+    return _add_values(n, values, positions, weights, decayed), risen, totals
 
 
 def _tags(n, place, biased):
@@ -65,10 +66,10 @@ def _tags(n, place, biased):
     def load(kind, first):
         return [x for i in range(TILES) for x in w.load_shared(place, (kind,) * 2, first + 32 * i)]
 
-    positions, biases = load(t.i32(), n.tags), load(w.f32(), n.biases) if biased else [None] * (2 * TILES)
+    positions, biases = load(t.i32(), 0), load(w.f32(), n.biases - n.tags) if biased else [None] * (2 * TILES)
     if n.kind is None:
         return positions, biases, (None, None)
-    words = [load(t.i32(), n.scales + 4 * ENTRIES * i) for i in range(3)]
+    words = [load(t.i32(), n.scales - n.tags + 4 * ENTRIES * i) for i in range(3)]
     scales = [[w.half_of(x, (y & (1 << i)) > 0) for x, y in zip(words[i], words[2], strict=True)] for i in (0, 1)]
     return positions, biases, scales
 
@@ -87,9 +88,17 @@ def _product(n, left, right, sums):
 def _corner(n, place, by_entries):
     """Return where this lane's row of four matrices of 8 entries and 16 bytes is: next to each other, or entries first."""
     lane = w.lane()
-    some, other = t.signed(lane // 8 % 2), t.signed(lane // 16)
+    some, other, row = t.signed(lane // 8 % 2), t.signed(lane // 16), t.signed(lane % 8)
     entries, chunk = (some, other) if by_entries else (other, some)
-    return place + (entries * 8 + t.signed(lane % 8)) * n.pitch + chunk * 16
+    if n.tiled:
+        return place + (entries * 8 + row) * LINE + (chunk ^ row) * 16
+    return place + (entries * 8 + row) * n.pitch + chunk * 16
+
+
+def _matrices(n, corner, k, transposed=False):
+    """Load four matrices of the entries' bytes from 32 k on; in the lines of a tile, chunks of 16 bytes change places."""
+    at, offset = (corner ^ 32 * k % LINE, n.block * LINE * (32 * k // LINE)) if n.tiled else (corner, 32 * k)
+    return w.load_matrices(at, offset, transposed)
 
 
 def _keys(n, place):
@@ -97,21 +106,21 @@ def _keys(n, place):
     if n.kind is None:
         corner = _corner(n, place, by_entries=False)
         for k in range(n.dim // 16):
-            four = w.load_matrices(corner, 32 * k)
+            four = _matrices(n, corner, k)
             yield four[:2], four[2:]
         return
     corner = _corner(n, place, by_entries=True)
     for k in range(n.dim // 32):
-        four = w.load_matrices(corner, 32 * k)
+        four = _matrices(n, corner, k)
         for two in (four[:2], four[2:]):
             yield [[w.decode(x, i, i + 1, n.kind, n.dtype) for i in (0, 2)] for x in two]
 
 
 def _values(n, place, masks):
     """Yield, for each 8 channels, the right side of products with values: two int32."""
-    corner = _corner(n, place + ENTRIES * n.pitch, by_entries=True)
+    corner = _corner(n, place, by_entries=True)
     for k in range(n.width // 32):
-        four = [x & masks[i % 2] for i, x in enumerate(w.load_matrices(corner, 32 * k, transposed=True))]
+        four = [x & masks[i % 2] for i, x in enumerate(_matrices(n, corner, k, transposed=True))]
         for two in (four[:2], four[2:]):
             if n.kind is None:
                 yield two

@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._mosaic_gpu import threads as t
-from pallas_kernels._mosaic_gpu.pallas import plgpu
-from pallas_kernels._mosaic_gpu.sizes import ROWS, Lists, Sizes
-from pallas_kernels._mosaic_gpu.steps import copier, merger, multiplier
+from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
+from pallas_kernels._mosaic_gpu.sizes import LINE, ROWS, Lists, Sizes
+from pallas_kernels._mosaic_gpu.steps import copier, meet_block, merger, multiplier
 from pallas_kernels._triton.quantised import check_codes
 from pallas_kernels.formats.quantised import Quantised
 from pallas_kernels.machine import current_machine
@@ -71,7 +70,7 @@ def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtyp
     """Return the kernel over refs: query, key, value; then position, query_position, parts beside, lists, scales, if any."""
 
     def body(query_ref, key_ref, value_ref, *refs):
-        *refs, out_ref, lse_ref, ring = refs
+        *refs, out_ref, lse_ref, ring, keys, values, full, free = (*refs, *(None,) * (4 * (not n.tiled)))
         ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         position, asked_ref, beside, listed, scales = (tuple(refs[i:j]) for i, j in itertools.pairwise(ends))
         base, cluster = lax.axis_index("list"), lax.axis_index("cluster")
@@ -83,31 +82,67 @@ def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtyp
         if lists.block_number is not None:
             blocks, number = lists.block_number(listed, b, h, blocks, n.block)
         steps = lax.div(blocks - program + (programs - 1), programs)
-        stored, ahead = ((key_ref, value_ref), position, scales), n.stages - 1
-        fetch, copy, arrive = copier(n, lists, bool(position))
-        load_query, load_asked, begin, add = multiplier(n, scale, lists.biased)
-
-        def scalars_of(step):
-            return (number(step * programs + program) * n.block, *scalars)
-
-        def follow(step, carry):
-            loaded, state = carry
-            arrive()
-            later = step + ahead
-            copy(stored, ring, loaded, scalars_of(later), base, lax.rem(later, n.stages))
-            loaded = fetch(listed, scalars_of(later + 1))
-            return loaded, add(ring, query, asked, state, lax.rem(step, n.stages))
-
-        *first, loaded = [fetch(listed, scalars_of(jnp.int32(i))) for i in range(n.stages)]
-        query = load_query(query_ref, base)
-        asked = (load_asked(asked_ref[0], b),) if n.queries else ()
-        for i, x in enumerate(first):
-            copy(stored, ring, x, scalars_of(jnp.int32(i)), base, jnp.int32(i))
-        _, sums = lax.fori_loop(0, steps, follow, (loaded, begin()))
         many = 0 if not beside else beside[1].shape[2] if len(beside[1].shape) > 3 else 1
-        publish, merge = merger(n, out_dtype, many, beside_dtype, 32 * n.warps)
-        publish(ring, *sums)
-        merge((ring,), out_ref, lse_ref, beside, (base, cluster, split))
+        publish, merge = merger(n, out_dtype, many, beside_dtype)
+
+        def start(step):
+            return number(step * programs + program) * n.block
+
+        def run():
+            stored, ahead = ((key_ref, value_ref), position, scales), n.stages - 1
+            fetch, copy, arrive = copier(n, lists, bool(position))
+            load_query, load_asked, begin, add = multiplier(n, scale, lists.biased)
+
+            def follow(step, carry):
+                loaded, state = carry
+                arrive()
+                later, stage = step + ahead, lax.rem(step, n.stages)
+                copy(stored, ring, loaded, (start(later), *scalars), base, lax.rem(later, n.stages))
+                loaded = fetch(listed, (start(later + 1), *scalars))
+                if n.tiled:
+                    plgpu.barrier_wait(full.at[stage])
+                state = add((ring, *(keys, values) * n.tiled), query, asked, state, stage)
+                if n.tiled:
+                    plgpu.barrier_arrive(free.at[stage])
+                return loaded, state
+
+            *first, loaded = [fetch(listed, (start(jnp.int32(i)), *scalars)) for i in range(n.stages)]
+            query = load_query(query_ref, base)
+            asked = (load_asked(asked_ref[0], b),) if n.queries else ()
+            for i, x in enumerate(first):
+                copy(stored, ring, x, (start(jnp.int32(i)), *scalars), base, jnp.int32(i))
+            _, sums = lax.fori_loop(0, steps, follow, (loaded, begin()))
+            if n.tiled:
+                meet_block()
+            publish(room, *sums)
+
+        def load(step, _):
+            """Have the copy engine bring a block, when all warps have read what is in its place."""
+            stage = lax.rem(step, n.stages)
+            pl.when(step >= n.stages)(lambda: plgpu.barrier_wait(free.at[stage]))
+            rows, channels = pl.ds(base * n.slots + start(step), n.block), n.dim // n.lines
+            for (ref, tile), i in itertools.product(((key_ref, keys), (value_ref, values)), range(n.lines)):
+                part = ref.at[rows, pl.ds(i * channels, channels)]
+                plgpu.copy_gmem_to_smem(part, tile.at[stage, i], full.at[stage])
+
+        if n.tiled:
+            room, team = keys, lax.axis_index("warpgroup")
+
+            @pl.when(team == n.warpgroups)
+            def _():
+                plgpu.set_max_registers(24, action="decrease")
+                lax.fori_loop(0, steps, load, None)
+                meet_block()
+
+            @pl.when(team < n.warpgroups)
+            def _():
+                plgpu.set_max_registers(240, action="increase")
+                run()
+        else:
+            room = ring
+            run()
+        meet_block()
+        merge((room,), out_ref, lse_ref, beside, (base, cluster, split))
 
     return body
 
@@ -158,6 +193,9 @@ def attend(
     if isinstance(key, Quantised):
         kind, scales, key, value = key.kind, (key.scale, value.scale), key.codes, value.codes
     n = Sizes(**shape, kind=kind, dtype=query.dtype, shared=current_machine().shared_memory)
+    tiled = dataclasses.replace(n, tiled=True)
+    if lists.tiled and tiled.fits and not n.width % LINE and current_machine().capability >= (9, 0):
+        n, key, value = tiled, *(x.reshape(-1, dim) for x in (key, value))
     splits, clusters = programs or default_programs(batch * heads, -(-entries // n.block))
     n = dataclasses.replace(n, splits=splits, clusters=clusters)
     given = position, query_position, beside, lists.operands, scales
@@ -168,11 +206,11 @@ def attend(
         _body(n, lists, scale, tuple(map(len, groups)), made, beside and beside[0].dtype),
         lead + (group, dim),
         made,
-        scratch_types=[plgpu.SMEM((n.memory // 4,), jnp.int32)],
+        scratch_types=[plgpu.SMEM((n.memory // 4,), jnp.int32), *(_tiles(n, key.dtype) if n.tiled else ())],
         grid=(batch * heads, clusters),
         grid_names=("list", "cluster"),
         **({"cluster": (splits,), "cluster_names": ("split",)} if splits > 1 else {}),
-        num_threads=n.warpgroups,
+        num_threads=n.warpgroups + n.tiled,
         thread_name="warpgroup",
     )(query, key, value, *(x for group in groups for x in group))
     if parts or clusters == 1:
@@ -180,11 +218,18 @@ def attend(
 
     def join(out_ref, lse_ref, joined_ref, joined_lse_ref):
         one = dataclasses.replace(n, clusters=1)
-        _, merge = merger(one, query.dtype, clusters, jnp.float32, t.THREADS, joining=True)
+        _, merge = merger(one, query.dtype, clusters, jnp.float32, joining=True)
         base = lax.axis_index("list")
         merge((), joined_ref, joined_lse_ref, (out_ref, lse_ref), (base, base * 0, base * 0))
 
     return _kernel(join, query.shape, query.dtype, grid=(batch * heads,), grid_names=("list",))(out, lse)
+
+
+def _tiles(n, dtype):
+    """List the shared memory of tiles of keys and of values, and barriers that tell when they are full and free."""
+    tiles = plgpu.SMEM((n.stages, n.lines, n.block, n.dim // n.lines), dtype, transforms=(plgpu.SwizzleTransform(LINE),))
+    full = plgpu.Barrier(num_arrivals=2 * n.lines, num_barriers=n.stages)
+    return tiles, tiles, full, plgpu.Barrier(num_arrivals=n.warpgroups, num_barriers=n.stages)
 
 
 def _kernel(body, shape, dtype, **options):

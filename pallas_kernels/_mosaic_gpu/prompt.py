@@ -61,7 +61,14 @@ class Sizes:
         return RING * 1024 // (4 * BLOCK * self.dim)
 
 
-def check(query: Any, key: Any, value: Any, *, scale: float, **_: Any) -> None:
+def check(query: Any, key: Any, value: Any, **options: Any) -> None:
+    """Raise ``NotImplementedError`` for what `attend` does not take."""
+    if not key.shape[2] or key.shape[2] % ALIGNED:
+        raise NotImplementedError(f"got {key.shape[2]} slots, expected a positive multiple of {ALIGNED}")
+    check_kind(query, key, value, **options)
+
+
+def check_kind(query: Any, key: Any, value: Any, *, scale: float, **_: Any) -> None:
     """Raise ``NotImplementedError`` for machines, dtypes, widths and scales that `attend` does not take."""
     if (capability := current_machine().capability) != (9, 0):
         raise NotImplementedError(f"got compute capability {capability}, expected (9, 0), which has wgmma")
@@ -70,8 +77,6 @@ def check(query: Any, key: Any, value: Any, *, scale: float, **_: Any) -> None:
         raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected all bfloat16 or all float16")
     if query.shape[-1] not in (64, 128):
         raise NotImplementedError(f"got head_dim {query.shape[-1]}, expected 64 or 128")
-    if not key.shape[2] or key.shape[2] % ALIGNED:
-        raise NotImplementedError(f"got {key.shape[2]} slots, expected a positive multiple of {ALIGNED}")
     if scale <= 0:
         raise NotImplementedError(f"got scale {scale}, expected a positive one")
 

@@ -12,6 +12,7 @@ from pallas_kernels._mosaic_gpu import warps as w
 ENTRIES = 16  # of a step of a warp: a product of 16-bit numbers sums over 16
 TILES = ENTRIES // 8  # a product has 8 of them as columns
 SPARE = 2048  # bytes of shared memory that rings do not take
+LINE = 128  # bytes of a line of a tile of the copy engine
 ROWS = 4096  # of a query, times channels: more sums do not fit into the registers of a warp
 
 
@@ -28,6 +29,7 @@ class Lists:
         biased: whether there is a bias, a float32 that is added to the logits.
         block_number: of refs, row, KV head, number and size of blocks to how many are read, and a function from 0, 1, ... to
             these; None: all are.
+        tiled: whether the entries of a block are neighbouring rows, from the row of the block's first entry on.
     """
 
     operands: tuple[jax.Array, ...]
@@ -37,6 +39,7 @@ class Lists:
     loads: int = 0
     biased: bool = False
     block_number: Callable[..., Any] | None = None
+    tiled: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,7 @@ class Sizes:
         queries: positions of a query; 0: none are given.
         first: the query's first row among those that share the positions.
         kind: of codes of 8 bits, in which keys and values are; None: they are numbers of ``dtype``.
+        tiled: whether the copy engine brings blocks of neighbouring rows, which all warps of a program share.
     """
 
     heads: int
@@ -68,17 +72,23 @@ class Sizes:
     queries: int = 0
     first: int = 0
     kind: str | None = None
+    tiled: bool = False
 
     @property
     def warpgroups(self) -> int:
-        """Warpgroups of a program, each of four warps: as many as registers and shared memory are enough for."""
-        most = 3 if max(self.halves, 2) * self.dim <= 256 else 2
+        """Warpgroups that attend, each of four warps: as many as registers and shared memory are enough for."""
+        most = 3 if max(self.halves, 2) * self.dim <= 256 and not self.tiled else 2
         return max((x for x in range(1, most + 1) if self._fits(x)), default=1)
 
     def _fits(self, warpgroups: int) -> bool:
-        """Return whether so many have rings of two stages, in which there is room for sums, and for edges two times."""
+        """Return whether so many have enough stages, in which there is room for sums, and for edges two times."""
         stages = self._stages(warpgroups)
-        return stages > 1 and stages * self.stage >= self.group * (4 * self.dim + 16)
+        return stages > 1 + self.tiled and stages * self._rows >= self.group * (4 * self.dim + 16)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a ring for one warpgroup."""
+        return self._fits(1)
 
     @property
     def warps(self) -> int:
@@ -101,14 +111,19 @@ class Sizes:
         return self.dim * (2 if self.kind is None else 1)
 
     @property
+    def lines(self) -> int:
+        """Tiles of a block of keys or values; a row has a line in each."""
+        return self.width // LINE
+
+    @property
     def pitch(self) -> int:
         """Bytes from a row to the next in a ring; 16 more than a row, so that rows read at once lie in other banks."""
         return self.width + 16
 
     @property
     def tags(self) -> int:
-        """Where the positions of a stage begin, behind its keys and values."""
-        return 2 * ENTRIES * self.pitch
+        """Where the positions of a stage begin: behind its keys and values, if these are not in tiles of their own."""
+        return 0 if self.tiled else 2 * ENTRIES * self.pitch
 
     @property
     def biases(self) -> int:
@@ -131,11 +146,22 @@ class Sizes:
         return self._stages(self.warpgroups)
 
     def _stages(self, warpgroups: int) -> int:
-        return (self.shared - SPARE) // (4 * warpgroups * self.stage)
+        tiles = 2 * ENTRIES * self.width if self.tiled else 0
+        return (self.shared - SPARE) // (4 * warpgroups * (self.stage + tiles))
+
+    @property
+    def _rows(self) -> int:
+        """Bytes of a stage of a warp in which it publishes its sums."""
+        return ENTRIES * self.width if self.tiled else self.stage
+
+    @property
+    def room(self) -> int:
+        """Bytes in which a warp publishes its sums: its ring, or its part of the tiles of keys."""
+        return self.stages * self._rows
 
     @property
     def memory(self) -> int:
-        """Bytes of shared memory of a program: a ring for each warp."""
+        """Bytes of the rings of all warps of a program."""
         return self.warps * self.stages * self.stage
 
     def place(self, ring, stage=0):

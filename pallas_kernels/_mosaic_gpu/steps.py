@@ -13,13 +13,18 @@ from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu import warps as w
 from pallas_kernels._mosaic_gpu.attention_step import attend_step
 from pallas_kernels._mosaic_gpu.pallas import arith, ir, mgpu, plgpu
-from pallas_kernels._mosaic_gpu.sizes import ENTRIES, Lists, Sizes
+from pallas_kernels._mosaic_gpu.sizes import ENTRIES, LINE, Lists, Sizes
 from pallas_kernels.numerics import LOG2_E
 
 
 def a_ref():
     """Return the type of a reference, which a JAX without Mosaic GPU lacks."""
     return plgpu.RefType()
+
+
+def a_tile():
+    """Return the type of the ring's tiles of keys or values."""
+    return plgpu.RefType((plgpu.SwizzleTransform(LINE),))
 
 
 def a_number():
@@ -43,7 +48,10 @@ def column(n: Sizes):
 
 
 def copier(n: Sizes, lists: Lists, position: bool):
-    """Return functions that load what tells the rows of a step, copy these rows into the ring, and wait for them."""
+    """Return functions that load what tells the rows of a step, copy these rows into the ring, and wait for them.
+
+    Rows in tiles come otherwise, and their positions alone are copied.
+    """
     loads = bool(lists.loads)
 
     def entry(start):
@@ -74,17 +82,21 @@ def copier(n: Sizes, lists: Lists, position: bool):
             row, place = lists.row(scalars, entry(start), loaded), n.place(ring, scalar(stage))
             first = t.element(scalar(base), n.slots, t.number(0))
             write_tags(stored, place, row, loaded, first)
-            chunks = n.width // 16  # of 16 bytes, which a lane copies at once
-            at_once, chunk, lead = w.LANES // chunks, t.signed(w.lane() % chunks), t.signed(w.lane() // chunks)
-            sources = [t.at(t.at(t.address(x), first, n.width), chunk, 16) for x in stored[0]]
-            to = place + lead * n.pitch + chunk * 16
-            for step in range(0, ENTRIES, at_once):
-                taken = w.lane_value(row, lead + step)
-                for offset, source in zip((step, ENTRIES + step), sources, strict=True):
-                    w.copy_async(to, t.at(source, taken, n.width), 16, taken >= 0, offset * n.pitch)
+            if not n.tiled:
+                copy_rows(stored[0], place, row, first)
             w.end_step()
 
         run(stored, ring, loaded, scalars, base, stage)
+
+    def copy_rows(stored, place, row, first):
+        chunks = n.width // 16  # of 16 bytes, which a lane copies at once
+        at_once, chunk, lead = w.LANES // chunks, t.signed(w.lane() % chunks), t.signed(w.lane() // chunks)
+        sources = [t.at(t.at(t.address(x), first, n.width), chunk, 16) for x in stored]
+        to = place + lead * n.pitch + chunk * 16
+        for step in range(0, ENTRIES, at_once):
+            taken = w.lane_value(row, lead + step)
+            for offset, source in zip((step, ENTRIES + step), sources, strict=True):
+                w.copy_async(to, t.at(source, taken, n.width), 16, taken >= 0, offset * n.pitch)
 
     def write_tags(stored, place, row, loaded, first):
         """Write what is not negative for an entry that holds a token: its position, or without positions its row."""
@@ -139,34 +151,44 @@ def multiplier(n: Sizes, scale: float, biased: bool):
         starts = zip(counts, (0.0, -math.inf, 0.0), strict=True)
         return tuple(plgpu.layout_cast(jnp.full((t.THREADS * x,), y, jnp.float32), t.own(x)) for x, y in starts)
 
-    def add(ring, query, asked, state, stage):
+    def places(refs, stage):
+        """List where keys, values and tags are of this warp's entries of a stage."""
+        ring, *tiles = refs
+        place = n.place(ring, stage)
+        if not tiles:
+            return place, place + ENTRIES * n.pitch, place + n.tags
+        first = (stage * (n.lines * n.block) + w.warp() * ENTRIES) * LINE
+        return *(t.number(t.address(x)) + first for x in tiles), place
+
+    def add(refs, query, asked, state, stage):
+        types = (a_ref(), *(a_tile(),) * (len(refs) - 1))
         own = (t.own(n.halves * tiles), (t.own(n.halves),) * len(asked), tuple(map(t.own, counts)))
 
-        @plgpu.inline_mgpu(arg_types=(a_ref(), *own, a_number()), return_type=tuple(numbers(x, jnp.float32) for x in counts))
-        def run(ctx, ring, query, asked, state, stage):
-            place, given = n.place(ring, scalar(stage)), t.numbers_of(asked[0]) if asked else None
+        @plgpu.inline_mgpu(arg_types=(types, *own, a_number()), return_type=tuple(numbers(x, jnp.float32) for x in counts))
+        def run(ctx, refs, query, asked, state, stage):
+            given = t.numbers_of(asked[0]) if asked else None
             before = [t.numbers_of(x, floats=True) for x in state]
-            after = attend_step(n, scale, biased, place, t.numbers_of(query), given, *before)
+            after = attend_step(n, scale, biased, places(refs, scalar(stage)), t.numbers_of(query), given, *before)
             return tuple(t.made_of(x, floats=True) for x in after)
 
-        return run(ring, query, asked, state, stage)
+        return run(refs, query, asked, state, stage)
 
     return query, asked, begin, add
 
 
-def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, threads: int, joining: bool = False):
-    """Return functions that put a warp's sums into its ring, and that merge those of all warps of a cluster.
+def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, joining: bool = False):
+    """Return functions that put a warp's sums into its room, and that merge those of all warps of a cluster.
 
     ``beside`` parts in global memory enter the same sums; of several clusters of a list, in the first. ``joining``: there is
     nothing else.
     """
-    whole, ring_bytes = n.group * n.dim, n.stages * n.stage
-    several = n.splits > 1 and not joining
+    whole, room = n.group * n.dim, a_tile() if n.tiled else a_ref()
+    several, threads = n.splits > 1 and not joining, t.THREADS * (1 if joining else n.warpgroups + n.tiled)
     edges, joined_edges = 4 * whole, 4 * whole + 8 * n.group  # where maxima and denominators lie
 
-    @plgpu.inline_mgpu(arg_types=(a_ref(), *(t.own(n.halves * x) for x in (n.dim // 4, 1, 1))))
+    @plgpu.inline_mgpu(arg_types=(room, *(t.own(n.halves * x) for x in (n.dim // 4, 1, 1))))
     def publish(ctx, ring, sums, maximum, total):
-        place, sums_at = n.place(ring), column(n)
+        place, sums_at = t.number(t.address(ring)) + w.warp() * n.room, column(n)
         sums, maximum, total = (t.numbers_of(x, floats=True) for x in (sums, maximum, total))
         w.meet_warp()
         for half in range(n.halves):
@@ -182,7 +204,6 @@ def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, threads: in
                     w.store_shared(to, [four[0], four[2], four[1], four[3]], mine, 64 * i)
             denominator = w.over_quad(total[half], lambda x, y: x + y)
             w.store_shared(place + row * 8, [maximum[half], denominator], mine & (sums_at < 1), edges)
-        w.meet_block()
 
     def published(places, row, at, edges, far):
         """List maximum, denominator and four sums of what lies at each place, of this block or of another one."""
@@ -210,14 +231,14 @@ def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, threads: in
             yield at, divmod_unsigned(at, n.dim)[0], mine
 
     @plgpu.inline_mgpu(
-        arg_types=((a_ref(),) * (not joining), a_ref(), a_ref(), (a_ref(),) * (2 * bool(beside)), (a_number(),) * 3)
+        arg_types=((room,) * (not joining), a_ref(), a_ref(), (a_ref(),) * (2 * bool(beside)), (a_number(),) * 3)
     )
     def merge(ctx, ring, out, lse, refs, where):
         base, cluster, split = map(scalar, where)
         first, count, offset, places = t.number(0), whole // 4, edges, []
         if not joining:
             own = t.number(t.address(ring[0]))
-            places = [own + i * ring_bytes for i in range(n.warps)]
+            places = [own + i * n.room for i in range(n.warps)]
         if several:
             for at, row, mine in quarters(first, count):
                 top, total, four = joined(published(places, row, at, edges, far=False))
@@ -239,6 +260,11 @@ def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, threads: in
             t.meet_cluster()  # before the memory that others read is given back
 
     return publish, merge
+
+
+def meet_block():
+    """Wait for all threads of the program."""
+    plgpu.inline_mgpu()(lambda ctx: w.meet_block())()
 
 
 def joined(found):

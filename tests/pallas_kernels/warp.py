@@ -35,7 +35,7 @@ def _operator(name):
     return apply
 
 
-for _name in ("add", "radd", "sub", "mul", "floordiv", "mod", "and", "or", "lt", "le", "gt", "ge"):
+for _name in ("add", "radd", "sub", "mul", "floordiv", "mod", "and", "or", "xor", "lt", "le", "gt", "ge"):
     setattr(Number, f"__{_name}__", _operator(f"__{_name}__"))
 
 

@@ -4,14 +4,14 @@ from typing import Annotated
 
 from jax import Array
 
-from pallas_kernels.attend.causal_attention import cudnn, reference
+from pallas_kernels.attend.causal_attention import cudnn, pallas_mosaic_gpu, reference
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.signature import declared, forward
 
-CAUSAL_ATTENTION = Operation.of("causal_attention", cudnn, reference, logits=True)
+CAUSAL_ATTENTION = Operation.of("causal_attention", pallas_mosaic_gpu, cudnn, reference, logits=True)
 
 
-@declared(CAUSAL_ATTENTION, derivative="through ``cudnn`` and ``xla``")
+@declared(CAUSAL_ATTENTION, derivative="through ``pallas_mosaic_gpu`` and ``cudnn`` and ``xla``")
 def causal_attention(
     query: Annotated[Array, "B H G T D"],
     key: Annotated[Array, "like query B H T D"],
@@ -31,7 +31,8 @@ def causal_attention(
         key: already rotated.
         scale: factor of the logits; None means 1 / sqrt(D).
         window: the most tokens that a token sees, itself included: the newest; None means all before it.
-        implementation: "cudnn" is flash attention, for bfloat16 or float16.
+        implementation: "pallas_mosaic_gpu" and "cudnn" are flash attention, for bfloat16 or float16; the first on a Hopper
+            GPU, for D of 64 or 128, without a window.
 
     Returns:
         [B, H, G, T, D] in the dtype of the query.

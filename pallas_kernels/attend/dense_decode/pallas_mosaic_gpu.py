@@ -51,7 +51,8 @@ def dense_decode(
         left_out = jnp.maximum(lax.div(stop, block) - first, 0)  # whole blocks of the gap
         return blocks - left_out, lambda step: jnp.where(step < first, step, step + left_out)
 
-    lists = Lists((limit,) if gap is None else (limit, gap), entries, row, block_number=None if gap is None else without_gap)
+    operands, skip = ((limit,), None) if gap is None else ((limit, gap), without_gap)
+    lists = Lists(operands, entries, row, block_number=skip, tiled=True)
     flat = (batch, heads, group)
     out, lse = attend(
         query.reshape(*flat, dim),

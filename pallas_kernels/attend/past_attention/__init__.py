@@ -8,7 +8,7 @@ from pallas_kernels.attend.past_attention import cudnn, pallas_mosaic_gpu, refer
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.signature import LOOP, declared, forward
 
-PAST_ATTENTION = Operation.of("past_attention", cudnn, pallas_mosaic_gpu, reference, logits=True)
+PAST_ATTENTION = Operation.of("past_attention", pallas_mosaic_gpu, cudnn, reference, logits=True)
 
 
 @declared(PAST_ATTENTION, derivative=LOOP)
@@ -29,7 +29,7 @@ def past_attention(
     Args:
         query: already rotated; float32, bfloat16 or float16.
         count: in [0, S], the slots that the row's queries see; other slots may hold any finite value.
-        implementation: "cudnn" and "pallas_mosaic_gpu" are flash attention, for bfloat16 or float16; the second on a Hopper
+        implementation: "pallas_mosaic_gpu" and "cudnn" are flash attention, for bfloat16 or float16; the first on a Hopper
             GPU, for D of 64 or 128 and S a multiple of 8.
 
     Returns:

@@ -8,7 +8,7 @@ from pallas_kernels.attend.prefix_attention import cudnn, pallas_mosaic_gpu, ref
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.signature import LOOP, declared, forward
 
-PREFIX_ATTENTION = Operation.of("prefix_attention", cudnn, pallas_mosaic_gpu, reference, logits=True)
+PREFIX_ATTENTION = Operation.of("prefix_attention", pallas_mosaic_gpu, cudnn, reference, logits=True)
 
 
 @declared(PREFIX_ATTENTION, derivative=LOOP)
@@ -34,7 +34,7 @@ def prefix_attention(
             cache; if it is [B], all real ones do. The Python int 0 leaves out the pass over earlier slots.
         length: how many tokens of the chunk are real; padding may hold anything, NaN included. None means that all T are
             real.
-        implementation: "cudnn" and "pallas_mosaic_gpu" are flash attention, for bfloat16 or float16; the second on a Hopper
+        implementation: "pallas_mosaic_gpu" and "cudnn" are flash attention, for bfloat16 or float16; the first on a Hopper
             GPU, for D of 64 or 128 and S a multiple of 8.
 
     Returns:

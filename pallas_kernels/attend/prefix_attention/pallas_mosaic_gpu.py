@@ -5,8 +5,6 @@ import jax.numpy as jnp
 from pallas_kernels._mosaic_gpu.prompt import attend
 from pallas_kernels._mosaic_gpu.prompt import check as check
 
-TRIAL = True  # a first form failed its laws on an H200, and this one has not run there
-
 
 def prefix_attention(query, key, value, *, start, length, scale):
     """Attend to a chunk's own tokens causally, and to all slots before them, by Mosaic GPU."""

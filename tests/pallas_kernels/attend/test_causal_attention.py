@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attend.causal_attention import causal_attention
+from pallas_kernels.attend.causal_attention import causal_attention, pallas_mosaic_gpu
 from pallas_kernels.attend.causal_attention import reference as causal
-from tests.pallas_kernels.cases import NEEDS_GPU, SCALE, close, dense_oracle, positioned_cache
+from tests.pallas_kernels.attend.test_mosaic_gpu import lowered
+from tests.pallas_kernels.cases import NEEDS_GPU, ON_HOPPER, SCALE, close, dense_oracle, positioned_cache
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -74,3 +75,21 @@ def test_cudnn_is_in_the_compiled_program_and_agrees():
     run = jax.jit(functools.partial(causal_attention, implementation="cudnn"))
     assert "__cudnn$fmha" in run.lower(*args).compile().as_text()
     close(run(*args), np.asarray(causal_attention(*args, implementation="xla"), np.float64), "bfloat16")
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("tokens", [38, 700])
+def test_a_hopper_gpu_computes_it_and_takes_the_gradient_of_cudnn(tokens):
+    (query, key, value), _ = positioned_cache(9, dim=128, length=tokens, slots=tokens, dtype="bfloat16")
+    args = query, jnp.nan_to_num(key), jnp.nan_to_num(value)
+    position = np.broadcast_to(np.arange(tokens), (2, 2, tokens))
+    run = functools.partial(causal_attention, scale=SCALE)
+    close(jax.jit(run)(*args), dense_oracle(*args, position[:, 0], position)[0], "bfloat16")
+    pulled = [jax.vjp(functools.partial(run, implementation=x), *args)[1](query) for x in ("pallas_mosaic_gpu", "cudnn")]
+    for one, other in zip(*pulled, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_it_lowers_for_an_h100():
+    arrays = [jax.ShapeDtypeStruct((1, 2, *lead, 203, 128), "bfloat16") for lead in ((3,), (), ())]
+    assert lowered(functools.partial(pallas_mosaic_gpu.causal_attention, scale=SCALE, window=None), *arrays) == 1

@@ -15,7 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from pallas_kernels import dispatch
 from pallas_kernels._mosaic_gpu import attention_step
 from pallas_kernels._mosaic_gpu.decode import ROOM, default_programs
-from pallas_kernels._mosaic_gpu.sizes import ENTRIES, Sizes
+from pallas_kernels._mosaic_gpu.sizes import ENTRIES, LINE, Sizes
 from pallas_kernels.attend.dense_decode import Rotation, dense_decode
 from pallas_kernels.attend.dense_decode import pallas_mosaic_gpu as dense_kernel
 from pallas_kernels.attend.gather_attention import gather_attention
@@ -58,6 +58,7 @@ def test_all_arguments_lower_for_an_h100():
     assert lowered(run, *args[:3], args[3][None], args[4]) == 1
 
 
+@pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize(
     ("group", "dim", "dtype", "biased", "asked", "kind"),
     [
@@ -68,10 +69,13 @@ def test_all_arguments_lower_for_an_h100():
         (4, 64, "float16", False, False, "float8_e4m3fn"),
     ],
 )
-def test_a_step_of_a_warp_equals_float64(group, dim, dtype, biased, asked, kind, monkeypatch):
+def test_a_step_of_a_warp_equals_float64(group, dim, dtype, biased, asked, kind, tiled, monkeypatch):
     """Two steps on the same entries; slots without a token hold NaN, and the rows that fill a half of the query anything."""
-    n = Sizes(heads=1, group=group, dim=dim, slots=1, dtype=jnp.dtype(dtype), shared=1 << 17, kind=kind)
-    rng, warp, place = np.random.default_rng(dim), Warp(1 << 16), 64
+    n = Sizes(heads=1, group=group, dim=dim, slots=1, dtype=jnp.dtype(dtype), shared=1 << 17, kind=kind, tiled=tiled)
+    if tiled and n.width % LINE:
+        pytest.skip("a row is no line of a tile")
+    rng, warp = np.random.default_rng(dim), Warp(1 << 18)
+    places = [0, 1 << 16, 1 << 17] if tiled else [64, 64 + ENTRIES * n.pitch, 64 + n.tags]
     monkeypatch.setattr(attention_step, "t", warp)
     monkeypatch.setattr(attention_step, "w", warp)
     rows, tiles = 8 * n.halves, dim // 8
@@ -93,15 +97,14 @@ def test_a_step_of_a_warp_equals_float64(group, dim, dtype, biased, asked, kind,
     words = [
         np.where(halves & (1 << i), x.view(np.uint16).astype(np.int32) << 16, x.view(np.uint16)) for i, x in enumerate(scales)
     ]
-    for start, pitch, stored in (
-        (0, n.pitch, key),
-        (ENTRIES * n.pitch, n.pitch, value),
-        (n.tags, 4, position[:, None]),
-        (n.biases, 4, bias[:, None] * np.float32(LOG2_E)),
-        *((n.scales + 4 * ENTRIES * i, 4, x[:, None].astype(np.int32)) for i, x in enumerate((*words, halves))),
-    ):
+    for place, stored in zip(places, (key, value)):
         for i, x in enumerate(np.ascontiguousarray(stored).view(np.uint8)):
-            warp.memory[place + start + i * pitch :][: x.size] = x
+            for chunk, part in enumerate(x.reshape(-1, 16)):
+                at = (chunk // 8 * n.block + i) * LINE + (chunk % 8 ^ i % 8) * 16 if tiled else i * n.pitch + chunk * 16
+                warp.memory[place + at :][:16] = part
+    tags = (position, bias * np.float32(LOG2_E), *(np.asarray(x, np.int32) for x in (*words, halves)))
+    for i, x in enumerate(tags):
+        warp.memory[places[2] + 4 * ENTRIES * i :][: 4 * ENTRIES] = np.ascontiguousarray(x).view(np.uint8)
     row, column = np.arange(32) // 4, np.arange(32) % 4
     words = query.view(np.int32).reshape(n.halves, 8, tiles // 2, 2, 4)
     words = words if kind is None else words.reshape(n.halves, 8, tiles // 2, 4, 2).swapaxes(3, 4)
@@ -109,7 +112,9 @@ def test_a_step_of_a_warp_equals_float64(group, dim, dtype, biased, asked, kind,
     asking = [Number(x[row]) for x in own.reshape(n.halves, 8)] if asked else None
     state = [[warp.float_number(x)] * n.halves * many for x, many in ((0.0, 2 * tiles), (-np.inf, 1), (0.0, 1))]
     for _ in range(2):
-        state = attention_step.attend_step(n, SCALE, biased, warp.number(place), [Number(x) for x in words], asking, *state)
+        state = attention_step.attend_step(
+            n, SCALE, biased, [warp.number(x) for x in places], [Number(x) for x in words], asking, *state
+        )
     sums, maximum, total = (np.stack([x.each for x in numbers]).reshape(n.halves, -1, 8, 4) for numbers in state)
     total, maximum = total.sum(-1).reshape(-1, 1), maximum[..., :1].reshape(-1, 1)
     out = sums.reshape(n.halves, tiles, 2, 8, 4).transpose(0, 3, 1, 4, 2)
@@ -245,14 +250,16 @@ def test_parts_beside_a_list():
 
 @ON_HOPPER
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
-@pytest.mark.parametrize(("group", "dim", "dtype"), [(3, 64, "bfloat16"), (4, 128, "bfloat16"), (8, 256, "float16")])
-def test_codes_equal_float64(kind, group, dim, dtype):
+@pytest.mark.parametrize(
+    ("group", "dim", "slots", "dtype"), [(3, 64, 333, "bfloat16"), (4, 128, 900, "bfloat16"), (8, 256, 336, "float16")]
+)
+def test_codes_equal_float64(kind, group, dim, slots, dtype):
     """What is not listed, or holds no token, has scales of NaN, and codes too, where a code can be NaN."""
-    (query, key, value), rest, seen = dense.cache(group, group, dim, 333, dtype)
+    (query, key, value), rest, seen = dense.cache(group, group, dim, slots, dtype)
     stored = [quantise(x, kind) for x in (key, value)]
     want = softmax_attention(query, *(np.asarray(dequantise(x), np.float64) for x in stored), seen[:, :, None])[:2]
     close(compiled(DENSE)(query, *stored, **rest), want, "bfloat16")
-    query, key, value, slots, mask, _ = gather.lists(group, group, dim, 200, dtype, slots=333)
+    query, key, value, slots, mask, _ = gather.lists(group, group, dim, 200, dtype, slots=slots)
     stored = [quantise(x, kind) for x in (key, value)]
     want = gather.gather_oracle(query, *(dequantise(x) for x in stored), slots, mask)[:2]
     close(compiled(GATHER)(query, *stored, slots, mask), want, "bfloat16")
