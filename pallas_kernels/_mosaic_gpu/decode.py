@@ -67,12 +67,12 @@ def default_programs(lists: int, blocks: int) -> tuple[int, int]:
 
 
 def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtype: Any, beside_dtype: Any):
-    """Return the kernel over refs: query, key, value; then position, query_position, parts beside, lists, scales, if any."""
+    """Return the kernel over refs: query, key, value; if any, positions, parts beside, lists, scales, frequencies."""
 
     def body(query_ref, key_ref, value_ref, *refs):
         *refs, out_ref, lse_ref, ring, keys, values, full, free = (*refs, *(None,) * (4 * (not n.tiled)))
         ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-        position, asked_ref, beside, listed, scales = (tuple(refs[i:j]) for i, j in itertools.pairwise(ends))
+        position, asked_ref, beside, listed, scales, turning = (tuple(refs[i:j]) for i, j in itertools.pairwise(ends))
         base, cluster = lax.axis_index("list"), lax.axis_index("cluster")
         split = lax.axis_index("split") if n.splits > 1 else 0 * base  # older cards have no clusters
         programs, program = n.clusters * n.splits, cluster * n.splits + split
@@ -91,7 +91,7 @@ def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtyp
         def run():
             stored, ahead = ((key_ref, value_ref), position, scales), n.stages - 1
             fetch, copy, arrive = copier(n, lists, bool(position))
-            load_query, load_asked, begin, add = multiplier(n, scale, lists.biased)
+            load_query, load_asked, load_frequencies, begin, add = multiplier(n, scale, lists.biased)
 
             def follow(step, carry):
                 loaded, state = carry
@@ -101,7 +101,7 @@ def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtyp
                 loaded = fetch(listed, (start(later + 1), *scalars))
                 if n.tiled:
                     plgpu.barrier_wait(full.at[stage])
-                state = add((ring, *(keys, values) * n.tiled), query, asked, state, stage)
+                state = add((ring, *(keys, values) * n.tiled), query, asked, inv_freq, state, stage)
                 if n.tiled:
                     plgpu.barrier_arrive(free.at[stage])
                 return loaded, state
@@ -109,6 +109,7 @@ def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtyp
             *first, loaded = [fetch(listed, (start(jnp.int32(i)), *scalars)) for i in range(n.stages)]
             query = load_query(query_ref, base)
             asked = (load_asked(asked_ref[0], b),) if n.queries else ()
+            inv_freq = tuple(map(load_frequencies, turning))
             for i, x in enumerate(first):
                 copy(stored, ring, x, (start(jnp.int32(i)), *scalars), base, jnp.int32(i))
             _, sums = lax.fori_loop(0, steps, follow, (loaded, begin()))
@@ -155,7 +156,7 @@ def attend(
     query: jax.Array, key: jax.Array | Quantised, value: jax.Array | Quantised, lists: Lists, *, entries: int, scale: float,
     position: jax.Array | None = None, query_position: jax.Array | None = None,
     beside: tuple[jax.Array, jax.Array] | None = None, parts: bool = False, programs: tuple[int, int] | None = None,
-    first: int = 0,
+    inv_freq: jax.Array | None = None, first: int = 0,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Attend to the rows of lists.
 
@@ -171,6 +172,7 @@ def attend(
         beside: N parts of attention to something else, [B, H, N, R, D] and float32 [B, H, N, R]; or N = 1 without the axis.
         parts: True: the result is in parts, one of each cluster.
         programs: of a cluster, and clusters of a list; None chooses.
+        inv_freq: float32 [D / 2], radians per place; where ``lists`` tell places of keys.
         first: the first row of the query among those that share ``query_position``.
 
     Returns:
@@ -183,6 +185,7 @@ def attend(
         for i in range(0, group, most):
             some = beside and (beside[0][..., i : i + most, :], beside[1][..., i : i + most])
             options = {"position": position, "query_position": query_position, "beside": some, "parts": parts}
+            options |= {"inv_freq": inv_freq}
             part = query[:, :, i : i + most]
             done.append(
                 attend(part, key, value, lists, entries=entries, scale=scale, **options, programs=programs, first=first + i)
@@ -198,7 +201,7 @@ def attend(
         n, key, value = tiled, *(x.reshape(-1, dim) for x in (key, value))
     splits, clusters = programs or default_programs(batch * heads, -(-entries // n.block))
     n = dataclasses.replace(n, splits=splits, clusters=clusters)
-    given = position, query_position, beside, lists.operands, scales
+    given = position, query_position, beside, lists.operands, scales, inv_freq
     groups = [() if x is None else x if isinstance(x, tuple) else (x,) for x in given]
     apart = parts or clusters > 1
     lead, made = (batch, heads, *(clusters,) * apart), jnp.float32 if apart else query.dtype

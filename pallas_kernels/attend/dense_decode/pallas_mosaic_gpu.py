@@ -1,8 +1,9 @@
 """Decode attention over contiguous slots through Mosaic GPU: `_mosaic_gpu.decode` on the slots below a limit.
 
-Plain JAX rotates keys before; the mass of slots is a second pass over the keys.
+Of several queries, and with mass, plain JAX rotates keys before; the mass of slots is a second pass over the keys.
 """
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -33,8 +34,8 @@ def dense_decode(
     programs=None,
 ):
     """Attend with one or a few queries per head to all tokens below a limit; see `check` for what it does not take."""
-    if rotation is not None:
-        key = rotated_keys(key, position, rotation)
+    if rotation is not None and (mass or query_position is not None):
+        key, rotation = rotated_keys(key, position, rotation), None
     batch, heads, *members, dim = query.shape
     slots, group = key.shape[2], math.prod(members)
 
@@ -52,7 +53,10 @@ def dense_decode(
         return blocks - left_out, lambda step: jnp.where(step < first, step, step + left_out)
 
     operands, skip = ((limit,), None) if gap is None else ((limit, gap), without_gap)
-    lists = Lists(operands, entries, row, block_number=skip, tiled=True)
+    lists, inv_freq = Lists(operands, entries, row, block_number=skip, tiled=True), None
+    if rotation is not None:
+        lists = _placed(lists, position, rotation)
+        position, inv_freq = None, rotation.inv_freq
     flat = (batch, heads, group)
     out, lse = attend(
         query.reshape(*flat, dim),
@@ -66,6 +70,7 @@ def dense_decode(
         beside=partials and (partials[0].reshape(*flat, dim), partials[1].reshape(flat)),
         parts=parts,
         programs=programs,
+        inv_freq=inv_freq,
     )
     lead = out.shape[: 2 + parts]
     found = out.reshape(*lead, *members, dim), lse.reshape(*lead, *members)
@@ -74,6 +79,26 @@ def dense_decode(
     last = jnp.full((batch,), jnp.iinfo(jnp.int32).max, jnp.int32) if query_position is None else query_position[:, 0]
     first = [x if query_position is None else x[:, :, :, 0] for x in (query, found[1])]  # of several queries
     return *found, slot_weights(first[0], key, first[1], position, bound=limit, last=last, scale=scale)
+
+
+def _placed(lists, position, rotation):
+    """Return ``lists`` of slots that tell the places of their keys, too."""
+    _, heads, slots = position.shape
+
+    def entries(refs, b, h):
+        number, scalars = lists.entries(refs, b, h)
+        return number, (*scalars, b * heads + h, refs[-1][b, 0], refs[-1][b, 1])
+
+    def load(refs, scalars, entry):
+        line, *origins = scalars[-3:]
+        held = t.load_int(t.at(t.address(refs[-2]), t.element(line, slots, t.least(entry, slots - 1)), 4))
+        return [held, held - (held < rotation.first).select(*origins)]
+
+    def row(scalars, entry, loaded):
+        return (loaded[0] >= 0).select(lists.row(scalars, entry, loaded), t.number(-1))
+
+    operands = *lists.operands, position, rotation.origin
+    return dataclasses.replace(lists, operands=operands, entries=entries, row=row, load=load, loads=2, turned=True)
 
 
 def check(query, key, value, *, rotation=None, mass=False, **_):
