@@ -17,7 +17,7 @@ from pallas_kernels._mosaic_gpu.sizes import ENTRIES, LINE, TILES, Sizes
 from pallas_kernels.numerics import LOG2_E
 
 
-def attend_step(n: Sizes, scale: float, biased: bool, places, query, asked, inv_freq, sums, maximum, total):
+def attend_step(n: Sizes, scale: float, biased: bool, places, query, asked, inv_freq, keep, sums, maximum, total):
     """Attend to a stage.
 
     Args:
@@ -29,6 +29,7 @@ def attend_step(n: Sizes, scale: float, biased: bool, places, query, asked, inv_
             and the next; for codes of channel 4 (l % 4) + 2 i of 16 and the next, where these 8 are number i of the 16.
         asked: for each half a position; None: no slot is after the query.
         inv_freq: float32 numbers for the first half of the channels that this lane has of a key, if keys are rotated.
+        keep: called with a half and its logits to base 2 of this lane's entries, hidden or not; or None.
         sums: for each half and each 8 channels two sums of values; for codes of even channels of 16, then of odd ones.
         maximum: for each half the largest logit, to base 2.
         total: for each half the softmax denominator of what this lane saw.
@@ -47,6 +48,8 @@ def attend_step(n: Sizes, scale: float, biased: bool, places, query, asked, inv_
         found = [x * (scale * LOG2_E) for tile in logits for x in tile[half]]
         found = [x * y for x, y in zip(found, key_scales, strict=True)] if key_scales else found
         found = [x if bias is None else x + bias for x, bias in zip(found, biases, strict=True)]
+        if keep is not None:
+            keep(half, found)
         found = [s.select(x, t.float_number(-math.inf)) for s, x in zip(seen, found, strict=True)]
         top = w.over_quad(functools.reduce(w.most, found), w.most)
         risen.append(w.most(top, maximum[half]))

@@ -60,6 +60,7 @@ class Sizes:
         queries: positions of a query; 0: none are given.
         first: the query's first row among those that share the positions.
         kind: of codes of 8 bits, in which keys and values are; None: they are numbers of ``dtype``.
+        logits: whether the logits are a result, too; then entries are slots.
         tiled: whether the copy engine brings blocks of neighbouring rows, which all warps of a program share.
     """
 
@@ -74,6 +75,7 @@ class Sizes:
     queries: int = 0
     first: int = 0
     kind: str | None = None
+    logits: bool = False
     tiled: bool = False
 
     @property

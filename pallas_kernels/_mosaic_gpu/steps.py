@@ -167,19 +167,36 @@ def multiplier(n: Sizes, scale: float, biased: bool):
         first = (stage * (n.lines * n.block) + w.warp() * ENTRIES) * LINE
         return *(t.number(t.address(x)) + first for x in tiles), place
 
-    def add(refs, query, asked, inv_freq, state, stage):
+    def keeper(logits, base, start):
+        """Return a function that stores logits of this lane."""
+        column, address = start + w.warp() * ENTRIES + t.signed(w.lane() % 4) * 2, t.address(logits)
+
+        def keep(half, found):
+            row = t.signed(w.lane() // 4) + 8 * half
+            for i, x in enumerate(found):
+                slot = column + (8 * (i // 2) + i % 2)
+                place = t.at(address, t.element(base * n.group + row, n.slots, slot), 4)
+                t.ptx("st.global.f32 [$0], $1;", place, x, where=(row < n.group) & (slot < n.slots))
+
+        return keep
+
+    def add(refs, query, asked, inv_freq, state, stage, logits, where):
         types = (a_ref(), *(a_tile(),) * (len(refs) - 1))
         given = (t.own(n.halves),) * len(asked), (t.own(n.dim // 8),) * len(inv_freq)
         own = (t.own(n.halves * tiles), *given, tuple(map(t.own, counts)))
+        more = (a_ref(),) * len(logits), (a_number(),) * len(where)
 
-        @plgpu.inline_mgpu(arg_types=(types, *own, a_number()), return_type=tuple(numbers(x, jnp.float32) for x in counts))
-        def run(ctx, refs, query, asked, inv_freq, state, stage):
+        @plgpu.inline_mgpu(
+            arg_types=(types, *own, a_number(), *more), return_type=tuple(numbers(x, jnp.float32) for x in counts)
+        )
+        def run(ctx, refs, query, asked, inv_freq, state, stage, logits, where):
             given = t.numbers_of(asked[0]) if asked else None, t.numbers_of(inv_freq[0], floats=True) if inv_freq else None
             before = [t.numbers_of(x, floats=True) for x in state]
-            after = attend_step(n, scale, biased, places(refs, scalar(stage)), t.numbers_of(query), *given, *before)
+            keep = keeper(logits[0], *map(scalar, where)) if logits else None
+            after = attend_step(n, scale, biased, places(refs, scalar(stage)), t.numbers_of(query), *given, keep, *before)
             return tuple(t.made_of(x, floats=True) for x in after)
 
-        return run(refs, query, asked, inv_freq, state, stage)
+        return run(refs, query, asked, inv_freq, state, stage, logits, where)
 
     return query, asked, frequencies, begin, add
 

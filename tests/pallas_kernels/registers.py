@@ -8,7 +8,6 @@ program, are tried on a card alone.
 import contextlib
 import functools
 import importlib
-import operator
 import threading
 from unittest import mock
 
@@ -189,11 +188,11 @@ def multiply(self, query, blocks, dtypes):
     return jnp.asarray(found[head, row])
 
 
-def of_row(self, found, fold):
+def largest(self, found):
     row, head, _ = (np.asarray(x) for x in self.entries())
     table = np.zeros((self.rows, self.sums), np.float32)
     table[row, head] = found
-    return jnp.asarray((table.sum(axis=1) if fold is operator.add else table.max(axis=1))[row])
+    return jnp.asarray(table.max(axis=1)[row])
 
 
 def _unpacked(values, bitmap, row):
@@ -258,7 +257,7 @@ def emulated():
             "repeated": jnp.tile,
             **dict.fromkeys(("meet", "arrive", "begin_parts"), lambda *_: None),
         },
-        products.Products: {x: here[x] for x in ("queries", "chunks", "multiply", "of_row")},
+        products.Products: {x: here[x] for x in ("queries", "chunks", "multiply", "largest")},
         lax: {"axis_index": lambda name: jnp.int32(HERE.axes[name])},
         **{importlib.import_module(f"pallas_kernels.{x}.pallas_mosaic_gpu"): names for x, names in KERNELS.items()},
     }

@@ -21,7 +21,6 @@ from tests.pallas_kernels.registers import emulated
 OPERATIONS = {
     "add_norm": ({"D": 1024}, 1),
     "collision": ({"S": 5000}, 1),
-    "column_mass": ({"T": 1}, 1),
     "compact": ({"S": 20_000, "K": 3000}, 1),
     "encode": ({}, 1),
     "evict_token": ({"D": 128, "S": 300}, 1),

@@ -1,6 +1,6 @@
 """Decode attention over contiguous slots through Mosaic GPU: `_mosaic_gpu.decode` on the slots below a limit.
 
-Of several queries, and with mass, plain JAX rotates keys before; the mass of slots is a second pass over the keys.
+Of several queries plain JAX rotates the keys before. The mass of slots is plain JAX too, of the kernel's logits.
 """
 
 import dataclasses
@@ -11,10 +11,10 @@ from jax import lax
 
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.decode import attend, check_machine
-from pallas_kernels._mosaic_gpu.sizes import Lists
-from pallas_kernels._mosaic_gpu.slot_weights import check_weights, slot_weights
+from pallas_kernels._mosaic_gpu.sizes import ROWS, Lists
 from pallas_kernels.attend.dense_decode.rotation import rotated_keys
 from pallas_kernels.formats.quantised import Quantised
+from pallas_kernels.numerics import LOG2_E, finite_or_zero
 
 
 def dense_decode(
@@ -34,7 +34,7 @@ def dense_decode(
     programs=None,
 ):
     """Attend with one or a few queries per head to all tokens below a limit; see `check` for what it does not take."""
-    if rotation is not None and (mass or query_position is not None):
+    if rotation is not None and query_position is not None:
         key, rotation = rotated_keys(key, position, rotation), None
     batch, heads, *members, dim = query.shape
     slots, group = key.shape[2], math.prod(members)
@@ -53,12 +53,12 @@ def dense_decode(
         return blocks - left_out, lambda step: jnp.where(step < first, step, step + left_out)
 
     operands, skip = ((limit,), None) if gap is None else ((limit, gap), without_gap)
-    lists, inv_freq = Lists(operands, entries, row, block_number=skip, tiled=True), None
+    lists, inv_freq, held = Lists(operands, entries, row, block_number=skip, tiled=True), None, position
     if rotation is not None:
         lists = _placed(lists, position, rotation)
         position, inv_freq = None, rotation.inv_freq
     flat = (batch, heads, group)
-    out, lse = attend(
+    out, lse, *logits = attend(
         query.reshape(*flat, dim),
         key,
         value,
@@ -71,14 +71,15 @@ def dense_decode(
         parts=parts,
         programs=programs,
         inv_freq=inv_freq,
+        logits=mass,
     )
     lead = out.shape[: 2 + parts]
     found = out.reshape(*lead, *members, dim), lse.reshape(*lead, *members)
     if not mass:
         return found
-    last = jnp.full((batch,), jnp.iinfo(jnp.int32).max, jnp.int32) if query_position is None else query_position[:, 0]
-    first = [x if query_position is None else x[:, :, :, 0] for x in (query, found[1])]  # of several queries
-    return *found, slot_weights(first[0], key, first[1], position, bound=limit, last=last, scale=scale)
+    seen = (held >= 0) & (jnp.arange(slots, dtype=jnp.int32)[None, None] < limit[:, None, None])
+    weight = jnp.exp2(logits[0] - finite_or_zero(found[1])[..., None] * LOG2_E)
+    return *found, jnp.where(seen[:, :, None], weight, 0).sum(axis=2)
 
 
 def _placed(lists, position, rotation):
@@ -106,5 +107,5 @@ def check(query, key, value, *, rotation=None, mass=False, **_):
     check_machine(query, key, value)
     if (rotation is not None or mass) and isinstance(key, Quantised):
         raise NotImplementedError("got codes with a rotation or mass, expected numbers")
-    if mass:
-        check_weights(query if query.ndim == 4 else query[..., 0, :], key)
+    if mass and (query.ndim > 4 or query.shape[2] > max(8, ROWS // query.shape[3])):
+        raise NotImplementedError(f"got mass of queries {query.shape}, expected one query of fewer heads")
