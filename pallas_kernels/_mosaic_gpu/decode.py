@@ -196,15 +196,7 @@ def attend(
                 attend(part, key, value, lists, entries=entries, scale=scale, **options, programs=programs, first=first + i)
             )
         return tuple(jnp.concatenate(x, axis=-i) for i, x in zip((2, 1), zip(*done, strict=True), strict=True))
-    shape = {
-        "logits": logits,
-        "heads": heads,
-        "group": group,
-        "dim": dim,
-        "slots": key.shape[2],
-        "queries": queries,
-        "first": first,
-    }
+    shape = {"heads": heads, "group": group, "dim": dim, "slots": key.shape[2], "queries": queries, "first": first}
     scales, kind = (), None
     if isinstance(key, Quantised):
         kind, scales, key, value = key.kind, (key.scale, value.scale), key.codes, value.codes
