@@ -34,7 +34,6 @@ heads with biases of -inf; here these slots are empty. The texts that ask for th
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import ClassVar
 
@@ -92,25 +91,16 @@ class AttentionMatching(Rereading):
                 cache, score, asked = state
                 query, key = inputs.rotated()
                 out, lse, past = attend_behind(query, key, inputs.value, cache, inputs.position, inputs.sinks)
-                most = self.received(cache, query, lse, inputs.position, self.num_sink + index * size, size)
-                start = self.start(cache, self.num_sink + index * size, size)
-                old = lax.dynamic_slice_in_dim(score, start, size, 2)
-                score = lax.dynamic_update_slice_in_dim(score, jnp.maximum(old, most), start, 2)
+                score = self.raised(score, cache, query, lse, inputs.position, self.num_sink + index * size, size)
                 return out, (cache, score, _sampled(asked, at, query, past))
 
             given = tuple((cache, *old) for cache, old in zip(caches, found, strict=True))
             return tuple(tuple(new) for _, *new in reading.run(given, tokens, count, attend))
 
-        prompts = tuple(not_none("prompt", state.prompt) for state in states)
-        none = tuple(
-            (jnp.zeros(x.position.shape, jnp.float32), self._none(record)) for x, record in zip(caches, prompts, strict=True)
-        )
+        scores = (jnp.zeros(cache.position.shape, jnp.float32) for cache in caches)
+        none = tuple(zip(scores, (self._none(not_none("prompt", state.prompt)) for state in states), strict=True))
         found = reading.once(self.kind, states, lambda: self.each_chunk(reading, read, none))
-        layers = zip(caches, prompts, found, self.best(caches, tuple(score for score, _ in found)), strict=True)
-        return tuple(
-            SlotState(cache=cache, prompt=dataclasses.replace(prompt, kept=kept, asked=asked))
-            for cache, prompt, (_, asked), kept in layers
-        )
+        return self.marked(states, caches, *zip(*found, strict=True))
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[ThinCache, None]:
         slots, keep = self.kept(cache, prompt)

@@ -26,7 +26,6 @@ pass is computed in blocks of queries, so that no map of all probabilities is in
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any, ClassVar
 
@@ -81,17 +80,12 @@ class KVgrad(Rereading):
                 scale = 1 / math.sqrt(query.shape[-1])
                 _, lse = prefix_attention(query, key, key, start=0, length=count, scale=scale)
                 weight = jnp.linalg.norm(gradient, axis=2)
-                most = self.received(cache, query, lse, position, begin, size, weight=weight, kernel=kernel)
-                start = self.start(cache, begin, size)
-                old = lax.dynamic_slice_in_dim(score, start, size, 2)
-                new.append(lax.dynamic_update_slice_in_dim(score, jnp.maximum(old, most), start, 2))
+                new.append(self.raised(score, cache, query, lse, position, begin, size, weight=weight, kernel=kernel))
             return tuple(new)
 
         none = tuple(jnp.zeros(cache.position.shape, jnp.float32) for cache in caches)
         scores = reading.once(self.kind, states, lambda: self.each_chunk(reading, read, none))
-        prompts = (not_none("prompt", state.prompt) for state in states)
-        layers = zip(caches, prompts, self.best(caches, scores), strict=True)
-        return tuple(SlotState(cache=x, prompt=dataclasses.replace(prompt, kept=kept)) for x, prompt, kept in layers)
+        return self.marked(states, caches, scores)
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         return cache.compact(*self.kept(cache, prompt), room), None

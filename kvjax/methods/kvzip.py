@@ -34,11 +34,10 @@ Without a tokenizer the text is reread without a request.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from kvjax.attention.over_cache import attend_behind
 from kvjax.cache import LayerCache
@@ -75,10 +74,7 @@ class KVzip(Rereading):
                 if self.plus:
                     hidden, kernel = not_none("written", inputs.written)
                     written = {"weight": 1 / jnp.linalg.norm(hidden.astype(jnp.float32), axis=2), "kernel": kernel}
-                most = self.received(cache, query, lse, inputs.position, begin, size, **written)
-                start = self.start(cache, begin, size)
-                old = lax.dynamic_slice_in_dim(score, start, size, 2)
-                return out, (cache, lax.dynamic_update_slice_in_dim(score, jnp.maximum(old, most), start, 2))
+                return out, (cache, self.raised(score, cache, query, lse, inputs.position, begin, size, **written))
 
             given = tuple(zip(caches, scores, strict=True))
             nudges = [jnp.zeros((), cache.key.dtype) for cache in caches] if self.plus else None
@@ -86,9 +82,7 @@ class KVzip(Rereading):
             return tuple(score for _, score in read)
 
         scores = reading.once(self.kind, states, lambda: self.each_chunk(reading, read, none))
-        prompts = (not_none("prompt", state.prompt) for state in states)
-        layers = zip(caches, prompts, self.best(caches, scores), strict=True)
-        return tuple(SlotState(cache=x, prompt=dataclasses.replace(prompt, kept=kept)) for x, prompt, kept in layers)
+        return self.marked(states, caches, scores)
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerCache, None]:
         return cache.compact(*self.kept(cache, prompt), room), None

@@ -17,8 +17,8 @@ from jax import Array, lax
 from kvjax.cache import LayerCache
 from kvjax.protocol.families import AppendOnly
 from kvjax.protocol.method import LayerMethod, Prompt, Reading
-from kvjax.protocol.slots import check_budget
-from kvjax.protocol.typing import EMPTY, Model, method_layers, pytree, static, traced
+from kvjax.protocol.slots import SlotState, check_budget
+from kvjax.protocol.typing import EMPTY, Model, method_layers, not_none, pytree, static, traced
 from kvjax.selection import best_of_heads, compact, floor_share, top_slots
 from pallas_kernels import axes
 from pallas_kernels.attend.past_attention import past_attention
@@ -104,12 +104,9 @@ class Rereading(AppendOnly):
         longest = axes.most(jnp.max(reading.length), axes.DATA)
         return lax.fori_loop(0, -((self.num_sink - longest) // size), lambda index, given: read(index, size, given), carry)
 
-    def start(self, cache: LayerCache, begin: Array | int, size: int) -> Array:
-        """Return the first slot of a chunk that begins at ``begin``: the last chunk may reach into the one before."""
-        return jnp.minimum(begin, cache.num_slots - size)
-
-    def received(
+    def raised(
         self,
+        score: Array,
         cache: LayerCache,
         query: Array,
         lse: Array,
@@ -120,18 +117,18 @@ class Rereading(AppendOnly):
         weight: Array | None = None,
         kernel: Array | None = None,
     ) -> Array:
-        """Find the largest attention that each token of a chunk receives from any query: float32 [B, H, size].
+        """Raise the scores float32 [B, H, S] of a chunk's tokens to the largest attention that each receives from any query.
 
         The softmax is over the first tokens, the chunk, and the tokens that are read up to the query's own.
 
         Args:
             query: [B, H, G, T, D], rotated, of the tokens at ``position`` int32 [B, T].
             lse: float32 [B, H, G, T], over the tokens that are read alone.
-            begin: first token of the chunk; slots from `start` on are scored.
+            begin: first token of the chunk of ``size`` tokens; the last chunk may reach into the one before.
             weight: float32 [B, T], a factor of each query's probabilities.
             kernel: [H, G, D, d], the output projection: a token counts times the norm of what its value writes.
         """
-        start = self.start(cache, begin, size)
+        start = jnp.minimum(begin, cache.num_slots - size)
         own, value, at = (lax.dynamic_slice_in_dim(x, start, size, 2) for x in (cache.key, cache.value, cache.position))
         at = jnp.where(at < begin, EMPTY, at)
         # The previous chunk's entries go to the end, so that the keys that are seen stand in front.
@@ -147,9 +144,20 @@ class Rereading(AppendOnly):
             query, lse = query.reshape(shape[0], -1, 1, *query.shape[3:]), lse.reshape(shape[0], -1, 1, lse.shape[3])
             own, at = jnp.repeat(own, shape[2], axis=1), jnp.repeat(at, shape[2], axis=1)
         most = column_mass(query, own, lse, query_position=position, key_position=at, scale=scale, reduce="max")
-        if kernel is None:
-            return most
-        return jnp.max(most.reshape(*shape, size) * _written_norm(value, kernel), axis=2)
+        if kernel is not None:
+            most = jnp.max(most.reshape(*shape, size) * _written_norm(value, kernel), axis=2)
+        most = jnp.maximum(lax.dynamic_slice_in_dim(score, start, size, 2), most)
+        return lax.dynamic_update_slice_in_dim(score, most, start, 2)
+
+    def marked(
+        self, states: tuple[SlotState, ...], caches: tuple[LayerCache, ...], scores: tuple[Array, ...], asked: Any = None
+    ) -> tuple[SlotState, ...]:
+        """Write into each layer's record of the prompt which slots stay, by scores float32 [B, H, S], and its ``asked``."""
+        layers = zip(caches, states, self.best(caches, scores), asked or (None,) * len(caches), strict=True)
+        return tuple(
+            SlotState(cache=cache, prompt=dataclasses.replace(not_none("prompt", state.prompt), kept=kept, asked=own))
+            for cache, state, kept, own in layers
+        )
 
     def kept(self, cache: LayerCache, prompt: Prompt) -> tuple[Array, Array]:
         """List the prompt slots that stay: int32 [B, H, K], ascending, and bool [B, H, K], True for those that count."""

@@ -73,7 +73,8 @@ def shown_commands():
     modules |= {module.removesuffix(".__main__"): module for module in JOBS}
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("settings/*.yaml"))]
     for page in pages:
-        for line in re.findall(r"python -m ((?:kvjax|experiments)[^`\n]*)", page.read_text()):
+        text = re.sub(r"at commit [0-9a-f]{8}: `[^`]+`", "", page.read_text())  # of finished studies
+        for line in re.findall(r"python -m ((?:kvjax|experiments)[^`\n]*)", text):
             line = re.sub(r"(?<!\.)\.$", "", line.strip())  # the end of a sentence; three points stand for more words
             words = shlex.split(re.sub(r"\bRECORD\b", "record.json", line), comments=True)
             command = " ".join(words[: 2 if words[0] == "kvjax" else 1])
