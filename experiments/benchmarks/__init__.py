@@ -9,14 +9,10 @@ from experiments.benchmarks.cells import digest as digest
 from experiments.benchmarks.cells import encode_cell as encode_cell
 from experiments.benchmarks.cells import examples as examples
 from experiments.benchmarks.cells import numbered as numbered
-from experiments.benchmarks.cells import truncate as truncate
 from experiments.benchmarks.readers import READERS as READERS
 from experiments.benchmarks.readers import files_of as files_of
 from experiments.benchmarks.readers import parse as parse
 from experiments.benchmarks.readers import read as read
-from experiments.benchmarks.scorers import SCORERS as SCORERS
 from experiments.benchmarks.scorers import measures as measures
 from experiments.benchmarks.scorers import score as score
-from experiments.benchmarks.workers import end_with_parent as end_with_parent
-from experiments.benchmarks.workers import held_interrupts as held_interrupts
 from experiments.tasks import Example as Example

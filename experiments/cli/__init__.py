@@ -13,4 +13,3 @@ from experiments.cli.settings import names as names
 from experiments.cli.settings import option as option
 from experiments.cli.settings import record_path as record_path
 from experiments.cli.yaml_text import read_yaml as read_yaml
-from experiments.cli.yaml_text import write_yaml as write_yaml

@@ -6,9 +6,5 @@ from experiments.speed.kernels.report import kernel_table as kernel_table
 from experiments.speed.plots import figures as figures
 from experiments.speed.report import offload_tables as offload_tables
 from experiments.speed.report import speed_tables as speed_tables
-from experiments.speed.report import speedup as speedup
 from experiments.speed.roofline import Bandwidth as Bandwidth
-from experiments.speed.roofline import measure_bandwidth as measure_bandwidth
-from experiments.speed.settings import MODELS as MODELS
-from experiments.speed.variants import budget_at as budget_at
 from experiments.speed.variants import uneven_scores as uneven_scores

@@ -155,7 +155,7 @@ class Request:
         count_tokens: text -> number of tokens.
         haystack: sentences to hide the needles in (unused by tasks that make their own), or the questions of a file, or
             files of code.
-        words: keys and values of a split.
+        words: keys and values.
         depth: where the first queried needle goes, 0 (start) to 1 (end); None draws the depth.
         num_questions: number of questions about the context, at least 1; more questions bring more needles.
         index: the index of the file's question to ask, modulo the number of questions; None asks a random question.
@@ -195,7 +195,7 @@ class Task:
         takes_depth: whether a request can set the depth of the first queried needle.
         max_questions: most questions about a context; None allows as many as fit.
         about: what the task asks for, in a few words.
-        load: `load(count_tokens, split)` -> what the task is made from instead of a haystack; None for tasks without.
+        load: `load(count_tokens)` -> what the task is made from instead of a haystack; None for tasks without.
         chat: whether a chat template wraps the prompt, see `Example`.
         measures: more scores of an answer by name, which a result has beside `score`.
         in_turns: whether a question may refer to the questions before it, so that several questions about a context are

@@ -18,8 +18,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from experiments.tasks.words import check_split
-
 KIND = "code"  # the haystack of these files
 RENAMED = "_renamed"  # how the name of a task ends whose files get new names
 HEADER = "# file: {path}"
@@ -63,22 +61,19 @@ class CodeFile:
 
 
 @functools.cache
-def code_files(split: str) -> tuple[CodeFile, ...]:
-    """Read the standard library's files of a split, sorted by path.
-
-    The name of a module or package decides its split, so a package is never in both. Evaluation gets about half of them.
+def code_files() -> tuple[CodeFile, ...]:
+    """Read about half of the standard library's files, sorted by path: the name of a module or package decides.
 
     Raises:
         FileNotFoundError: this Python has no sources of its standard library.
     """
-    check_split(split)
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     files = []
     for parts, path in sorted((path.parts[len(root.parts) :], path) for path in root.rglob("*.py")):
         name = parts[0].removesuffix(".py")
         # Folders such as config-3.13-x86_64-linux-gnu hold what a build wrote.
         skipped = _SKIPPED & {name, *parts[:-1]} or name.startswith("_sysconfigdata") or "-" in name
-        if skipped or (zlib.crc32(name.encode()) % 2 == 0) != (split == "eval"):
+        if skipped or zlib.crc32(name.encode()) % 2:
             continue
         if (file := _read(path, "/".join(parts))) is not None:
             files.append(file)
@@ -105,20 +100,20 @@ def library_origin() -> dict[str, Any]:
     Returns:
         {"python": version, "files": number of files, "sha256": digest of their paths and texts}.
     """
-    files, digest = code_files("eval"), hashlib.sha256()
+    files, digest = code_files(), hashlib.sha256()
     for file in files:
         digest.update(f"{file.path}\0{file.text}\0".encode())
     return {"python": platform.python_version(), "files": len(files), "sha256": digest.hexdigest()}
 
 
-def code_pieces(split: str) -> list[str]:
-    """Cut the files of a split into pieces of at most `PIECE_LINES` lines, at blank lines where there are some.
+def code_pieces() -> list[str]:
+    """Cut the files into pieces of at most `PIECE_LINES` lines, at blank lines where there are some.
 
     Joined by newlines, the pieces are the files one after the other, each below a line with its path. A blank line belongs
     to the piece that follows it.
     """
     pieces: list[str] = []
-    for file in code_files(split):
+    for file in code_files():
         piece: list[str] = []
         for line in ("", HEADER.format(path=file.path), *file.lines):
             if piece and (len(piece) >= PIECE_LINES or (not line.strip() and piece[-1].strip())):
@@ -129,28 +124,26 @@ def code_pieces(split: str) -> list[str]:
     return pieces
 
 
-def code_text(split: str) -> str:
-    """Join the files of a split, each below a line with its path."""
-    return "\n".join(code_pieces(split)).removeprefix("\n")
+def code_text() -> str:
+    """Join the files, each below a line with its path."""
+    return "\n".join(code_pieces()).removeprefix("\n")
 
 
 class Library:
-    """The files of a split with their token counts, which are counted once and only for the files that are used.
+    """The files with their token counts, which are counted once and only for the files that are used.
 
     Args:
         count_tokens: text -> number of tokens.
-        split: "train" or "eval".
 
     Attributes:
         files: see `code_files`.
 
     Raises:
-        ValueError: unknown split.
         FileNotFoundError: see `code_files`.
     """
 
-    def __init__(self, count_tokens: Callable[[str], int], split: str) -> None:
-        self.files = code_files(split)
+    def __init__(self, count_tokens: Callable[[str], int]) -> None:
+        self.files = code_files()
         self.tokens = functools.cache(lambda file: count_tokens(file.text))
 
 
@@ -166,7 +159,7 @@ def enough_files(library: Library, order: Sequence[CodeFile], length: int) -> li
         total += library.tokens(file)
         if total >= _SPARE * length:
             return taken
-    raise ValueError(f"length {length} is too long: the files of code in this split have {total} tokens together")
+    raise ValueError(f"length {length} is too long: the files of code have {total} tokens together")
 
 
 class Tail:

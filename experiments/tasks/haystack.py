@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 from experiments.tasks.code_files import KIND, code_pieces, code_text
 from experiments.tasks.texts import read_text
-from experiments.tasks.words import check_split
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 LONGEST_SENTENCE = 400  # characters
@@ -94,18 +93,17 @@ def source_text(kind: str) -> str:
     raise ValueError(f"unknown haystack {kind!r}, expected 'noise', 'prose', 'code' or 'file:PATH'")
 
 
-def split_span(sentences: Sequence[str], split: str) -> list[str]:
-    """Return the training or the evaluation span of a source: evaluation takes the end of the text.
+def held_out_span(sentences: Sequence[str]) -> list[str]:
+    """Return the end of a source, which was held out of the training of the shipped models.
 
     Args:
         sentences: all sentences of a source, in order.
     """
-    check_split(split)
     total = sum(len(s) for s in sentences)
     goal = total - min(0.3 * total, max(0.05 * total, 120_000))
     ends = list(itertools.accumulate(len(s) for s in sentences))
     cut = bisect.bisect_left(ends, goal)
-    return list(sentences[:cut]) if split == "train" else list(sentences[cut:])
+    return list(sentences[cut:])
 
 
 @functools.lru_cache(2)
@@ -114,10 +112,10 @@ def _sentences(text: str) -> list[str]:
 
 
 def held_out_text(kind: str) -> str:
-    """Return the evaluation span of a kind of haystack as running text; see `source_text` and `split_span`."""
+    """Return the held-out span of a kind of haystack as running text; see `source_text` and `held_out_span`."""
     if kind == KIND:
-        return code_text("eval")
-    return " ".join(split_span(_sentences(source_text(kind)), "eval"))
+        return code_text()
+    return " ".join(held_out_span(_sentences(source_text(kind))))
 
 
 class Haystack:
@@ -155,16 +153,15 @@ class Haystack:
         return [self.sentences[i % size] for i in range(start, stop)]
 
 
-def load_haystack(kind: str, count_tokens: Callable[[str], int], split: str) -> Haystack:
+def load_haystack(kind: str, count_tokens: Callable[[str], int]) -> Haystack:
     """Build a haystack.
 
     Args:
         kind: "noise", "prose" (default of the suites here), "code" (files of Python's standard library, see
             `experiments.tasks.code_files`) or "file:PATH".
     """
-    check_split(split)
     if kind == "noise":
         return Haystack(kind, [NOISE], count_tokens)
     if kind == KIND:
-        return Haystack(kind, code_pieces(split), count_tokens)
-    return Haystack(kind, split_span(_sentences(source_text(kind)), split), count_tokens)
+        return Haystack(kind, code_pieces(), count_tokens)
+    return Haystack(kind, held_out_span(_sentences(source_text(kind))), count_tokens)

@@ -2,8 +2,8 @@
 
 * InfiniteBench (Zhang et al. 2024, arXiv:2402.13718): `hidden_number` (passkey, number_string), `kv_retrieval`, `math_find`.
   A single question of math_find is asked in the suite's form, which names the wanted number before the list and after it.
-  Several questions share the list, and each has its own header after the list, like SCBench's later turns. There is no
-  split, because the numbers below 100 are too few to keep some of them for training.
+  Several questions share the list, and each has its own header after the list, like SCBench's later turns. No
+  number is held out of training, because those below 100 are too few.
 * In the manner of SCBench (Li et al. 2024, arXiv:2412.10319), whose generators are not published: `prefix_suffix`, the
   string with a given beginning and end, among many strings with the same beginning or the same end; `many_shot`, a
   classification that is learned from hundreds of examples. SCBench takes its examples from BIG-Bench Hard. Here numbers fall
@@ -139,7 +139,7 @@ def prefix_suffix(request: Request) -> Document:
     rng, words, prompt = request.rng, request.words, request.prompt
     # A line is more than 4 tokens, so there are more pairs than lines.
     pool = math.isqrt(request.length // 4) + 2 + request.num_questions
-    # The affixes belong to no split, because the middles of the strings do.
+    # The affixes may be of the training, because the middles of the strings are held out.
     affixes = (distinct(lambda: "".join(rng.choices(string.ascii_lowercase, k=AFFIX)), pool) for _ in range(2))
     prefixes, suffixes = affixes
     used: set[tuple[str, str]] = set()

@@ -5,7 +5,7 @@ HotpotQA's distractor setting. Other documents of the file are added to the docu
 reached; a SQuAD article's other paragraphs come first.
 
 Departures: documents are shuffled anew for every example, where the suite orders all examples of a size alike. If the file
-has too few documents, documents without the answer are repeated. There is no training split.
+has too few documents, documents without the answer are repeated.
 """
 
 import functools

@@ -182,7 +182,6 @@ def make_documents(
     seed: int,
     count_tokens: Callable[[str], int],
     haystack: str | None = None,
-    split: str = "eval",
     depth: float | None = None,
     num_questions: int = 1,
 ) -> list[Document]:
@@ -198,15 +197,14 @@ def make_documents(
         count_tokens: text -> number of tokens.
         haystack: "noise", "prose", "code" or "file:PATH"; None takes the task's own kind. Tasks with questions from a file
             need "file:PATH"; document i asks the file's questions from the (i x num_questions)-th on.
-        split: "eval" (held-out keys, values and prose) or "train".
         depth: see `Request`.
         num_questions: number of questions about each context.
     """
-    stack, words = haystack_for(name, haystack, count_tokens, split), Words(split)
+    stack, words = haystack_for(name, haystack, count_tokens), Words()
     drawn = name.removesuffix(RENAMED).removesuffix(LITERAL)  # a twin draws what the task without the ending draws
     documents = []
     for index in range(count):
-        rng = random.Random(f"{split}/{drawn}/{length}/{seed}/{index}")
+        rng = random.Random(f"eval/{drawn}/{length}/{seed}/{index}")
         first = index * num_questions
         request = Request(name, rng, length, count_tokens, stack, words, depth, num_questions, index=first)
         documents.append(make_document(request))
@@ -218,20 +216,17 @@ def make_samples(name: str, **options: Any) -> list[Example]:
     return [document.samples()[0] for document in make_documents(name, **options)]
 
 
-def haystack_for(
-    name: str, kind: str | None, count_tokens: Callable[[str], int], split: str
-) -> Haystack | qa.QaData | Library:
+def haystack_for(name: str, kind: str | None, count_tokens: Callable[[str], int]) -> Haystack | qa.QaData | Library:
     """Load the material that a task is made from: a haystack, the questions of a file, or files of code.
 
     Args:
         name: the task.
         kind: "noise", "prose", "code" or "file:PATH"; None takes the suite's own kind (noise for tasks that make their own).
         count_tokens: text -> number of tokens.
-        split: "train" or "eval".
     """
     task = get_task(name)
     if task.load is not None:
-        return task.load(count_tokens, split)
+        return task.load(count_tokens)
     if task.needs_file:
         return qa.load_questions(task.haystack, kind, count_tokens)
-    return load_haystack(kind or task.haystack or "noise", count_tokens, split)
+    return load_haystack(kind or task.haystack or "noise", count_tokens)

@@ -2,8 +2,8 @@
 
 Prompts are the suite's own, including its global "are" -> "is" rewriting for single answers; so are repetitions and the
 one-shot example of cwe. Departures: cwe draws only from the wonderwords lists, without the few entries of several words.
-Beyond about 128K tokens, where these lists are too short, the suite takes a larger list. cwe has no training split, because
-a tenth of the words, the evaluation split, would last for about 13K tokens only. Every document has a word order of its own,
+Beyond about 128K tokens, where these lists are too short, the suite takes a larger list. cwe takes words of
+the training, too: a tenth of them would last for about 13K tokens only. Every document has a word order of its own,
 where the suite shuffles all documents alike.
 """
 

@@ -1,4 +1,4 @@
-"""Keys and values: needle words, numbers, uuids and variable names, disjoint between training and evaluation."""
+"""Keys and values: needle words, numbers, uuids and variable names that the shipped models were not trained on."""
 
 import functools
 import importlib.util
@@ -9,25 +9,17 @@ import uuid
 import zlib
 from collections.abc import Callable
 
-SPLITS = ("train", "eval")
-
 
 def held_out(text: str) -> bool:
-    """Tell whether a key word or a value belongs to the evaluation split.
+    """Tell whether a key word or a value was held out of the training of the shipped models.
 
-    The string alone decides, by its CRC-32, and a tenth of all strings belong to evaluation. So training and evaluation never
-    share a key or a value, whatever their seeds are.
+    The string alone decides, by its CRC-32, and a tenth of all strings were held out. So training and evaluation share no key
+    and no value, whatever their seeds are.
 
     Args:
         text: the word, number, uuid or variable name.
     """
     return zlib.crc32(text.encode()) % 10 == 0
-
-
-def check_split(split: str) -> None:
-    """Refuse a split other than "train" and "eval"."""
-    if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}, expected one of {SPLITS}")
 
 
 @functools.cache
@@ -41,29 +33,20 @@ def _word_list(kind: str) -> tuple[str, ...]:
 
 @functools.cache
 def every_word() -> tuple[str, ...]:
-    """List all nouns, adjectives and verbs of both splits, sorted, for tasks whose words are no keys or values (cwe)."""
+    """List all nouns, adjectives and verbs, sorted, for tasks whose words are no keys or values (cwe)."""
     return tuple(sorted({word for kind in ("noun", "adjective", "verb") for word in _word_list(kind)}))
 
 
 @functools.cache
-def _words_of(kind: str, split: str) -> tuple[str, ...]:
-    return tuple(word for word in _word_list(kind) if held_out(word) == (split == "eval"))
+def _words_of(kind: str) -> tuple[str, ...]:
+    return tuple(filter(held_out, _word_list(kind)))
 
 
 class Words:
-    """The source of keys and values of one split.
+    """The source of keys and values."""
 
-    Args:
-        split: "train" or "eval"; the two never share a noun, an adjective, a number, a uuid or a variable.
-
-    Raises:
-        ValueError: unknown split.
-    """
-
-    def __init__(self, split: str) -> None:
-        check_split(split)
-        self._held_out = split == "eval"
-        self.adjectives, self.nouns = _words_of("adjective", split), _words_of("noun", split)
+    def __init__(self) -> None:
+        self.adjectives, self.nouns = _words_of("adjective"), _words_of("noun")
 
     @functools.cached_property
     def plain_nouns(self) -> list[str]:
@@ -76,11 +59,11 @@ class Words:
 
     def number(self, rng: random.Random, digits: int = 7) -> str:
         """Draw a decimal number of exactly `digits` digits without leading zero (RULER: 7)."""
-        return self._of_split(lambda: str(rng.randrange(10 ** (digits - 1), 10**digits)))
+        return _held_out_text(lambda: str(rng.randrange(10 ** (digits - 1), 10**digits)))
 
     def digit_string(self, rng: random.Random, digits: int) -> str:
         """Draw a string of `digits` independent digits (InfiniteBench passkey: 5)."""
-        return self._of_split(lambda: f"{rng.randrange(10**digits):0{digits}d}")
+        return _held_out_text(lambda: f"{rng.randrange(10**digits):0{digits}d}")
 
     def repeated_digit_string(self, rng: random.Random) -> str:
         """Draw ten digits as InfiniteBench's number_string does: five digits, and five times a digit doubled in place."""
@@ -92,25 +75,19 @@ class Words:
                 keys.insert(position, keys[position])
             return "".join(keys)
 
-        return self._of_split(draw)
+        return _held_out_text(draw)
 
     def uuid(self, rng: random.Random) -> str:
         """Draw a random version-4 uuid in its usual 36-character form."""
-        return self._of_split(lambda: str(uuid.UUID(int=rng.getrandbits(128), version=4)))
+        return _held_out_text(lambda: str(uuid.UUID(int=rng.getrandbits(128), version=4)))
 
     def variable(self, rng: random.Random, letters: int = 5) -> str:
         """Draw a variable name of capital letters (RULER vt: 5 letters; its one-shot example: 3 letters)."""
-        return self._of_split(lambda: "".join(rng.choices(string.ascii_uppercase, k=letters)))
+        return _held_out_text(lambda: "".join(rng.choices(string.ascii_uppercase, k=letters)))
 
     def letters(self, rng: random.Random, count: int) -> str:
         """Draw a string of `count` small letters (RULER fwe: 6)."""
-        return self._of_split(lambda: "".join(rng.choices(string.ascii_lowercase, k=count)))
-
-    def _of_split(self, draw: Callable[[], str]) -> str:
-        """Draw until the text belongs to this split."""
-        while held_out(text := draw()) != self._held_out:
-            pass
-        return text
+        return _held_out_text(lambda: "".join(rng.choices(string.ascii_lowercase, k=count)))
 
     def distinct(self, kind: str, count: int, rng: random.Random) -> list[str]:
         """Draw `count` different strings of one kind.
@@ -120,6 +97,12 @@ class Words:
         """
         draws = {"words": self.word, "numbers": self.number, "uuids": self.uuid}
         return distinct(lambda: draws[kind](rng), count)
+
+
+def _held_out_text(draw: Callable[[], str]) -> str:
+    while not held_out(text := draw()):
+        pass
+    return text
 
 
 def distinct[Drawn](draw: Callable[[], Drawn], count: int) -> list[Drawn]:

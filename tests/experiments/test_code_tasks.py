@@ -27,49 +27,40 @@ def samples(name: str, length: int = LENGTH, number: int = 4, **options) -> list
 # The files
 
 
-def test_files_are_the_running_pythons_sorted_and_a_package_is_in_one_split():
-    files = {kind: code_files.code_files(kind) for kind in ("train", "eval")}
-    packages = {kind: {file.package for file in mine} for kind, mine in files.items()}
-    assert not packages["train"] & packages["eval"] and min(map(len, packages.values())) > 50
-    assert sum(len(file.text) for file in files["eval"]) > 2_000_000
-    paths = [tuple(file.path.split("/")) for file in files["eval"]]
+def test_files_are_the_running_pythons_sorted():
+    files = code_files.code_files()
+    assert len({file.package for file in files}) > 50 and sum(len(file.text) for file in files) > 2_000_000
+    paths = [tuple(file.path.split("/")) for file in files]
     assert paths == sorted(paths) and not {"test", "encodings"} & {part for path in paths for part in path}
-    (text,) = (file.text for file in files["eval"] if file.path == "asyncio/events.py")
+    (text,) = (file.text for file in files if file.path == "asyncio/events.py")
     assert text.split() == pathlib.Path(asyncio.events.__file__).read_text().split()
 
 
 def test_origin_names_the_version_and_changes_with_the_files(monkeypatch):
     origin = tasks.library_origin()
-    assert origin["files"] == len(code_files.code_files("eval")) and len(origin["sha256"]) == 64
-    fewer = code_files.code_files("eval")[1:]
-    monkeypatch.setattr(code_files, "code_files", lambda split: fewer)
+    assert origin["files"] == len(code_files.code_files()) and len(origin["sha256"]) == 64
+    fewer = code_files.code_files()[1:]
+    monkeypatch.setattr(code_files, "code_files", lambda: fewer)
     assert code_files.library_origin.__wrapped__()["sha256"] != origin["sha256"]
 
 
 def test_a_python_without_sources_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(code_files.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(FileNotFoundError, match="expected the sources of Python's standard library"):
-        code_files.code_files.__wrapped__("eval")
+        code_files.code_files.__wrapped__()
     (tmp_path / "aifc.py").write_text("def f():\n    pass\n" * 30)
     (tmp_path / "asyncio").mkdir()
     (tmp_path / "asyncio" / "broken.py").write_text("x = (\n" * 30)
     (tmp_path / "asyncio" / "latin.py").write_bytes("def ä():\n    pass\n".encode("latin-1") * 30)
     (tmp_path / "asyncio" / "data.py").write_text("x = 1\n" * 30)
-    assert {file.path for kind in ("train", "eval") for file in _files(kind)} == {"aifc.py"}
-
-
-def _files(split: str) -> tuple[code_files.CodeFile, ...]:
-    try:
-        return code_files.code_files.__wrapped__(split)
-    except FileNotFoundError:
-        return ()
+    assert {file.path for file in code_files.code_files.__wrapped__()} == {"aifc.py"}
 
 
 def test_pieces_are_the_text():
-    text = code_files.code_text("eval")
-    assert haystack.held_out_text("code") == text and code_files.code_text("train")[:2000] not in text
-    assert all(piece.count("\n") < code_files.PIECE_LINES for piece in code_files.code_pieces("eval"))
-    file = code_files.code_files("eval")[3]
+    text = code_files.code_text()
+    assert haystack.held_out_text("code") == text
+    assert all(piece.count("\n") < code_files.PIECE_LINES for piece in code_files.code_pieces())
+    file = code_files.code_files()[3]
     assert f"# file: {file.path}\n{file.text}" in text + "\n"
 
 
@@ -83,7 +74,7 @@ def identifiers(text: str) -> set[str]:
 
 @pytest.mark.parametrize("start", [0, 90])
 def test_renamed_files_parse_and_no_old_name_is_left(start):
-    files = code_files.code_files("eval")[start : start + 12]
+    files = code_files.code_files()[start : start + 12]
     changed, names = code_names.rename(files, random.Random(start))
     assert len(names) > 100 and len(set(names.values())) == len(names)
     before = {word for file in files for word in re.findall(r"\w+", file.text)}
@@ -138,9 +129,8 @@ def test_names_imported_within_a_package_are_renamed_everywhere():
     assert two.text.startswith(f"from .one import {new}\n") and f"one.{new}()" in two.text
 
 
-def test_the_splits_differ_and_more_than_all_files_is_refused():
-    assert samples(NAMES[0], 2000, 1, split="train")[0].prompt != samples(NAMES[0], 2000, 1)[0].prompt
-    with pytest.raises(ValueError, match="length 90000000 is too long: the files of code in this split have"):
+def test_more_than_all_files_is_refused():
+    with pytest.raises(ValueError, match="length 90000000 is too long: the files of code have"):
         samples("code_completion", 90_000_000, 1)
 
 
@@ -148,7 +138,7 @@ def test_the_splits_differ_and_more_than_all_files_is_refused():
 
 
 def test_next_line_follows_in_the_file():
-    text = code_files.code_text("eval")
+    text = code_files.code_text()
     for sample in samples("code_completion", number=8):
         code = sample.prompt.removesuffix("\n")
         last = code[code.rindex("# file: ") :]
@@ -176,7 +166,7 @@ def test_source_lines_by_hand():
 
 @pytest.mark.slow
 def test_next_line_has_only_words_from_above():
-    for file in code_files.code_files("eval")[:40]:
+    for file in code_files.code_files()[:40]:
         for number in code_completion.next_lines(file):
             words = set(re.findall(r"\b[^\W\d]\w*", file.lines[number - 1])) - code_completion._KNOWN
             above = "\n".join(file.lines[: number - 1])
@@ -289,7 +279,7 @@ def test_needles_hide_in_code(name):
     assert 3000 - 250 < coarse(made.prompt) + made.max_new_tokens <= 3000
     assert all(made.context.count(answer) >= 1 for answer in made.answers)
     pieces = [line for line in made.context.split("\n")[3:-3] if len(line) > 30 and "magic" not in line]
-    text = code_files.code_text("eval")
+    text = code_files.code_text()
     assert sum(line in text for line in pieces) > 0.8 * len(pieces)
 
 

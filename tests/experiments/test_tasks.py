@@ -44,9 +44,9 @@ def sample(name: str, length: int = 2048, seed: int = 0, **options) -> tasks.Exa
     return document(name, length, seed, **options).samples()[0]
 
 
-def request(name: str, length: int = 1024, kind: str | None = None, seed: int = 0, split: str = "train", size=count, **more):
-    stack = tasks.haystack_for(name, kind, size, split)
-    return tasks.Request(name, random.Random(seed), length, size, stack, words.Words(split), **more)
+def request(name: str, length: int = 1024, kind: str | None = None, seed: int = 0, size=count, **more):
+    stack = tasks.haystack_for(name, kind, size)
+    return tasks.Request(name, random.Random(seed), length, size, stack, words.Words(), **more)
 
 
 # Groups
@@ -154,18 +154,15 @@ def test_the_needle_is_there_once_at_the_depth(name, depth):
     assert abs(place / size - depth) < 0.1  # whole sentences
 
 
-def test_training_and_evaluation_share_no_key_value_or_prose():
-    train, held = words.Words("train"), words.Words("eval")
-    assert not set(train.nouns) & set(held.nouns) and not set(train.adjectives) & set(held.adjectives)
-    assert len(held.nouns) > 500 and len(held.adjectives) > 50
-    rng = random.Random(0)
+def test_keys_values_and_prose_were_held_out_of_training():
+    held, rng = words.Words(), random.Random(0)
+    assert len(held.nouns) > 500 and len(held.adjectives) > 50 and all(map(words.held_out, (*held.nouns, *held.adjectives)))
     for draw in ("number", "uuid", "variable", "repeated_digit_string"):
-        assert not any(words.held_out(getattr(train, draw)(rng)) for _ in range(50))
         assert all(words.held_out(getattr(held, draw)(rng)) for _ in range(50))
     sentences = haystack.split_sentences(haystack.prose_text())
-    first, second = haystack.split_span(sentences, "train"), haystack.split_span(sentences, "eval")
-    assert first + second == sentences
-    assert sum(map(len, second)) > 16384 * 3  # characters: enough for 16K tokens without repeating
+    span = haystack.held_out_span(sentences)
+    assert span == sentences[-len(span) :] and 0.05 < len(span) / len(sentences) < 0.4
+    assert sum(map(len, span)) > 16384 * 3  # characters: enough for 16K tokens without repeating
 
 
 def test_prose_is_split_into_sentences_and_a_span_holds_what_was_asked():
@@ -198,8 +195,6 @@ def test_wrong_tasks_lengths_and_haystacks_are_refused(tmp_path):
         sample("niah_single_1", haystack="essay")
     with pytest.raises(FileNotFoundError, match="haystack file not found"):
         sample("niah_single_1", haystack=f"file:{tmp_path / 'none.txt'}")
-    with pytest.raises(ValueError, match="unknown split 'test'"):
-        words.Words("test")
     with pytest.raises(ValueError, match="holds no sentence"):
         haystack.Haystack("noise", [], len)
     with pytest.raises(ValueError, match="num_questions must be at least 1"):
