@@ -75,8 +75,6 @@ def test_other_gpus_say_why_not():
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[thorough] * (not HOPPER and x not in QUICK)) for x in OPERATIONS])
 def test_it_equals_plain_jax(name):
-    if not HOPPER and name == "add_norm":
-        pytest.skip("it takes its arrays from Pallas")
     shape, run = problem(name)
     arrays = shape.draw(jax.random.key(1))
     want = jax.jit(functools.partial(run, implementation="xla"))(arrays)
