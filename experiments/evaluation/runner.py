@@ -5,8 +5,6 @@ lengths join the folder, and with more samples a cell's further contexts. Method
 together.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """The settings of an evaluation, from flags or a YAML file."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 from collections.abc import Mapping

@@ -11,14 +11,12 @@ ours. The text has a fact about each of several people, so that a model cannot a
 * ``assoc_place``: a landmark and its city.
 * ``assoc_country``: a landmark and its country, which takes two steps.
 
-The answer first says which dog it is, and a fact names the person last. So a model writes what it looks for, and then what
+The answer quotes the fact, which names first the dog and last the person. So a model writes what it looks for, and then what
 stands behind it. Asked for the name alone, a model of 1.5B parameters is near a guess (docs/notebook/understanding.md).
 
 Each task has a twin, ``..._literal``, of the same seed: the same people at the same places of the same text, whose facts use
 the question's words. So the difference of the two scores is what the paraphrase costs.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -65,7 +63,7 @@ def association(
             prompt.question.format(it=it),
             prompt.prefix.format(it=it),
             (name,),
-            f" {name}." if numbers else told.removeprefix("The"),
+            f" {name}." if numbers else told.removeprefix("The") + '"',
         )
         for name, (it, _), told in zip(people, chosen, twins if literal else facts, strict=True)
     ][: request.num_questions]

@@ -8,8 +8,6 @@ three entries decide the other tasks, whose answers first write what they count,
 The words are ours. Scores are exact.
 """
 
-from __future__ import annotations
-
 import datetime
 import random
 from collections.abc import Sequence
@@ -41,7 +39,7 @@ def entries(request: Request, asks: str, share: float = 1.0, few: int = 0) -> Do
         asks: "most" and "compare" (which thing, which of two), "count", "sum" or "next"; forms of the prompt have the words.
         share: the part of the entries that decides; below 1 these are the entries of one town.
         few: entries that decide instead of a share: 2 to so many of one thing ("count"), or one of each of so many things
-            ("sum"; "next", which asks for the thing of the entry behind it).
+            ("sum"; "next", which asks for the entry behind it).
     """
     seed = request.rng.getrandbits(64)
 
@@ -60,32 +58,29 @@ def entries(request: Request, asks: str, share: float = 1.0, few: int = 0) -> Do
         if share == 1:
             facts = [(rng.choice(towns), thing) for _, thing in facts]
         rng.shuffle(facts)
-        if facts[-1][1] in named:  # so that an entry follows
+        if facts[-1][1] == named[0]:  # so that an entry follows
             facts.insert(0, facts.pop())
         amounts = [rng.randint(1, LARGEST) for _ in facts]
         mine = [(thing, amount) for (_, thing), amount in zip(facts, amounts, strict=True) if thing in named]
-        found = {"count": len(mine), "sum": sum(amount for _, amount in mine)}
-        answer = _behind(facts, named[0]) if asks == "next" else str(found.get(asks, named[0]))
+        lines = _lines(rng, prompt.forms["entry"], facts, amounts)
+        at = [thing for _, thing in facts].index(named[0])
+        found = {"count": len(mine), "sum": sum(amount for _, amount in mine), "next": amounts[at + 1]}
+        answer = str(found.get(asks, named[0]))
         offered = [named[0], common[1]] if asks == "compare" else named
         offered = rng.sample(offered, len(offered))
         asked = {
             "town": prompt.forms["town"].format(town=towns[0]) if share < 1 else prompt.forms["everywhere"],
             "thing": offered[0],
+            "entry": lines[at],
             "choice": " or ".join(offered),
             "both": " and ".join(offered),
         }
         question, prefix = (prompt.forms[f"{asks}{end}"].format(**asked) for end in ("", "_prefix"))
         questions = (Question(prompt.question.format(question=question), prefix, (answer,), f" {answer}."),)
-        lines = _lines(rng, prompt.forms["entry"], facts, amounts)
         return Document(request.task, prompt.context.format(context="\n".join(lines)), questions, prompt.tokens)
 
     prompt = request.prompt
     return fit_steps(request, build, request.length // 8)
-
-
-def _behind(facts: Sequence[tuple[str, str]], named: str) -> str:
-    things = [thing for _, thing in facts]
-    return things[things.index(named) + 1]
 
 
 def _often(rng: random.Random, common: Sequence[str], count: int) -> list[str]:

@@ -1,7 +1,5 @@
 """The most that fits the bytes of a device: the largest budget of a method, the longest prompt, the most rows."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

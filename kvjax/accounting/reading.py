@@ -59,11 +59,12 @@ class Reading:
         layers = [known[kind] for kind in kinds]
         after = [_part(one.kept, at, shares, self.batch, rows) for at, one in enumerate(layers)]
         in_turn = order.by == "layers" or (order.chunks == 1 and not method.reread_tokens(order.slots))
-        reading, hosts = add_parts([*after, *self._read(layers, in_turn, shares)]), [one.reading.host for one in layers]
+        reading = add_parts([*after[order.waiting :], *self._read(layers, in_turn, shares)])
+        hosts = [one.reading.host for one in layers]
         # Rows in host memory stay where they are when a layer is finished.
         host = max(hosts) if in_turn else sum(hosts)
-        if order.by == "layers" and order.offloaded:  # what is finished, and hidden states
-            host += add_parts(after).host + self._hidden()
+        if order.by == "layers" and order.offloaded:  # what is finished, what waits, and hidden states
+            host += add_parts(after).host + add_parts(after[: order.waiting]).alone + self._hidden()
         reading, hidden = dataclasses.replace(reading, host=host), 0 if order.offloaded else self._hidden()
         beside = max(finishing(*one) for one in stored.values())
         taken = self._pass(method, methods, list(first.values()))

@@ -1,7 +1,5 @@
 """Prefill: `prefill` for one method, and `prefill_each` for several methods at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +13,7 @@ from kvjax.cache.quantised import check_kv_dtype
 from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.checks import check_arrays, check_fits, check_model, check_sizes, check_vocabulary, has_no_limit
 from kvjax.decoding.layers import shares_prefill
+from kvjax.decoding.prefill import brought_back
 from kvjax.decoding.reading_order import By, check_order
 from kvjax.decoding.tokens import Integers, Tokens, pad_tokens
 from kvjax.mesh.sharding import place_rows, plan_of
@@ -148,9 +147,11 @@ def prefill_each(
         check_memory(chosen, config, mesh, kv_dtype, sizes | {"chunk_size": chunk_size}, share_storage, params, order)
     static: dict[str, Any] = {"model": config, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size, "plan": plan}
     args = params, padded, length, on_device(tuple(chosen))
-    if share_storage and plan is None:
-        return prefill_once_program(*args, kv_dtype=kv_dtype, order=order, **static).caches
-    return list(prefill_program(*args, kv_dtype=kv_dtype, order=order, **static))
+    static |= {"kv_dtype": kv_dtype, "order": order}
+    once = share_storage and plan is None
+    caches = prefill_once_program(*args, **static).caches if once else prefill_program(*args, **static)
+    # A program's results have memory of their own from its start. So what waits in host memory comes back behind its end.
+    return [brought_back(cache) for cache in caches]
 
 
 def longest(length: Array, padded: Array) -> int:

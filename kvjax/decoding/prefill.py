@@ -26,6 +26,9 @@ values of a whole prompt exist for one layer of one group only, and where a laye
 of the storage of all. The model has to run one layer alone (`kvjax.protocol.typing.LayeredModel`). A method that reads the
 prompt twice (`Method.reread`) needs all layers at the prompt's end; nothing else in a prefill looks across layers. Results
 are equal up to rounding: the last update of a layer is added to the hidden states before the next layer begins.
+
+Where layers go to host memory, hidden states wait there, and so do the first finished layers with all that they keep on the
+device (`Order.waiting`), until the program has ended: else a layer's keys and values would come on top of it.
 """
 
 from __future__ import annotations
@@ -47,15 +50,30 @@ from kvjax.decoding.shared_storage import Common, barrier, common_storage, finis
 from kvjax.protocol.method import LayerMethod, Method
 from kvjax.protocol.typing import Model, attention_soft_cap, is_recurrent, layered, not_none, position_option
 from pallas_kernels import axes
-from pallas_kernels.host import to_device, to_host
+from pallas_kernels.host import on_host, to_device, to_host
 from pallas_kernels.numerics import bounded_loop
 from pallas_kernels.soft_cap import soft_cap
 
 
 def run_prefill(params: Any, tokens: Array, length: Array, method: Method, **sizes: Any) -> Cache:
-    """Run `run_prefill_each` for one method."""
+    """Run `run_prefill_each` for one method, and bring back what waits."""
     (cache,) = run_prefill_each(params, tokens, length, (method,), **sizes)
-    return cache
+    return brought_back(cache)
+
+
+def brought_back(cache: Cache) -> Cache:
+    """Bring layers that wait in host memory (`Order.waiting`) to the device, but for what they keep there."""
+    methods = layer_methods(cache.method, cache.model)
+    specs, shapes = layer_specs(methods, cache.model, 1, 1, 1, kv_dtype=cache.kv_dtype), {}
+    layers = list(cache.layers)
+    for layer, (method, spec) in enumerate(zip(methods, specs, strict=True)):
+        if not all(map(on_host, jax.tree.leaves(layers[layer]))):
+            break
+        kind = jax.tree.structure(method), spec
+        if kind not in shapes:
+            shapes[kind] = jax.eval_shape(lambda method, spec=spec: method.finish(method.init(spec), spec), method)
+        layers[layer] = jax.tree.map(lambda x, own: x if on_host(own) else to_device(x), layers[layer], shapes[kind])
+    return dataclasses.replace(cache, layers=tuple(layers))
 
 
 def run_prefill_each(
@@ -71,7 +89,7 @@ def run_prefill_each(
     kv_dtype: str | None = None,
     order: By | None = None,
 ) -> tuple[Cache, ...]:
-    """Prefill right-padded tokens int32 [B, T] of length int32 [B].
+    """Prefill right-padded tokens int32 [B, T] of length int32 [B]; see `brought_back`.
 
     ``parts`` devices divide the slots of each row. The model runs once, however many methods there are, and once more for
     each method with `Method.reread`. Several methods all have `Method.dense_prompt`: their attention outputs are the same, so
@@ -154,7 +172,10 @@ class _Run:
     def whole(self, tokens: Array, length: Array, sized: _Sized) -> tuple[tuple, Array]:
         """Prefill rows together; return their finished states and their logits float32 [B, V]."""
         if self.order.by == "layers":
-            return self.in_layers(tokens, length, sized, lambda layer, made: made)
+            waiting = self.order.waiting
+            return self.in_layers(
+                tokens, length, sized, lambda layer, made: jax.tree.map(to_host, made) if layer < waiting else made
+            )
         states, logits = self.read(tokens, length, self.begun(sized), sized)
         return self.finished(tokens, length, states, sized, logits), logits
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -38,6 +39,7 @@ class Order:
     apart: bool  # True: each group has its own storage and is finished before the next group. False: all rows have storage
     by: By = "chunks"  # "chunks": a pass goes through all layers. "layers": a layer reads all chunks, and is then finished
     offloaded: bool = False  # whether a layer goes to host memory, and hidden states that wait for the next layer with it
+    waiting: int = 0  # first layers, whose finished states wait in host memory until all layers have read
 
     @property
     def slots(self) -> int:
@@ -48,7 +50,7 @@ class Order:
         """Compute the bytes that the states of ``batch`` rows, and hidden states, take at most while prompts are read."""
         if self.by == "layers":
             hidden = 0 if self.offloaded else row.hidden
-            return self.rows * (max(row.reading) + hidden) + batch * sum(row.kept)
+            return self.rows * (max(row.reading) + hidden) + batch * sum(row.kept[self.waiting :])
         rows = self.rows if self.apart else batch
         finished = batch * sum(row.kept) if self.apart and self.groups > 1 else 0
         return rows * (sum(row.reading) + sum(row.made)) + finished
@@ -138,7 +140,8 @@ def chosen_order(
         found = []
         for layers in each:
             specs = layer_specs(layers, model, 1, order.slots, max_new_tokens, parts, kv_dtype)
-            found.append([layer_bytes(one, spec, spec, mesh) for one, spec in zip(layers, specs, strict=True)])
+            own = zip(layers, specs, strict=True)
+            found.append([layer_bytes(one, reading_spec(spec, order), spec, mesh) for one, spec in own])
         of_layers = list(zip(*found, strict=True))
         hidden = order.slots * not_none("model", layered(model)).hidden_size * jnp.dtype(model.dtype).itemsize
         return RowBytes(
@@ -149,7 +152,14 @@ def chosen_order(
         )
 
     allowed = None if why_chunks(methods, model, padded) else row
-    return reading_order(each, batch, padded, chunk_size, by=order, row=allowed)
+    chosen = reading_order(each, batch, padded, chunk_size, by=order, row=allowed)
+    # A method that observes the layers (`Method.observe`) needs them all on the device, before the program ends.
+    if chosen.by == "chunks" or not chosen.offloaded or [type(m).observe for m in methods] != [Method.observe]:
+        return chosen
+    needed = row(chosen)
+    space = 2 * max(needed.reading)  # keys and values, and once more joined for host memory
+    short = sum(1 for freed in itertools.accumulate(needed.kept) if freed < space)
+    return dataclasses.replace(chosen, waiting=min(short + 1, len(needed.kept) - 1))
 
 
 def _together(states: Sequence[Stored]) -> int:

@@ -128,9 +128,11 @@ class ParisKV(SlotMethod):
         size, slices = min(_BLOCK, slots), dim // hashing.SLICE
         waiting = stop + self._beyond(cache, stop)
         empty, signs = jnp.zeros((batch, heads, slices, hashing.CLUSTERS), jnp.int32), hashing.random_signs(self.seed, dim)
+        # Zeros that depend on nothing are made for all layers at the start of a program.
+        stop, zero = lax.optimization_barrier((stop, jnp.zeros((), jnp.uint8)))
         index = Index(
-            ids=jnp.zeros((batch, heads, slots, slices), jnp.uint8),
-            rows=jnp.zeros((batch, heads, slots, dim), jnp.uint8),
+            ids=jnp.full((batch, heads, slots, slices), zero),
+            rows=jnp.full((batch, heads, slots, dim), zero),
             stop=stop,
             counts=empty,
             next=empty,
