@@ -20,7 +20,7 @@ from tests.pallas_kernels.registers import emulated
 # Sizes in which the shapes of a test differ from the small shapes, and how many kernels a call launches.
 OPERATIONS = {
     "add_norm": ({"D": 1024}, 1),
-    "collision": ({"S": 5000}, 1),
+    "collision": ({"S": 5000}, 2),
     "compact": ({"S": 20_000, "K": 3000}, 1),
     "encode": ({}, 1),
     "evict_token": ({"D": 128, "S": 300}, 1),
