@@ -94,8 +94,7 @@ def memory_needed(
 ) -> Needed:
     """Compute from shapes alone the memory that prefill and decode need; printed, the result says the peak and what remains.
 
-    The state that layers share is not counted, nor the second reading of a method that reads the prompt twice (that of KVgrad
-    keeps the activations of all layers), and activations without ``params`` only those of attention. No method needs a
+    Without ``params`` no activations count but those of attention, and no second reading of a prompt. No method needs a
     tokenizer here.
 
     Args:

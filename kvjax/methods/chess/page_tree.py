@@ -111,7 +111,7 @@ def _own_vectors(layers: list[LayerCache], pages: Array, page_size: int, inv_fre
         index, inside = here(slots, slots < cache.row_slots, cache)
         index = jnp.where(inside, index, 0)
         present = (jnp.take_along_axis(cache.valid, index[:, None], axis=2) & inside[:, None])[..., None]
-        if cache.rows is not None and vectors:  # one layer after the other: all together may not fit the device
+        if vectors and pages.shape[1] > 1:  # one layer after the other: all together may not fit the device
             cache, vectors[-1] = lax.optimization_barrier((cache, vectors[-1]))
         key = jnp.where(present, cache.keys_between(index), 0).astype(jnp.float32)
         if inv_freq is not None:
