@@ -103,6 +103,11 @@ def load_shared(source, kinds, offset=0, far=False):
     return _run(text, source, result=kinds)
 
 
+def load_word(source, offset):
+    """Load an int32 from a shared address."""
+    return _run(f"ld.shared.b32 $0, [$1 + {offset}];", source, result=[t.i32()])[0]
+
+
 def far_address(address, peer):
     """Return where another block of the cluster has what this block has at a shared address."""
     return _run("mapa.shared::cluster.u32 $0, $1, $2;", address, t.number(peer), result=[t.i32()])[0]
@@ -141,6 +146,23 @@ def decode(x, low, high, kind, dtype):
         text += " and.b32 w, w, 0xff7fff7f; mov.b32 n, 0xbf80bf80; fma.rn.bf16x2 $0, m, n, w;"
     found = mgpu.utils.inline_ptx("{ " + text + " }", t.value(x), result_types=t.i32())
     return t.number(found)
+
+
+def cosine_sine(place, inv_freq):
+    """Return cosine and sine of an int32 times a float32, to 2e-6; whole turns are subtracted before, in two pieces."""
+    text = "{ .reg .f32 x, n; cvt.rn.f32.s32 x, $2; mul.rn.f32 x, x, $3; mul.rn.f32 n, x, 0f3E22F983; cvt.rni.f32.f32 n, n;"
+    text += " fma.rn.f32 x, n, 0fC0C90000, x; fma.rn.f32 x, n, 0fBAFDAA22, x; cos.approx.f32 $0, x; sin.approx.f32 $1, x; }"
+    found = mgpu.utils.inline_ptx(text, t.value(place), t.value(inv_freq), result_types=(f32(), f32()))
+    return [t.number(x, None) for x in found]
+
+
+def parted(x, dtype):
+    """Return the two numbers of 16 bits in an int32 as float32 numbers."""
+    if np.dtype(dtype).name == "float16":
+        text = "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h; }"
+    else:
+        text = "{ .reg .b32 l; shl.b32 l, $2, 16; mov.b32 $0, l; and.b32 l, $2, 0xffff0000; mov.b32 $1, l; }"
+    return [t.number(x, None) for x in mgpu.utils.inline_ptx(text, t.value(x), result_types=(f32(), f32()))]
 
 
 def pair(low, high, dtype):

@@ -12,7 +12,6 @@ from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu.products import CHUNK, Products
-from pallas_kernels._mosaic_gpu.threads import greatest
 
 STEPS = 8  # vectors of a block that a thread reads a part of; as many are on their way
 PROGRAMS = 396  # three for each streaming multiprocessor of an H100 or H200
@@ -46,7 +45,7 @@ def _body(*refs, n, vectors, added, held, pages, share, page_size, newest, first
         ahead = load(jnp.minimum(step + 1, reading - 1))  # the last block again, which is near: not one more
         score, page = n.multiply(queries, chunks, [x.dtype for x in vector_refs]), first_of(step) + row
         if joined:
-            score = n.of_row(score, greatest)
+            score = n.largest(score)
         # NaN compares false, so a page without a token becomes -inf.
         score = jnp.where((page < used) & (page >= first) & (score > -jnp.inf), score, -jnp.inf)
         if held:
