@@ -129,7 +129,8 @@ def needed_together(each: Sequence[Phases]) -> Needed:
     """Add up what caches need that exist together. Their layers are staged one after the other."""
     reading, after = add_parts(x.reading for x in each), add_parts(x.after for x in each)
     device, host = max(reading.alone, after.alone), max(reading.host, after.host)
-    return Needed(device=device, host=host, staged=max(x.staged for x in each), after=after.alone)
+    staged = reading.alone + max(x.staged for x in each) - device  # some of it where layers wait in host memory meanwhile
+    return Needed(device=device, host=host, staged=max(staged, 0), after=after.alone)
 
 
 def needed_each(
