@@ -66,6 +66,19 @@ def default_programs(lists: int, blocks: int) -> tuple[int, int]:
     return min([(1, 1), *sizes], key=rounds)
 
 
+def divided(n: Sizes, lists: int, entries: int, programs: tuple[int, int] | None) -> Sizes:
+    """Divide lists among programs: of 2 warpgroups if these read a sixteenth less than those of 3, else of 3."""
+
+    def read(most: int) -> tuple[int, Sizes]:
+        sizes = dataclasses.replace(n, most=most)
+        splits, clusters = programs or default_programs(lists, -(-entries // sizes.block))
+        rounds = -(-entries // (sizes.block * splits * clusters))
+        return rounds * sizes.block, dataclasses.replace(sizes, splits=splits, clusters=clusters)
+
+    (many, wide), (few, narrow) = read(3), read(2)
+    return narrow if 16 * few < 15 * many else wide
+
+
 def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtype: Any, beside_dtype: Any):
     """Return the kernel over refs: query, key, value; if any, positions, parts beside, lists, scales, frequencies."""
 
@@ -202,32 +215,31 @@ def attend(
         kind, scales, key, value = key.kind, (key.scale, value.scale), key.codes, value.codes
     n = Sizes(**shape, logits=logits, kind=kind, dtype=query.dtype, shared=current_machine().shared_memory)
     tiled = dataclasses.replace(n, tiled=True)
-    if lists.tiled and tiled.fits and not n.width % LINE and current_machine().capability >= (9, 0):
+    if lists.tiled and tiled.fits and not n.width % LINE and (9, 0) <= current_machine().capability < (12, 0):
         n, key, value = tiled, *(x.reshape(-1, dim) for x in (key, value))
-    splits, clusters = programs or default_programs(batch * heads, -(-entries // n.block))
-    n = dataclasses.replace(n, splits=splits, clusters=clusters)
+    n = divided(n, batch * heads, entries, programs)
     given = position, query_position, beside, lists.operands, scales, inv_freq
     groups = [() if x is None else x if isinstance(x, tuple) else (x,) for x in given]
-    apart = parts or clusters > 1
-    lead, made = (batch, heads, *(clusters,) * apart), jnp.float32 if apart else query.dtype
+    apart = parts or n.clusters > 1
+    lead, made = (batch, heads, *(n.clusters,) * apart), jnp.float32 if apart else query.dtype
     out, lse, *more = _kernel(
         _body(n, lists, scale, tuple(map(len, groups)), made, beside and beside[0].dtype),
         lead + (group, dim),
         made,
         [jax.ShapeDtypeStruct((batch, heads, group, n.slots), jnp.float32)] * logits,
         scratch_types=[plgpu.SMEM((n.memory // 4,), jnp.int32), *(_tiles(n, key.dtype) if n.tiled else ())],
-        grid=(batch * heads, clusters),
+        grid=(batch * heads, n.clusters),
         grid_names=("list", "cluster"),
-        **({"cluster": (splits,), "cluster_names": ("split",)} if splits > 1 else {}),
+        **({"cluster": (n.splits,), "cluster_names": ("split",)} if n.splits > 1 else {}),
         num_threads=n.warpgroups + n.tiled,
         thread_name="warpgroup",
     )(query, key, value, *(x for group in groups for x in group))
-    if parts or clusters == 1:
+    if parts or n.clusters == 1:
         return out, lse, *more
 
     def join(out_ref, lse_ref, joined_ref, joined_lse_ref):
         one = dataclasses.replace(n, clusters=1)
-        _, merge = merger(one, query.dtype, clusters, jnp.float32, joining=True)
+        _, merge = merger(one, query.dtype, n.clusters, jnp.float32, joining=True)
         base = lax.axis_index("list")
         merge((), joined_ref, joined_lse_ref, (out_ref, lse_ref), (base, base * 0, base * 0))
 

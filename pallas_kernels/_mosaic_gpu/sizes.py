@@ -61,6 +61,7 @@ class Sizes:
         first: the query's first row among those that share the positions.
         kind: of codes of 8 bits, in which keys and values are; None: they are numbers of ``dtype``.
         logits: whether the logits are a result, too; then entries are slots.
+        most: warpgroups that it may have.
         tiled: whether the copy engine brings blocks of neighbouring rows, which all warps of a program share.
     """
 
@@ -76,13 +77,14 @@ class Sizes:
     first: int = 0
     kind: str | None = None
     logits: bool = False
+    most: int = 3
     tiled: bool = False
 
     @property
     def warpgroups(self) -> int:
         """Warpgroups that attend, each of four warps: as many as registers and shared memory are enough for."""
         most = 3 if max(self.halves, 2) * self.dim <= 256 and not self.tiled else 2
-        return max((x for x in range(1, most + 1) if self._fits(x)), default=1)
+        return max((x for x in range(1, min(self.most, most) + 1) if self._fits(x)), default=1)
 
     def _fits(self, warpgroups: int) -> bool:
         """Return whether so many have enough stages, in which there is room for sums, and for edges two times."""
