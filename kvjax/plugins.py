@@ -9,8 +9,6 @@ A path is ``package.module:Class``. However a method is found, its name is its c
 `register` was given are the only state of this library; they are forgotten when the process ends.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.metadata

@@ -92,6 +92,30 @@ def _(body: Callable[..., Any], most: int, primals: tuple, tangents: tuple) -> t
     return jax.jvp(run, primals, tangents)
 
 
+def made_after[Tree](before: Any, tree: Tree) -> Tree:
+    """Let arrays of constants depend on what exists ``before`` them.
+
+    Else XLA makes equal constants once, at the start of the program, and a copy there for each loop that changes them.
+    """
+    _, zero = jax.lax.optimization_barrier((before, jnp.zeros((), jnp.int32)))
+
+    def one(x: jax.Array) -> jax.Array:
+        return x | zero.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.bool_) else x + zero.astype(x.dtype)
+
+    return jax.tree.map(one, tree)
+
+
+def filled(run: Callable[[jax.Array], Any], count: int, before: Any) -> Any:
+    """Return `jax.lax.map` of ``run`` over ``count`` indices, in arrays that are made after what exists ``before`` them."""
+
+    def put(at: jax.Array, out: Any) -> Any:
+        return jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, at, 0), out, run(at))
+
+    shapes = jax.eval_shape(run, jnp.int32(0))
+    empty = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), shapes)
+    return jax.lax.fori_loop(0, count, put, made_after(before, empty))
+
+
 def even_block(count: int, most: int) -> int:
     """Divide ``count`` by the fewest blocks of at most ``most``: how many each has, so that the last one is nearly full."""
     return -(-count // max(-(-count // most), 1))
@@ -102,7 +126,9 @@ def join_pieces(run: Callable[..., jax.Array], block: int, *lists: jax.Array | N
     pieces, count = _pieces(block, lists), _entries(lists)
     if pieces is None:
         return run(*lists)
-    out = jnp.moveaxis(jax.lax.map(lambda piece: run(*piece), pieces), 0, -2)
+    number = jax.tree.leaves(pieces)[0].shape[0]
+    out = filled(lambda at: run(*jax.tree.map(lambda x: x[at], pieces)), number, lists)
+    out = jnp.moveaxis(out, 0, -2)
     return out.reshape(*out.shape[:-2], -1)[..., :count]
 
 

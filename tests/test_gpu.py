@@ -42,7 +42,7 @@ def first_layers(params, config, count):
     return {k: x for k, x in params.items() if k not in dropped}, dataclasses.replace(config, num_layers=count)
 
 
-# Blocked attention over chunks, and one pass through cuDNN.
+# Attention over chunks, and in one pass.
 @pytest.mark.parametrize(("method", "chunk_size"), [("full", 16384), ("snapkv", 16384), ("quest", 2048)])
 def test_finds_a_needle_in_bfloat16(builtin, method, chunk_size):
     params, config, tokenizer = builtin

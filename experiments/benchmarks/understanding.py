@@ -15,8 +15,6 @@ has the harness' prompt and its looser scorer. Oolong's context is in the user's
 MRCR stand as text in one turn. Answers of MRCR have at most 1,024 tokens.
 """
 
-from __future__ import annotations
-
 import ast
 import datetime
 import difflib

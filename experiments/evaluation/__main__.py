@@ -4,8 +4,6 @@
 shape are varied within one compiled program, whose arrays have room for the largest setting.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib

@@ -50,6 +50,11 @@ class CompileAhead:
                 lambda: [self._compilers.submit(lowered.compile) for lowered in programs()]
             )
 
+    def done(self, key: Hashable) -> bool:
+        """Tell whether the programs of an added ``key`` have compiled or failed."""
+        traced = self._traced[key]
+        return traced.done() and (traced.exception() is not None or all(one.done() for one in traced.result()))
+
     def wait(self, key: Hashable) -> None:
         """Wait until the programs of an added ``key`` have compiled or failed."""
         if self._traced[key].exception() is None:

@@ -1,7 +1,5 @@
 """One cell under a method: its batches, answers and scores, and its row of the table."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The cells that an evaluation answers: a task at a length, or a file's examples of one task."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 from collections.abc import Sequence

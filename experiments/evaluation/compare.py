@@ -6,8 +6,6 @@ what the record holds. --against puts any two records side by side, result folde
 row, and their ratio.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 import sys

@@ -1,7 +1,5 @@
 """Compares methods with Full, or another reference, example by example: differences with their intervals."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping, Sequence

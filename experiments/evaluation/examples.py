@@ -4,8 +4,6 @@ The predictions of an evaluation take megabytes. The tables need less: they only
 ``examples.npz`` keeps the needed fields beside metrics.json, so that a folder without its predictions can still be compared.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import pathlib

@@ -82,8 +82,9 @@ class Folder:
         with self.results.lock:
             if self._number is None:
                 self._begin(name)
-            self.results.change("runs", self._with_run)
-            self.results.add({**row, "predictions": name, "run": self._number}, key)
+            self.results.read()
+            self.results.notes["runs"] = self._with_run(self.results.notes.get("runs"))
+            self.results.put({**row, "predictions": name, "run": self._number}, key)
 
     def joined(
         self, encoded: Encoded, identity: Mapping[str, Any], row: Mapping[str, Any], lines: list[dict[str, Any]]

@@ -1,7 +1,5 @@
 """A grid of a method's hyper-parameters, as methods of an evaluation; settings of equal structure share a program."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

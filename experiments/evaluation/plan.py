@@ -80,6 +80,7 @@ class Plan:
         self._settings, self._model, self._store, self._cells, self._limit = settings, model, store, cells, limit
         self._batches: dict[Hashable, list[Batch]] = {}
         self._smaller: dict[Hashable, int] = {}
+        self._needed: dict[Hashable, int] = {}
 
     def groups(self, jobs: Sequence[Job]) -> list[Group]:
         """Group jobs: each joins the first group of its cell in which it fits, and opens another one if there is none."""
@@ -118,13 +119,17 @@ class Plan:
         Methods that store equal keys and values share one storage. With ``copy``, the method that answers has a copy of its
         own cache besides, if there are several methods or several questions about a context.
         """
+        at = jax.tree.structure(tuple(methods)), shape, copy
+        if at in self._needed:
+            return self._needed[at]
         model, config = self._model, with_room(self._model.config, shape, methods)
         sizes = {"batch": shape.rows, "prompt_slots": shape.length, "max_new_tokens": shape.room, "chunk_size": CHUNK}
         each = needed_each(methods, config, model.mesh, model.kv_dtype, sizes, share=True, params=model.params)
         needed = needed_together(each)
         copies = copy and (len(each) > 1 or shape.questions > 1 and not shape.keep)
         copied = max(one.after.alone for one in each) if copies else 0
-        return max(needed.peak, needed.after + copied)
+        self._needed[at] = max(needed.peak, needed.after + copied)
+        return self._needed[at]
 
     def _alone(self, job: Job) -> bool:
         return bool(job.setting.method.offload) or not shares_prefill(job.setting.method, self._model.config)

@@ -1,7 +1,5 @@
 """Figures of result folders: scores against bytes, needle heat maps, memory against length, scores by turn."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """An evaluation from Python: `kvjax.evaluate` calls `evaluate_methods`."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """What is reachable at as many bytes: the scores of `kvjax.methods.Oracle`, and a method's share of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@
 not a way to save memory. A task on which it scores well does not need the tokens that a method selects.
 """
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import Array
 

@@ -5,13 +5,10 @@ lengths join the folder, and with more samples a cell's further contexts. Method
 together.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools
 import gc
-import itertools
 import pathlib
 import sys
 import time
@@ -49,6 +46,8 @@ from experiments.tasks import expand, library_origin
 from kvjax import registry
 from kvjax.decoding.layers import check_quantisable, layer_methods
 from models.hub.progress import is_drawn, progress_bar
+
+_PAUSE = 0.02  # seconds between looks at what has compiled
 
 
 class Runner:
@@ -120,6 +119,7 @@ class Runner:
         }
         self.folder = Folder(out, common, settings.to_yaml(), {**common, "settings": settings.as_dict()}, force)
         self._checked: set[Cell] = set()
+        self._idle = 0.0  # seconds in which nothing had compiled, since a group ran
         self._settings: dict[tuple[str, int], Setting] = {}
         self.cells = make_cells(settings) if cells is None else cells
         if any(map(reads_code, self.cells)):
@@ -163,7 +163,7 @@ class Runner:
                     waiting.extendleft(reversed(self._attempt(parts[0], ahead, clock, bar)))
 
     def _in_order(self, jobs: Sequence[Job], ahead: CompileAhead) -> Iterator[Group]:
-        """List the first group of each cell, then the second, and so on.
+        """List the first group of each cell, then the second, and so on, but first what has compiled.
 
         A cell is planned when it is reached, because its prompts may still be in the making. The groups of generated cells
         share their programs, which are compiled ahead.
@@ -171,15 +171,27 @@ class Runner:
         cells: dict[Hashable, list[Job]] = {}
         for job in jobs:
             cells.setdefault((job.cell, job.question), []).append(job)
-        later = []
-        for (cell, _), own in cells.items():
-            first, *others = self._plan.groups(own)
-            later.append(others)
-            for group in (first, *others) if ahead.spare and cell.length is not None else ():
-                for part in self._plan.alike(group, self._answered):
-                    self._add(ahead, part)
-            yield first
-        yield from (group for groups in itertools.zip_longest(*later) for group in groups if group)
+        coming, known = collections.deque(cells.values()), set[Hashable]()
+        planned: list[tuple[tuple[int, int], Group, list[Hashable]]] = []  # in order, with the keys of programs
+        first: list[Hashable] = []  # those of first groups
+        while coming or planned:
+            ready = next((one for one in planned if all(map(ahead.done, one[2]))), None)
+            more = all(map(ahead.done, first)) or (ready is None and any(map(ahead.done, known)))
+            if coming and (ready is None or ready[0][0] > 0) and (more or not planned):
+                for at, group in enumerate(self._plan.groups(coming.popleft())):
+                    generated = ahead.spare and group.jobs[0].cell.length is not None
+                    parts = self._plan.alike(group, self._answered) if generated else ()
+                    keys = [key for part in parts for key in self._add(ahead, part)]
+                    first = first if at else keys
+                    known.update(keys)
+                    planned.append(((at, len(cells) - len(coming)), group, keys))
+                planned.sort(key=lambda one: one[0])
+            elif ready is None:
+                time.sleep(_PAUSE)
+                self._idle += _PAUSE
+            else:
+                planned.remove(ready)
+                yield ready[1]
 
     def _finished(self, job: Job) -> bool:
         row = self.folder.find(job.identity)
@@ -239,6 +251,7 @@ class Runner:
             bar.set_description(f"{name} {cell.title}: {what}", refresh=is_drawn())  # a log gets no line for it
 
         tell("compiling")
+        idle, self._idle = self._idle, 0.0
         with Timer(clock) as waiting:
             for key in self._add(ahead, group):
                 ahead.wait(key)
@@ -246,7 +259,7 @@ class Runner:
         encoded, batches, limit = self.store[cell], self._plan.batches(group), self.settings.max_new_tokens
         asked = encoded.after(group.answered), group.methods, jobs[0].question, batches, clock, limit, tell
         for job, (row, predictions) in zip(jobs, answer_cell(self.model, *asked), strict=True):
-            row["compile_seconds"] = round(row["compile_seconds"] + (waiting.run + waiting.compile) / len(jobs), 2)
+            row["compile_seconds"] = round(row["compile_seconds"] + (waiting.run + waiting.compile + idle) / len(jobs), 2)
             if group.answered:
                 row, predictions = self.folder.joined(encoded, job.identity, row, predictions)
             row = {**row, **job.identity, "budget": job.identity["knobs"].get("budget"), "note": job.setting.note}

@@ -1,7 +1,5 @@
 """Refuses to put answers to other examples beside each other: a file that changed, or a version that makes other examples."""
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The settings of an evaluation, from flags or a YAML file."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 from collections.abc import Mapping
@@ -47,7 +45,7 @@ class EvaluationSettings(MeshSettings):
             (default: in the dtype of computation)
         workers: processes that make prompts
         methods: comma-separated names, package.module:Class, wrappers such as twilight(quest), or papers, baselines, all
-            (default all); a YAML file may have {name: knobs}, too; Full always runs first
+            (default all); a YAML file may have {name: knobs}, too; Full always runs
         budgets: comma-separated shares of the length or tokens, for methods whose budget is not set
         together: the most methods that prefill a prompt together, if their caches fit; methods that evict or select during
             prefill always run alone, and with 1 all methods do

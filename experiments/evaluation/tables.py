@@ -1,7 +1,5 @@
 """Formats tables of compared methods, with the commits, devices and settings that made the numbers."""
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Scores by what tasks ask for: in the question's words, paraphrased, in many entries, in a dialogue, by events."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -12,8 +12,6 @@ if its answer scores at least one half. The file has ``{"LAYER-HEAD": [a score o
 answers stand in the text.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -21,6 +21,7 @@ from experiments.answering import choices_of
 from experiments.cli import Job
 from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows, write_bytes
+from kvjax.protocol.typing import method_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,8 @@ def _kept(settings: KeptSettings) -> None:
     method = choice.at(settings.length, model.tokenizer, model.config).method
     if "head_factor" not in vars(method):
         raise ValueError(f"expected a method with a head_factor, got {settings.method}")
+    if len(method_layers(model.config)) < model.config.num_layers:
+        raise ValueError(f"expected a model whose layers all attend to the whole context, got {settings.model}")
     free = dataclasses.replace(method, head_factor=settings.length / method.budget)
     most = np.zeros(model.config.num_layers)
     for prompt in encode_prompts(model, settings).wholes:

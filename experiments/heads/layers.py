@@ -8,8 +8,6 @@ means into shares of the budget, which are printed in the form that `kvjax.wrapp
     method = kvjax.wrappers.LayerBudgets(method=SnapKV(budget=1024), shares=kvjax.wrappers.layer_shares(similarity))
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A layer that runs as another method's layer does, and keeps measurements beside its state."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

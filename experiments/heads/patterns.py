@@ -9,8 +9,6 @@ multiplied by ``scale``. "block_sparse" has here as many blocks as the A-shape n
 several times the tokens of a candidate.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Prompts of a task for measurements of a model, with other seeds than the seeds that commands score."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from jsonargparse.typing import PositiveInt

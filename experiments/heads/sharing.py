@@ -13,8 +13,6 @@ agreement of a prompt's queries where this takes their mean. The file has the kn
 ``{"anchors": [...], "head_map": [[...], ...]}``, and the agreement of each pair of layers with the best heads.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib

@@ -17,6 +17,7 @@ from experiments.records.plotting import FAINT as FAINT
 from experiments.records.plotting import REFERENCE as REFERENCE
 from experiments.records.plotting import amount_axis as amount_axis
 from experiments.records.plotting import bar_chart as bar_chart
+from experiments.records.plotting import check_installed as check_installed
 from experiments.records.plotting import error_bars as error_bars
 from experiments.records.plotting import heat_map as heat_map
 from experiments.records.plotting import legend as legend

@@ -1,6 +1,7 @@
 """The JSON record of a measurement: settings, versions, device, commit, date, metrics with units."""
 
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -19,6 +20,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "numpy", "safetensors", "tokenizers", "wond
 _KEPT = 50  # characters of a file's name in its draft's name: a longer name would be too long with more letters
 
 
+@functools.cache  # a record is written after every cell
 def commit() -> str | None:
     """Return the commit of this checkout, with "+changes" if tracked files differ from it; None outside a repository."""
     here = pathlib.Path(__file__).resolve().parent
@@ -32,7 +34,8 @@ def commit() -> str | None:
     return head.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
 
 
-def versions(more: Sequence[str] = ()) -> dict[str, str]:
+@functools.cache
+def versions(more: tuple[str, ...] = ()) -> dict[str, str]:
     """Return the versions of Python and of the installed packages that a result depends on, `PACKAGES` and ``more``."""
     known = {"python": platform.python_version()}
     for name in (*PACKAGES, *more):

@@ -139,12 +139,16 @@ class Results:
         """Add a finished cell, which replaces a cell whose fields include all of ``identity``, and write the file."""
         with self.lock:
             self.read()
-            old = self.find(identity)
-            if old is not None:
-                self.metrics[self.metrics.index(old)] = metric
-            else:
-                self.metrics.append(metric)
-            self.write()
+            self.put(metric, identity)
+
+    def put(self, metric: dict[str, Any], identity: Mapping[str, Any]) -> None:
+        """Run `add` after a `read` under the same `lock`."""
+        old = self.find(identity)
+        if old is not None:
+            self.metrics[self.metrics.index(old)] = metric
+        else:
+            self.metrics.append(metric)
+        self.write()
 
     def note(self, name: str, value: Any) -> None:
         """Keep a JSON value beside the cells and write the file."""

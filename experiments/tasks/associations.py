@@ -18,8 +18,6 @@ Each task has a twin, ``..._literal``, of the same seed: the same people at the 
 the question's words. So the difference of the two scores is what the paraphrase costs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 

@@ -13,8 +13,6 @@ by their similarity, which gives near-duplicates most of the score. Here the wor
 texts differ from their first words on.
 """
 
-from __future__ import annotations
-
 import random
 
 from experiments.tasks.associations import PEOPLE

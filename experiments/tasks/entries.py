@@ -8,8 +8,6 @@ three entries decide the other tasks, whose answers first write what they count,
 The words are ours. Scores are exact.
 """
 
-from __future__ import annotations
-
 import datetime
 import random
 from collections.abc import Sequence

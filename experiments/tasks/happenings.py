@@ -13,8 +13,6 @@ up and put them down, and a thing is where its carrier is.
 All stand in their order, spread over the text. The answer to the fifth first names the things.
 """
 
-from __future__ import annotations
-
 import random
 
 from experiments.tasks.associations import PEOPLE

@@ -1,8 +1,7 @@
 """The most that fits the bytes of a device: the largest budget of a method, the longest prompt, the most rows."""
 
-from __future__ import annotations
-
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -92,6 +91,7 @@ def longest_prompt(
     device_bytes: float | None = None,
     spare: int = SPARE,
     step: int = 1,
+    chunk_size: int = 8192,
     **sizes: Any,
 ) -> int | None:
     """Find the longest prompt with which a cache fits the device; arguments and errors as in `largest_budget`.
@@ -106,6 +106,7 @@ def longest_prompt(
         device_bytes: bytes of a device that may be used; None means all that are free now.
         spare: bytes of these to leave for what is not counted.
         step: tokens; the result is less than so many below the longest.
+        chunk_size: as in `kvjax.prefill`.
         **sizes: as in `largest_budget`.
 
     Returns:
@@ -113,13 +114,13 @@ def longest_prompt(
     """
 
     def needs(tokens: int) -> int:
-        return spare + _bytes(
-            memory_needed(method, config, batch=batch, prompt_slots=tokens, max_new_tokens=max_new_tokens, **sizes)
-        )
+        return spare + _bytes(memory_needed(method, config, prompt_slots=tokens, **given))
 
+    given = {"batch": batch, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size, **sizes}
     have, step = _have("longest_prompt", device_bytes, sizes.get("mesh"), spare), positive_int("step", step)
     least = _least(lambda tokens: resolve(method, tokens), _MOST_TOKENS)
-    return _unbounded(_most(needs, have, least, _MOST_TOKENS, step), _MOST_TOKENS)
+    level = positive_int("chunk_size", chunk_size)  # a prompt's storage is whole chunks
+    return _unbounded(_most(needs, have, least, _MOST_TOKENS, step, level), _MOST_TOKENS)
 
 
 def most_rows(
@@ -190,28 +191,37 @@ def _least(make: Callable[[int], Any], most: int) -> int:
     return high
 
 
-def _most(needs: Callable[[int], int], have: int, least: int, most: int, step: int = 1) -> int | None:
+def _most(needs: Callable[[int], int], have: int, least: int, most: int, step: int = 1, level: int = 1) -> int | None:
     """Find the largest number that needs at most ``have`` bytes, to ``step``; None if ``least`` needs more.
 
-    ``needs`` does not fall. It is nearly a straight line, so the next number to try is where the line through both ends has
-    ``have`` bytes; every third is the middle.
+    ``needs`` must not fall, and rises mostly behind multiples of ``level``.
     """
-    low, high, at_low = least, min(most, _SOON), needs(least)
-    at_high = at_low if at_low > have else needs(high)
-    if at_high <= have:
-        low, high, at_low, at_high = high, most, at_high, needs(most)
-    if at_low > have or at_high <= have:
-        return None if at_low > have else most
+    needs = functools.cache(needs)
+    if needs(least) > have:
+        return None
+    ends = least, min(most, _SOON), most
+    if (above := next((at for at in (1, 2) if needs(ends[at]) > have), None)) is None:
+        return most
+    low, high = _between(needs, have, ends[above - 1], ends[above], max(level, step))
+    over = (low // step + 1) * step
+    if over >= high or needs(over) > have:
+        return low
+    return _between(needs, have, over, high, step)[0]
+
+
+def _between(needs: Callable[[int], int], have: int, low: int, high: int, unit: int) -> tuple[int, int]:
+    """Narrow ``low``, which fits, and ``high``, which does not, until no multiple of ``unit`` is between them.
+
+    The next number to try is where the line through both ends has ``have`` bytes; every third is the middle.
+    """
     for turn in itertools.count(1):
-        if high - low <= step:
+        first, last = low // unit + 1, -(-high // unit) - 1
+        if first > last:
             break
-        line = low + (high - low) * (have - at_low) // (at_high - at_low)
-        guess = min(max(line, low + step), high - 1) if turn % 3 else (low + high) // 2
-        if (size := needs(guess)) <= have:
-            low, at_low = guess, size
-        else:
-            high, at_high = guess, size
-    return low
+        line = low + (high - low) * (have - needs(low)) // (needs(high) - needs(low))
+        guess = unit * (min(max(line // unit, first), last) if turn % 3 else (first + last) // 2)
+        low, high = (guess, high) if needs(guess) <= have else (low, guess)
+    return low, high
 
 
 def _bytes(needed: Needed) -> int:

@@ -94,8 +94,7 @@ def memory_needed(
 ) -> Needed:
     """Compute from shapes alone the memory that prefill and decode need; printed, the result says the peak and what remains.
 
-    The state that layers share is not counted, nor the second reading of a method that reads the prompt twice (that of KVgrad
-    keeps the activations of all layers), and activations without ``params`` only those of attention. No method needs a
+    Without ``params`` no activations count but those of attention, and no second reading of a prompt. No method needs a
     tokenizer here.
 
     Args:
@@ -130,7 +129,8 @@ def needed_together(each: Sequence[Phases]) -> Needed:
     """Add up what caches need that exist together. Their layers are staged one after the other."""
     reading, after = add_parts(x.reading for x in each), add_parts(x.after for x in each)
     device, host = max(reading.alone, after.alone), max(reading.host, after.host)
-    return Needed(device=device, host=host, staged=max(x.staged for x in each), after=after.alone)
+    staged = reading.alone + max(x.staged for x in each) - device  # some of it where layers wait in host memory meanwhile
+    return Needed(device=device, host=host, staged=max(staged, 0), after=after.alone)
 
 
 def needed_each(

@@ -1,7 +1,5 @@
 """The bytes of a method's cache, phase by phase, in a form that can be added up for any group of methods."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Hashable, Iterable, Mapping
 

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from kvjax.accounting.activations import finishing, passing
+from kvjax.accounting.activations import finishing, observing, passing, rereading
 from kvjax.accounting.phases import Part, Phases, add_parts
-from kvjax.decoding.layer_bytes import LayerBytes, Stored, each_device, layer_bytes
+from kvjax.decoding.layer_bytes import LayerBytes, Stored, each_device, layer_bytes, placed_bytes
 from kvjax.decoding.layers import init_shared, layer_specs
 from kvjax.decoding.reading_order import Order, reading_spec
-from kvjax.protocol.method import LayerMethod, Method
+from kvjax.protocol.method import LayerMethod, LayerSpec, Method
 from kvjax.protocol.typing import Model, layer_recurrence, layer_ropes, layered, not_none
 
 
@@ -54,9 +54,12 @@ class Reading:
             for one, *of_layer in zip(methods, specs, layer_ropes(self.model), layer_recurrence(self.model), strict=True)
         ]
         first = {kind: at for at, kind in reversed(list(enumerate(kinds)))}  # layers of one kind need the same
-        stored = {at: (methods[at], reading_spec(specs[at], order), specs[at], self.mesh) for at in first.values()}
-        known = {kind: layer_bytes(*stored[at]) for kind, at in first.items()}
-        layers = [known[kind] for kind in kinds]
+        known = {
+            at: layer_bytes(methods[at], reading=reading_spec(specs[at], order), spec=specs[at], mesh=self.mesh)
+            for at in first.values()
+        }
+        places = [first[kind] for kind in kinds]
+        layers = [known[at] for at in places]
         after = [_part(one.kept, at, shares, self.batch, rows) for at, one in enumerate(layers)]
         in_turn = order.by == "layers" or (order.chunks == 1 and not method.reread_tokens(order.slots))
         reading = add_parts([*after[order.waiting :], *self._read(layers, in_turn, shares)])
@@ -66,11 +69,42 @@ class Reading:
         if order.by == "layers" and order.offloaded:  # what is finished, what waits, and hidden states
             host += add_parts(after).host + add_parts(after[: order.waiting]).alone + self._hidden()
         reading, hidden = dataclasses.replace(reading, host=host), 0 if order.offloaded else self._hidden()
-        beside = max(finishing(*one) for one in stored.values())
-        taken = self._pass(method, methods, list(first.values()))
+        taken = self._pass(method, methods, list(known))
         if not order.apart:  # a pass takes its row out of one layer, and puts it back
             taken += max(one.reading.device for one in layers) // self.batch
-        return Phases(reading=reading, after=add_parts(after), staged=hidden + max(beside, taken))
+        ended, observed, shared = self._end(method, methods, specs, places)
+        kept = add_parts([*after, Part(shared * self.batch // rows, 0)])
+        # The state that layers share is made when all rows are finished.
+        beside = observed * self.batch // rows - max(reading.alone - kept.alone, 0)
+        return Phases(reading=reading, after=kept, staged=max(hidden + max(ended, taken), beside))
+
+    def _end(
+        self, method: Method, methods: Sequence[LayerMethod], specs: Sequence[LayerSpec], places: Sequence[int]
+    ) -> tuple[int, int, int]:
+        """Estimate what the end of the prompt takes besides states.
+
+        Returns:
+            Bytes while the prompt is read again and layers are finished; while `Method.observe` runs; and of the state that
+            layers share, after it.
+        """
+        fixed = {"model": self.model, "mesh": self.mesh}
+
+        def init(at: int) -> Any:
+            spec = reading_spec(specs[at], self.order)
+            return jax.eval_shape(each_device(None if spec.parts == 1 else self.mesh, lambda: methods[at].init(spec)))
+
+        begun = {at: init(at) for at in places}
+        states, again = tuple(begun[at] for at in places), 0
+        shared = jax.eval_shape(each_device(self.mesh, lambda: init_shared(method, self.model, specs)))
+        if self.params is not None and (padded := self.order.slots) and method.reread_tokens(padded):
+            again, states = rereading(method, self.params, states, shared, specs=specs, padded=padded, **fixed)
+        more = placed_bytes(states)[0] - sum(placed_bytes(begun[at])[0] for at in places)
+        ends = {at: finishing(methods[at], states[at], spec=specs[at], mesh=self.mesh) for at in begun}
+        ended = more + max(again, *(size for size, _ in ends.values()))
+        if shared is None:
+            return ended, 0, 0
+        finished = tuple(ends[at][1] for at in places)
+        return ended, *observing(method, finished, shared, rows=specs[0].batch, **fixed)
 
     def _read(self, layers: Sequence[LayerBytes], in_turn: bool, shares: bool) -> list[Part]:
         """List what exists beside all finished rows, at the peak; ``in_turn`` if only one layer's whole prompt exists."""
@@ -91,9 +125,13 @@ class Reading:
         specs = [reading_spec(spec, order) for spec in layer_specs(methods, model, order.rows, order.slots, *self.sizes)]
         shared = jax.eval_shape(each_device(self.mesh, lambda: init_shared(method, model, specs)))
         start = 0 if order.chunks == 1 else None
-        return max(
-            passing(methods[at], specs[at], (at, model), order.chunk, start, shared, self.params, self.mesh) for at in chosen
-        )
+        fixed = {"chunk": order.chunk, "start": start, "mesh": self.mesh}
+
+        def one(at: int) -> int:
+            state = jax.eval_shape(each_device(self.mesh, lambda: methods[at].init(specs[at])))
+            return passing(methods[at], state, shared, self.params, spec=specs[at], at=(at, model), **fixed)
+
+        return max(map(one, chosen))
 
     def _hidden(self) -> int:
         """Compute the bytes of the hidden states that wait for the next layer."""

@@ -1,7 +1,5 @@
 """Accounting: the tokens and bytes that a method holds and reads, computed from its state."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import operator

@@ -19,16 +19,16 @@ from pallas_kernels.machine import current_machine
 
 # Operations whose results are computed where they are read.
 _FUSED = frozenset(
-    "abs add and asin atan2 bitcast_convert_type broadcast_in_dim cbrt ceil clamp concatenate convert_element_type copy cos "
-    "div dynamic_slice eq erf exp exp2 expand_dims expm1 floor gather ge gt integer_pow iota is_finite le log log1p logistic "
-    "lt max min mul ne neg nextafter not or pad population_count pow real reduce_precision rem reshape rev round rsqrt "
-    "select_n shift_left shift_right_arithmetic shift_right_logical sign sin slice split sqrt square squeeze stop_gradient "
-    "sub tan tanh transpose xor".split()
+    "abs add add_any and asin atan2 bitcast_convert_type broadcast_in_dim cbrt ceil clamp concatenate convert_element_type "
+    "copy cos div dynamic_slice eq erf exp exp2 expm1 floor gather ge gt integer_pow iota is_finite le log log1p logistic "
+    "lt max min mul ne neg nextafter not or pad population_count pow real reduce_precision rem rev round rsqrt select_n "
+    "shift_left shift_right_arithmetic shift_right_logical sign sin slice split sqrt square stop_gradient sub tan tanh "
+    "transpose xor".split()
 )
 _IN_PLACE = frozenset("dynamic_update_slice scatter scatter-add scatter-max scatter-min scatter-mul".split())
-_VIEWS = frozenset("expand_dims reshape squeeze".split())
+_SAME = frozenset("expand_dims optimization_barrier reshape squeeze".split())  # whose results are their operands
 _LOOPS = frozenset(["while", "scan", "cond"])
-_PASSING = frozenset([*_LOOPS, "optimization_barrier", "device_put"])  # a result may take the place of an operand
+_PASSING = frozenset([*_LOOPS, "device_put"])  # a result may take the place of an operand
 
 
 @dataclasses.dataclass
@@ -66,7 +66,9 @@ class _Program:
 
         for eqn in jaxpr.eqns:
             inputs, name, inner = [read(x) for x in eqn.invars], eqn.primitive.name, list(_inside(eqn.params))
-            if name not in _LOOPS and len(inner) == 1 and len(inner[0].invars) == len(inputs) and name != "pallas_call":
+            if name in _SAME:
+                outputs = inputs
+            elif name not in _LOOPS and len(inner) == 1 and len(inner[0].invars) == len(inputs) and name != "pallas_call":
                 outputs = self._add(inner[0], inputs)
             else:
                 outputs = [self._array(x.aval) for x in eqn.outvars]
@@ -114,15 +116,15 @@ def _peak(jaxpr: core.Jaxpr, consumed: Sequence[bool] = ()) -> int:
     # Backwards: when each array is read last, and which fused results must be in memory.
     last = dict.fromkeys(places, len(steps))
     needed = set(program.results)
-    turned = {x: step.inputs[0] for step in steps if step.name == "transpose" for x in step.outputs}
+    turned = {step.outputs[0]: step.inputs[0] for step in steps if _read_by_products(step, sizes)}
     for at in range(len(steps) - 1, -1, -1):
         step, now = steps[at], at
         if step.fused and not needed.intersection(step.outputs):
             now = max(last.get(x, -1) for x in step.outputs)
         for x in step.inputs:
             last[x] = max(last.get(x, -1), now)
-        if (step.reads and not step.fused) or (step.name in _VIEWS and step.outputs[0] in needed):
-            product = step.name == "dot_general"  # reads its operands in any order
+        if step.reads and not step.fused:
+            product = step.name == "dot_general"
             needed.update(turned.get(x, x) if product else x for x in step.inputs)
     held = set(arguments)
     live = given = most = sum(sizes[x] for x in held)
@@ -147,6 +149,12 @@ def _written(program: _Program) -> set[int]:
             pairs = zip(step.outputs, places, strict=False)
             found |= {x for made, x in pairs if made in found and program.sizes[made] == program.sizes[x]}
     return found
+
+
+def _read_by_products(step: _Step, sizes: Sequence[int]) -> bool:
+    """Tell whether products compute the result of a step as they read it: another order, and on a GPU a wider dtype."""
+    widens = step.name == "convert_element_type" and sizes[step.outputs[0]] > sizes[step.inputs[0]]
+    return step.name == "transpose" or (widens and current_machine().platform != "cpu")
 
 
 def _replaces(step: _Step, array: int) -> bool:

@@ -1,7 +1,5 @@
 """Ask questions about a text in one call: `answer` prefills the text once, and asks each question of a copy of the cache."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """Thresholds from data for `kvjax.methods.Chess`: the entropy above which a model counts as unsure."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -4,8 +4,6 @@ A directory holds a file with the bytes of each array, and ``kvjax.json``, which
 the arrays. It has the checksums of all files, and a checksum of its own content.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import functools

@@ -1,7 +1,5 @@
 """Score methods from Python, as the command ``kvjax eval`` does: `evaluate` returns a table."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Copy a cache, to ask several questions about one context."""
 
-from __future__ import annotations
-
 from kvjax.api.programs import repeat_program
 from kvjax.cache.whole_model import Cache, check_alive, repeat_rows
 from kvjax.decoding.bits import in_32_bits

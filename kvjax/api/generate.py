@@ -5,8 +5,6 @@ cache that they return, or `kvjax.fork` yours first. Inside ``jax.jit``, ``jax.v
 and skip the checks of traced values.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any

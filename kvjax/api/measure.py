@@ -1,7 +1,5 @@
 """Measure what the next decode step of a cache costs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvjax.accounting.stats import Stats, with_bytes

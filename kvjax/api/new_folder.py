@@ -1,7 +1,5 @@
 """A folder that appears when it is complete: it is filled under another name in the same place, and renamed at the end."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

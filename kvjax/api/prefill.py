@@ -1,7 +1,5 @@
 """Prefill: `prefill` for one method, and `prefill_each` for several methods at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

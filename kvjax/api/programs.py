@@ -5,8 +5,6 @@ the next method while this one runs (`lower_programs`). JAX keeps the programs: 
 program.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any

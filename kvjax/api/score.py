@@ -1,7 +1,5 @@
 """Score given tokens under a cache's method: `score`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

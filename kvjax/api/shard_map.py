@@ -8,8 +8,6 @@ the number of heads, and an axis of slots if its shape follows the devices along
 are equal on the devices that share a row.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping

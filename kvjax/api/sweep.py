@@ -6,8 +6,6 @@ computed once. Use a sweep for accuracy curves. Do not measure speed or memory w
 costs as much as the largest ``capacity``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

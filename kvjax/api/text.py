@@ -1,7 +1,5 @@
 """Generated tokens as rows of ids, with log-probabilities, and as text, at the end or while they are generated."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

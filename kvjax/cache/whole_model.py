@@ -65,9 +65,12 @@ def check_alive(cache: Cache) -> None:
 def repeat_rows(cache: Cache, copies: int) -> Cache:
     """Run `fork` without its checks."""
 
+    def copy(x: Array) -> Array:  # outside of a trace no shape needs a program
+        return jnp.copy(x) if isinstance(x, Tracer) else jax.device_put(x, may_alias=False)
+
     def repeat(x: Array) -> Array:
         if copies == 1:
-            return jnp.copy(x)
+            return copy(x)
         repeated = jnp.repeat(to_device(x), copies, axis=0)
         return to_host(repeated) if on_host(x) else repeated
 
@@ -78,7 +81,7 @@ def repeat_rows(cache: Cache, copies: int) -> Cache:
         cache,
         layers=rows(cache.layers),
         shared=rows(cache.shared),
-        method=jax.tree.map(jnp.copy, cache.method),
+        method=jax.tree.map(copy, cache.method),
         length=rows(cache.length),
         logits=rows(cache.logits),
     )

@@ -1,7 +1,5 @@
 """Arrays of 32 bits, whatever ``jax_enable_x64`` says."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

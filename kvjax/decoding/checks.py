@@ -4,8 +4,6 @@ Inside a trace some values can be known, such as a cache that a jitted function 
 them, too; `kvjax.protocol.describe.at_once` runs them at once.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import jax

@@ -1,7 +1,5 @@
 """Decode and extend, traced: the model runs on tokens after a prompt, and each layer's method stores and attends."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from kvjax.decoding.shared_storage import keeps_storage, storage_key
 from kvjax.mesh.sharding import on_each
 from kvjax.protocol.method import LayerMethod, LayerSpec
+from pallas_kernels.machine import Machine, current_machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +53,24 @@ class LayerBytes:
         return self.kept.device - self.same
 
 
+def by_shapes[**P, Found](run: Callable[P, Found]) -> Callable[P, Found]:
+    """Keep what a function finds for the shapes in its positional arguments, which are pytrees, and what else it is given."""
+
+    @functools.lru_cache(maxsize=1024)
+    def known(kind: Any, leaves: tuple[Any, ...], machine: Machine, fixed: tuple[tuple[str, Any], ...]) -> Found:
+        return cast("Any", run)(*jax.tree.unflatten(kind, leaves), **dict(fixed))
+
+    @functools.wraps(run)
+    def of_shapes(*trees: P.args, **fixed: P.kwargs) -> Found:
+        leaves, kind = jax.tree.flatten(trees)
+        return known(kind, tuple(map(jax.api_util.shaped_abstractify, leaves)), current_machine(), tuple(fixed.items()))
+
+    return of_shapes
+
+
+@by_shapes
 def layer_bytes(
-    method: LayerMethod, reading: LayerSpec, spec: LayerSpec, mesh: Mesh | AbstractMesh | None = None
+    method: LayerMethod, *, reading: LayerSpec, spec: LayerSpec, mesh: Mesh | AbstractMesh | None = None
 ) -> LayerBytes:
     """Count the bytes of a layer's state on each device; nothing is computed.
 
@@ -63,13 +80,7 @@ def layer_bytes(
         spec: those of the finished layer.
         mesh: the devices if they divide the slots of a row, outside of `jax.shard_map`.
     """
-    leaves, kind = jax.tree.flatten(method)
-    shapes = tuple(jax.api_util.shaped_abstractify(x) for x in leaves)
-    return _layer_bytes(kind, shapes, reading, spec, None if spec.parts == 1 else mesh)
-
-
-@functools.lru_cache(maxsize=1024)
-def _layer_bytes(kind: Any, leaves: tuple[Any, ...], reading: LayerSpec, spec: LayerSpec, mesh: Any) -> LayerBytes:
+    mesh = None if spec.parts == 1 else mesh
     found: list[tuple[Hashable, bool, int]] = []
 
     def finish(method: LayerMethod, state: Any) -> Any:
@@ -79,7 +90,6 @@ def _layer_bytes(kind: Any, leaves: tuple[Any, ...], reading: LayerSpec, spec: L
         found.append((key, kept, placed_bytes([x for x in jax.tree.leaves(made) if id(x) in had])[0]))
         return made
 
-    method = jax.tree.unflatten(kind, leaves)
     state = jax.eval_shape(each_device(mesh, lambda method: method.init(reading)), method)
     made = jax.eval_shape(each_device(mesh, finish), method, state)
     key, kept, same = found[-1]

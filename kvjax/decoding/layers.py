@@ -1,7 +1,5 @@
 """The layers of a model under a method: which method each layer runs, its storage sizes, and which methods are refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from collections.abc import Sequence

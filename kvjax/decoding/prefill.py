@@ -46,12 +46,12 @@ from kvjax.cache import Cache, LayerSpec
 from kvjax.decoding.layers import fingerprint, init_shared, layer_methods, layer_specs, observe
 from kvjax.decoding.passes import Pass, checked, reread
 from kvjax.decoding.reading_order import By, Order, chosen_order, reading_spec
-from kvjax.decoding.shared_storage import Common, barrier, common_storage, finish, made_after, stored_alone
+from kvjax.decoding.shared_storage import Common, barrier, common_storage, finish, stored_alone
 from kvjax.protocol.method import LayerMethod, Method
 from kvjax.protocol.typing import Model, attention_soft_cap, is_recurrent, layered, not_none, position_option
 from pallas_kernels import axes
 from pallas_kernels.host import on_host, to_device, to_host
-from pallas_kernels.numerics import bounded_loop
+from pallas_kernels.numerics import bounded_loop, made_after
 from pallas_kernels.soft_cap import soft_cap
 
 

@@ -141,7 +141,7 @@ def chosen_order(
         for layers in each:
             specs = layer_specs(layers, model, 1, order.slots, max_new_tokens, parts, kv_dtype)
             own = zip(layers, specs, strict=True)
-            found.append([layer_bytes(one, reading_spec(spec, order), spec, mesh) for one, spec in own])
+            found.append([layer_bytes(one, reading=reading_spec(x, order), spec=x, mesh=mesh) for one, x in own])
         of_layers = list(zip(*found, strict=True))
         hidden = order.slots * not_none("model", layered(model)).hidden_size * jnp.dtype(model.dtype).itemsize
         return RowBytes(

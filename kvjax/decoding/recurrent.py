@@ -13,8 +13,6 @@ the cache like any other state, so they are forked, saved and spread over device
 again, so `kvjax.Verified` advances them a second time, by kept tokens only.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Rare work of layers after a step: `LayerMethod.settle`, once for all layers or not at all."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

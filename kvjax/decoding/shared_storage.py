@@ -13,7 +13,6 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.cache import Cache, LayerSpec
@@ -131,19 +130,6 @@ def barrier[Tree](tree: Tree) -> Tree:
     only = {id(leaf): leaf for leaf in leaves}
     held = dict(zip(only, lax.optimization_barrier(tuple(only.values())), strict=True))
     return jax.tree.unflatten(structure, [held[id(leaf)] for leaf in leaves])
-
-
-def made_after[Tree](before: Any, tree: Tree) -> Tree:
-    """Let arrays of constants depend on what exists ``before`` them.
-
-    Else XLA makes equal constants once, at the start of the program, and a copy there for each loop that changes them.
-    """
-    _, zero = barrier((before, jnp.zeros((), jnp.int32)))
-
-    def one(x: Array) -> Array:
-        return x | zero.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.bool_) else x + zero.astype(x.dtype)
-
-    return jax.tree.map(one, tree)
 
 
 @pytree

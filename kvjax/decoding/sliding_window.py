@@ -13,8 +13,6 @@ window are below W, however long the text is.
 is the mask of Hugging Face's transformers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

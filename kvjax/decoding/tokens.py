@@ -1,7 +1,5 @@
 """Token ids as users give them: lists of lists, or padded arrays."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

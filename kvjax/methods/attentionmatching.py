@@ -49,6 +49,7 @@ from kvjax.protocol.method import Inputs, Prompt, Reading
 from kvjax.protocol.slots import SlotState
 from kvjax.protocol.typing import not_none, pytree, static
 from kvjax.selection import kept_positions, pick
+from pallas_kernels.dispatch import run_shared
 from pallas_kernels.numerics import finite_or_zero, product_precision
 from pallas_kernels.soft_cap import capped
 
@@ -90,8 +91,9 @@ class AttentionMatching(Rereading):
             def attend(state: tuple[LayerCache, Array, Asked], inputs: Inputs) -> tuple[Array, tuple]:
                 cache, score, asked = state
                 query, key = inputs.rotated()
-                out, lse, past = attend_behind(query, key, inputs.value, cache, inputs.position, inputs.sinks)
-                score = self.raised(score, cache, query, lse, inputs.position, self.num_sink + index * size, size)
+                out, lse, past = run_shared(attend_behind, query, key, inputs.value, cache, inputs.position, inputs.sinks)
+                given = score, cache, query, lse, inputs.position, self.num_sink + index * size, size
+                score = run_shared(type(self).raised, self, *given)
                 return out, (cache, score, _sampled(asked, at, query, past))
 
             given = tuple((cache, *old) for cache, old in zip(caches, found, strict=True))

@@ -14,8 +14,8 @@ where p_t,g is KVzip's softmax, and W_g the output projection of query head g. T
 layers stay, and the first ``num_sink`` tokens; with ``layerwise``, each layer keeps the best of its own heads.
 
 A second reading and its reverse cost three times the first reading or more. The reverse needs what every layer has computed
-on a chunk, about eight times the MLP's width for each token and layer. `kvjax.memory_needed` does not count it: with the
-default chunk 3.5 GiB for each row of an 8B model in 16 bits. A smaller ``chunk`` needs less.
+on a chunk, about eight times the MLP's width for each token and layer: with the default chunk 3.5 GiB for each row of an 8B
+model in 16 bits. A smaller ``chunk`` needs less.
 
 **Source**: "KVgrad" (openreview.net/forum?id=cg1wTCJjjk), read in the code of NVIDIA/kvpress 0.5.5, KVgradPress; it builds on
 Kim et al., "KVzip" (arXiv:2505.23416).
@@ -26,6 +26,7 @@ pass is computed in blocks of queries, so that no map of all probabilities is in
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, ClassVar
 
@@ -41,6 +42,7 @@ from kvjax.protocol.slots import SlotState
 from kvjax.protocol.typing import not_none, pytree, static
 from pallas_kernels import axes
 from pallas_kernels.attend.prefix_attention import prefix_attention
+from pallas_kernels.dispatch import run_shared
 from pallas_kernels.numerics import finite_or_zero, product_precision
 from pallas_kernels.soft_cap import capped
 
@@ -80,7 +82,8 @@ class KVgrad(Rereading):
                 scale = 1 / math.sqrt(query.shape[-1])
                 _, lse = prefix_attention(query, key, key, start=0, length=count, scale=scale)
                 weight = jnp.linalg.norm(gradient, axis=2)
-                new.append(self.raised(score, cache, query, lse, position, begin, size, weight=weight, kernel=kernel))
+                given = score, cache, query, lse, position, begin, size
+                new.append(run_shared(type(self).raised, self, *given, weight=weight, kernel=kernel))
             return tuple(new)
 
         none = tuple(jnp.zeros(cache.position.shape, jnp.float32) for cache in caches)
@@ -94,7 +97,7 @@ class KVgrad(Rereading):
 def _attend(cache: LayerCache, inputs: Inputs) -> tuple[Array, tuple[Array, ...]]:
     """Attend behind the prompt by operations that can be reversed; return what scores need."""
     query, key = inputs.rotated()
-    out = _behind(query, key, inputs.value, cache.key, cache.value, cache.valid, inputs.position, inputs.sinks)
+    out = run_shared(_behind, query, key, inputs.value, cache.key, cache.value, cache.valid, inputs.position, inputs.sinks)
     return out, (*map(lax.stop_gradient, (query, key)), inputs.position, not_none("written", inputs.written)[1])
 
 
@@ -103,9 +106,7 @@ def _behind(
     query: Array, key: Array, value: Array, past: Array, held: Array, valid: Array, position: Array, sinks: Array | None
 ) -> Array:
     """Attend with tokens [B, H, G, T, D] to ``past`` keys and ``held`` values [B, H, S, D] and causally to themselves."""
-    keys, values = jnp.concatenate([past, key], axis=2), jnp.concatenate([held, value], axis=2)
     tokens, exact = query.shape[3], product_precision(query.dtype)
-    old = jnp.broadcast_to(valid[:, :, None], (*valid.shape[:2], 1, valid.shape[2]))
     blocks = -(-tokens // _BLOCK)
     padded = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, blocks * _BLOCK - tokens), (0, 0)))
 
@@ -113,16 +114,23 @@ def _behind(
     def block(index: Array) -> Array:
         asked = lax.dynamic_slice_in_dim(padded, index * _BLOCK, _BLOCK, 3)
         order = index * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
-        own = (jnp.arange(tokens, dtype=jnp.int32)[None] <= order[:, None])[None, None] & (position >= 0)[:, None, None]
-        own = jnp.broadcast_to(own, (*valid.shape[:2], _BLOCK, tokens))
-        seen = jnp.concatenate([jnp.broadcast_to(old, (*old.shape[:2], _BLOCK, old.shape[3])), own], axis=3)[:, :, None]
-        logits = jnp.einsum("bhgtd,bhsd->bhgts", asked, keys, precision=exact, preferred_element_type=jnp.float32)
-        logits = jnp.where(seen, capped(logits / math.sqrt(asked.shape[-1])), -jnp.inf)
-        most = lax.stop_gradient(finite_or_zero(jnp.max(logits, axis=4, keepdims=True)))
-        weight = jnp.exp(logits - most)
-        total = jnp.sum(weight, axis=4, keepdims=True)
-        share = (weight / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)).astype(values.dtype)
-        out = jnp.einsum("bhgts,bhsd->bhgtd", share, values, precision=exact, preferred_element_type=jnp.float32)
+        own = (jnp.arange(tokens, dtype=jnp.int32)[None] <= order[:, None])[None] & (position >= 0)[:, None]
+        # Stored and own tokens apart: joined, they would be copies of all rows, and the reverse would have gradients of each.
+        parts = ((past, held, valid[:, :, None, None]), (key, value, own[:, None, None]))
+
+        def logits(keys: Array, seen: Array) -> Array:
+            found = jnp.einsum("bhgtd,bhsd->bhgts", asked, keys, precision=exact, preferred_element_type=jnp.float32)
+            return jnp.where(seen, capped(found / math.sqrt(asked.shape[-1])), -jnp.inf)
+
+        each = [logits(keys, seen) for keys, _, seen in parts]
+        most = functools.reduce(jnp.maximum, (jnp.max(x, axis=4, keepdims=True) for x in each))
+        most = lax.stop_gradient(finite_or_zero(most))
+        weights = [jnp.exp(x - most) for x in each]
+        total = sum(jnp.sum(x, axis=4, keepdims=True) for x in weights)
+        out = jnp.zeros((), jnp.float32)
+        for weight, (_, values, _) in zip(weights, parts, strict=True):
+            share = (weight / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)).astype(values.dtype)
+            out += jnp.einsum("bhgts,bhsd->bhgtd", share, values, precision=exact, preferred_element_type=jnp.float32)
         return with_sinks(out.astype(asked.dtype), (jnp.log(total) + most)[..., 0], sinks)[0]
 
     out = jnp.moveaxis(lax.map(block, jnp.arange(blocks, dtype=jnp.int32)), 0, 3)  # [B, H, G, blocks, _BLOCK, D]

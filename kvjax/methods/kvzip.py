@@ -45,6 +45,7 @@ from kvjax.methods.rereading import Rereading
 from kvjax.protocol.method import Inputs, Prompt, Reading
 from kvjax.protocol.slots import SlotState
 from kvjax.protocol.typing import not_none, pytree, static
+from pallas_kernels.dispatch import run_shared
 
 
 @pytree
@@ -69,12 +70,13 @@ class KVzip(Rereading):
             def attend(state: tuple[LayerCache, Array], inputs: Inputs) -> tuple[Array, tuple]:
                 cache, score = state
                 query, key = inputs.rotated()
-                out, lse, _ = attend_behind(query, key, inputs.value, cache, inputs.position, inputs.sinks)
+                out, lse, _ = run_shared(attend_behind, query, key, inputs.value, cache, inputs.position, inputs.sinks)
                 written = {}
                 if self.plus:
                     hidden, kernel = not_none("written", inputs.written)
                     written = {"weight": 1 / jnp.linalg.norm(hidden.astype(jnp.float32), axis=2), "kernel": kernel}
-                return out, (cache, self.raised(score, cache, query, lse, inputs.position, begin, size, **written))
+                given = score, cache, query, lse, inputs.position, begin, size
+                return out, (cache, run_shared(type(self).raised, self, *given, **written))
 
             given = tuple(zip(caches, scores, strict=True))
             nudges = [jnp.zeros((), cache.key.dtype) for cache in caches] if self.plus else None

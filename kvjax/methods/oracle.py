@@ -104,10 +104,9 @@ class Oracle(SlotMethod):
 
 def logits_of(query: Array, key: Array, valid: Array) -> Array:
     """Compute the exact logits of rotated queries [B, H, G, D] to keys [B, H, S, D]: float32 [B, H, G, S], -inf if empty."""
-    key = jnp.where(valid[..., None], key, 0).astype(jnp.float32)
-    exact = product_precision(jnp.float32)
-    logits = jnp.einsum("bhgd,bhsd->bhgs", query.astype(jnp.float32), key, precision=exact) / math.sqrt(query.shape[-1])
-    return jnp.where(valid[:, :, None], capped(logits), -jnp.inf)
+    exact = product_precision(key.dtype)
+    logits = jnp.einsum("bhgd,bhsd->bhgs", query, key, precision=exact, preferred_element_type=jnp.float32)
+    return jnp.where(valid[:, :, None], capped(logits / math.sqrt(query.shape[-1])), -jnp.inf)
 
 
 def worth(by: str, logits: Array, value: Array, valid: Array, lse: Array | None = None, out: Array | None = None) -> Array:

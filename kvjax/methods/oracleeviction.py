@@ -37,6 +37,7 @@ from kvjax.protocol.method import Inputs, Prompt, Reading
 from kvjax.protocol.slots import SlotState
 from kvjax.protocol.typing import not_none, pytree, static, traced
 from kvjax.selection import compact, mask_of, top_slots
+from pallas_kernels.dispatch import run_shared
 
 
 @pytree
@@ -63,7 +64,7 @@ class OracleEviction(AppendOnly):
 
         def judge(cache: LayerCache, inputs: Inputs) -> tuple[Array, Array]:
             query, key = inputs.rotated()
-            out, later, (_, stored) = attend_behind(query, key, inputs.value, cache, inputs.position)
+            out, later, (_, stored) = run_shared(attend_behind, query, key, inputs.value, cache, inputs.position)
             lses = jnp.logaddexp(stored, later)
 
             def add(score: Array, at: Array) -> tuple[Array, None]:
@@ -104,7 +105,7 @@ class OracleEviction(AppendOnly):
 
         def look(cache: LayerCache, inputs: Inputs) -> tuple[Array, Any]:
             query, key = inputs.rotated()
-            return attend_behind(query, key, inputs.value, cache, inputs.position)[0], cache
+            return run_shared(attend_behind, query, key, inputs.value, cache, inputs.position)[0], cache
 
         def follow(at: Array, answer: Array) -> Array:
             count = jnp.full(reading.length.shape, at, jnp.int32)

@@ -43,7 +43,7 @@ from kvjax.protocol.slots import check_budget
 from kvjax.protocol.typing import pytree
 from kvjax.selection import pick, smooth
 from kvjax.wrappers.periodic import PeriodicEviction
-from pallas_kernels.numerics import join_pieces, product_precision
+from pallas_kernels.numerics import join_pieces, made_after, product_precision
 from pallas_kernels.score.rkv.newest_repeat import newest_repeat
 
 _ONE = 1 << 21  # a cosine of 1 as an integer
@@ -114,7 +114,7 @@ def _sums_at(slots: Array, cosine: Array) -> Array:
     whole = jnp.round(cosine * _ONE).astype(jnp.int32)
 
     def add(slots: Array, part: Array) -> Array:
-        none = jnp.zeros(slots.shape, jnp.int32)
+        none = made_after(part, jnp.zeros(slots.shape, jnp.int32))
         return none.at[slots].add(part, mode="promise_in_bounds", wrap_negative_indices=False)
 
     high, low = (jax.vmap(jax.vmap(add))(slots, part).astype(jnp.float32) for part in (whole // _PART, whole % _PART))

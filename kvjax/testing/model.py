@@ -69,7 +69,7 @@ class TinyModel:
                 kernel = params["layers"][layer]["out"].reshape(self.num_kv_heads, -1, self.head_dim, self.hidden_size)
                 heard = functools.partial(attend, written=(_normed(x), kernel))
             x, state = self.run_layer(params, layer, x, heard, state, *guessed)
-            x = x if nudges is None else x + nudges[layer]
+            x = x if nudges is None else (x + nudges[layer]).astype(x.dtype)
             new.append(state)
         if nudges is not None:
             return x, tuple(new)

@@ -1,7 +1,5 @@
 """A selection that serves other layers and later tokens: `Reuse` lets one layer in ``every`` select."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib

@@ -17,7 +17,7 @@ from pallas_kernels._mosaic_gpu.sizes import ENTRIES, LINE, TILES, Sizes
 from pallas_kernels.numerics import LOG2_E
 
 
-def attend_step(n: Sizes, scale: float, biased: bool, places, query, asked, sums, maximum, total):
+def attend_step(n: Sizes, scale: float, biased: bool, places, query, asked, inv_freq, keep, sums, maximum, total):
     """Attend to a stage.
 
     Args:
@@ -28,6 +28,8 @@ def attend_step(n: Sizes, scale: float, biased: bool, places, query, asked, sums
         query: for each half of the query and each 8 channels an int32, which is two numbers: of channel 2 (l % 4) of the 8
             and the next; for codes of channel 4 (l % 4) + 2 i of 16 and the next, where these 8 are number i of the 16.
         asked: for each half a position; None: no slot is after the query.
+        inv_freq: float32 numbers for the first half of the channels that this lane has of a key, if keys are rotated.
+        keep: called with a half and its logits to base 2 of this lane's entries, hidden or not; or None.
         sums: for each half and each 8 channels two sums of values; for codes of even channels of 16, then of odd ones.
         maximum: for each half the largest logit, to base 2.
         total: for each half the softmax denominator of what this lane saw.
@@ -38,13 +40,16 @@ def attend_step(n: Sizes, scale: float, biased: bool, places, query, asked, sums
     tiles = n.dim // 8
     keys, values, tags = places
     positions, biases, (key_scales, value_scales) = _tags(n, tags, biased)
-    logits = _logits(n, keys, [query[h * tiles : (h + 1) * tiles] for h in range(n.halves)])
+    right = enumerate(_keys(n, keys)) if inv_freq is None else _turned_keys(n, keys, tags, inv_freq)
+    logits = _logits(n, right, [query[h * tiles : (h + 1) * tiles] for h in range(n.halves)])
     weights, decays, risen, totals = [], [], [], []
     for half in range(n.halves):
         seen = [x >= 0 if asked is None else (x >= 0) & (x <= asked[half]) for x in positions]
         found = [x * (scale * LOG2_E) for tile in logits for x in tile[half]]
         found = [x * y for x, y in zip(found, key_scales, strict=True)] if key_scales else found
         found = [x if bias is None else x + bias for x, bias in zip(found, biases, strict=True)]
+        if keep is not None:
+            keep(half, found)
         found = [s.select(x, t.float_number(-math.inf)) for s, x in zip(seen, found, strict=True)]
         top = w.over_quad(functools.reduce(w.most, found), w.most)
         risen.append(w.most(top, maximum[half]))
@@ -128,10 +133,31 @@ def _values(n, place, masks):
                 yield from ([w.decode(x, i, i + 2, n.kind, n.dtype) for x in two] for i in (0, 1))
 
 
-def _logits(n, place, query):
+def _turned_keys(n, place, tags, inv_freq):
+    """Yield number and right side of products with each 16 channels of keys, which are rotated to their places.
+
+    A lane has the channels i and i + D / 2 of the same key.
+    """
+    corner, half = _corner(n, place, by_entries=False), n.dim // 32
+    own = tags + t.signed(w.lane() // 4) * 4
+    entries = [w.load_word(own, n.biases - n.tags + 32 * i) for i in range(TILES)]
+    for k in range(half):
+        pairs = zip(*(_matrices(n, corner, i) for i in (k, k + half)), strict=True)
+        turned = []
+        for at, pair in enumerate(pairs):
+            (a, b), frequencies = (w.parted(x, n.dtype) for x in pair), inv_freq[4 * k + 2 * (at % 2) :][:2]
+            angles = [w.cosine_sine(entries[at // 2], x) for x in frequencies]
+            first = [x * cos - y * sin for x, y, (cos, sin) in zip(a, b, angles, strict=True)]
+            second = [y * cos + x * sin for x, y, (cos, sin) in zip(a, b, angles, strict=True)]
+            turned.append([w.pair(*x, n.dtype) for x in (first, second)])
+        for i, four in zip((k, k + half), zip(*turned, strict=True), strict=True):
+            yield i, (four[:2], four[2:])
+
+
+def _logits(n, right_sides, query):
     """Multiply queries and keys: for each 8 entries and each half two numbers."""
     sums = [[[t.float_number(0.0)] * 2] * n.halves for _ in range(TILES)]
-    for k, keys in enumerate(_keys(n, place)):
+    for k, keys in right_sides:
         left = [half[2 * k : 2 * k + 2] for half in query]
         sums = [_product(n, left, right, x) for right, x in zip(keys, sums, strict=True)]
     return sums

@@ -66,13 +66,28 @@ def default_programs(lists: int, blocks: int) -> tuple[int, int]:
     return min([(1, 1), *sizes], key=rounds)
 
 
+def divided(n: Sizes, lists: int, entries: int, programs: tuple[int, int] | None) -> Sizes:
+    """Divide lists among programs: of 2 warpgroups if these read a sixteenth less than those of 3, else of 3."""
+
+    def read(most: int) -> tuple[int, Sizes]:
+        sizes = dataclasses.replace(n, most=most)
+        splits, clusters = programs or default_programs(lists, -(-entries // sizes.block))
+        rounds = -(-entries // (sizes.block * splits * clusters))
+        return rounds * sizes.block, dataclasses.replace(sizes, splits=splits, clusters=clusters)
+
+    (many, wide), (few, narrow) = read(3), read(2)
+    return narrow if 16 * few < 15 * many else wide
+
+
 def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtype: Any, beside_dtype: Any):
-    """Return the kernel over refs: query, key, value; then position, query_position, parts beside, lists, scales, if any."""
+    """Return the kernel over refs: query, key, value; if any, positions, parts beside, lists, scales, frequencies."""
 
     def body(query_ref, key_ref, value_ref, *refs):
-        *refs, out_ref, lse_ref, ring, keys, values, full, free = (*refs, *(None,) * (4 * (not n.tiled)))
+        *refs, ring, keys, values, full, free = (*refs, *(None,) * (4 * (not n.tiled)))
+        refs, logits = (refs[:-1], tuple(refs[-1:])) if n.logits else (refs, ())
+        *refs, out_ref, lse_ref = refs
         ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-        position, asked_ref, beside, listed, scales = (tuple(refs[i:j]) for i, j in itertools.pairwise(ends))
+        position, asked_ref, beside, listed, scales, turning = (tuple(refs[i:j]) for i, j in itertools.pairwise(ends))
         base, cluster = lax.axis_index("list"), lax.axis_index("cluster")
         split = lax.axis_index("split") if n.splits > 1 else 0 * base  # older cards have no clusters
         programs, program = n.clusters * n.splits, cluster * n.splits + split
@@ -91,7 +106,7 @@ def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtyp
         def run():
             stored, ahead = ((key_ref, value_ref), position, scales), n.stages - 1
             fetch, copy, arrive = copier(n, lists, bool(position))
-            load_query, load_asked, begin, add = multiplier(n, scale, lists.biased)
+            load_query, load_asked, load_frequencies, begin, add = multiplier(n, scale, lists.biased)
 
             def follow(step, carry):
                 loaded, state = carry
@@ -101,7 +116,8 @@ def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtyp
                 loaded = fetch(listed, (start(later + 1), *scalars))
                 if n.tiled:
                     plgpu.barrier_wait(full.at[stage])
-                state = add((ring, *(keys, values) * n.tiled), query, asked, state, stage)
+                where = (base, start(step)) if n.logits else ()
+                state = add((ring, *(keys, values) * n.tiled), query, asked, inv_freq, state, stage, logits, where)
                 if n.tiled:
                     plgpu.barrier_arrive(free.at[stage])
                 return loaded, state
@@ -109,6 +125,7 @@ def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtyp
             *first, loaded = [fetch(listed, (start(jnp.int32(i)), *scalars)) for i in range(n.stages)]
             query = load_query(query_ref, base)
             asked = (load_asked(asked_ref[0], b),) if n.queries else ()
+            inv_freq = tuple(map(load_frequencies, turning))
             for i, x in enumerate(first):
                 copy(stored, ring, x, (start(jnp.int32(i)), *scalars), base, jnp.int32(i))
             _, sums = lax.fori_loop(0, steps, follow, (loaded, begin()))
@@ -155,8 +172,8 @@ def attend(
     query: jax.Array, key: jax.Array | Quantised, value: jax.Array | Quantised, lists: Lists, *, entries: int, scale: float,
     position: jax.Array | None = None, query_position: jax.Array | None = None,
     beside: tuple[jax.Array, jax.Array] | None = None, parts: bool = False, programs: tuple[int, int] | None = None,
-    first: int = 0,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    inv_freq: jax.Array | None = None, logits: bool = False, first: int = 0,
+) -> tuple[jax.Array, ...]:  # fmt: skip
     """Attend to the rows of lists.
 
     Args:
@@ -171,10 +188,13 @@ def attend(
         beside: N parts of attention to something else, [B, H, N, R, D] and float32 [B, H, N, R]; or N = 1 without the axis.
         parts: True: the result is in parts, one of each cluster.
         programs: of a cluster, and clusters of a list; None chooses.
+        inv_freq: float32 [D / 2], radians per place; where ``lists`` tell places of keys.
+        logits: True: the result has the logits to base 2, too; each entry is a slot, and R * D at most `ROWS`.
         first: the first row of the query among those that share ``query_position``.
 
     Returns:
-        out [B, H, R, D] and lse float32 [B, H, R]; with ``parts`` float32 [B, H, N, R, D] and [B, H, N, R].
+        out [B, H, R, D] and lse float32 [B, H, R]; with ``parts`` float32 [B, H, N, R, D] and [B, H, N, R]. With ``logits``
+        also float32 [B, H, R, S], which may be anything where a slot is not read or does not enter.
     """
     batch, heads, group, dim = query.shape
     queries = 0 if query_position is None else query_position.shape[1]
@@ -183,6 +203,7 @@ def attend(
         for i in range(0, group, most):
             some = beside and (beside[0][..., i : i + most, :], beside[1][..., i : i + most])
             options = {"position": position, "query_position": query_position, "beside": some, "parts": parts}
+            options |= {"inv_freq": inv_freq}
             part = query[:, :, i : i + most]
             done.append(
                 attend(part, key, value, lists, entries=entries, scale=scale, **options, programs=programs, first=first + i)
@@ -192,37 +213,38 @@ def attend(
     scales, kind = (), None
     if isinstance(key, Quantised):
         kind, scales, key, value = key.kind, (key.scale, value.scale), key.codes, value.codes
-    n = Sizes(**shape, kind=kind, dtype=query.dtype, shared=current_machine().shared_memory)
+    n = Sizes(**shape, logits=logits, kind=kind, dtype=query.dtype, shared=current_machine().shared_memory)
     tiled = dataclasses.replace(n, tiled=True)
-    if lists.tiled and tiled.fits and not n.width % LINE and current_machine().capability >= (9, 0):
+    if lists.tiled and tiled.fits and not n.width % LINE and (9, 0) <= current_machine().capability < (12, 0):
         n, key, value = tiled, *(x.reshape(-1, dim) for x in (key, value))
-    splits, clusters = programs or default_programs(batch * heads, -(-entries // n.block))
-    n = dataclasses.replace(n, splits=splits, clusters=clusters)
-    given = position, query_position, beside, lists.operands, scales
+    n = divided(n, batch * heads, entries, programs)
+    given = position, query_position, beside, lists.operands, scales, inv_freq
     groups = [() if x is None else x if isinstance(x, tuple) else (x,) for x in given]
-    apart = parts or clusters > 1
-    lead, made = (batch, heads, *(clusters,) * apart), jnp.float32 if apart else query.dtype
-    out, lse = _kernel(
+    apart = parts or n.clusters > 1
+    lead, made = (batch, heads, *(n.clusters,) * apart), jnp.float32 if apart else query.dtype
+    out, lse, *more = _kernel(
         _body(n, lists, scale, tuple(map(len, groups)), made, beside and beside[0].dtype),
         lead + (group, dim),
         made,
+        [jax.ShapeDtypeStruct((batch, heads, group, n.slots), jnp.float32)] * logits,
         scratch_types=[plgpu.SMEM((n.memory // 4,), jnp.int32), *(_tiles(n, key.dtype) if n.tiled else ())],
-        grid=(batch * heads, clusters),
+        grid=(batch * heads, n.clusters),
         grid_names=("list", "cluster"),
-        **({"cluster": (splits,), "cluster_names": ("split",)} if splits > 1 else {}),
+        **({"cluster": (n.splits,), "cluster_names": ("split",)} if n.splits > 1 else {}),
         num_threads=n.warpgroups + n.tiled,
         thread_name="warpgroup",
     )(query, key, value, *(x for group in groups for x in group))
-    if parts or clusters == 1:
-        return out, lse
+    if parts or n.clusters == 1:
+        return out, lse, *more
 
     def join(out_ref, lse_ref, joined_ref, joined_lse_ref):
         one = dataclasses.replace(n, clusters=1)
-        _, merge = merger(one, query.dtype, clusters, jnp.float32, joining=True)
+        _, merge = merger(one, query.dtype, n.clusters, jnp.float32, joining=True)
         base = lax.axis_index("list")
         merge((), joined_ref, joined_lse_ref, (out_ref, lse_ref), (base, base * 0, base * 0))
 
-    return _kernel(join, query.shape, query.dtype, grid=(batch * heads,), grid_names=("list",))(out, lse)
+    joined = _kernel(join, query.shape, query.dtype, grid=(batch * heads,), grid_names=("list",))(out, lse)
+    return *joined, *more
 
 
 def _tiles(n, dtype):
@@ -232,8 +254,8 @@ def _tiles(n, dtype):
     return tiles, tiles, full, plgpu.Barrier(num_arrivals=n.warpgroups, num_barriers=n.stages)
 
 
-def _kernel(body, shape, dtype, **options):
-    """Make a kernel whose results are out of a shape and dtype, and lse float32."""
+def _kernel(body, shape, dtype, more=(), **options):
+    """Make a kernel whose results are out of a shape and dtype, lse float32, and ``more``."""
     lane = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
-    made = [jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:-1], jnp.float32)]
+    made = [jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:-1], jnp.float32), *more]
     return plgpu.kernel(body, out_type=made, compiler_params=lane, **options)

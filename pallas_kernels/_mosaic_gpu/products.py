@@ -150,17 +150,17 @@ class Products:
 
         return run(queries, chunks)
 
-    def of_row(self, products: jax.Array, fold: Any) -> jax.Array:
-        """Fold the products of each row with all queries, `threads.greatest` or a sum, for all entries of that row."""
+    def largest(self, products: jax.Array) -> jax.Array:
+        """Find the largest product of each row, among all queries, for all entries of that row."""
         size = self.steps * self.each
 
         @plgpu.inline_mgpu(arg_types=(t.own(size),), return_type=_type(size, jnp.float32))
         def find(ctx, products):
             numbers, found = t.numbers_of(products, floats=True), []
             for step in range(self.steps):
-                best = functools.reduce(fold, numbers[step * self.each : (step + 1) * self.each])
+                best = functools.reduce(t.greatest, numbers[step * self.each : (step + 1) * self.each])
                 for distance in self.halvings:
-                    best = fold(best, t.shuffle(best, distance))
+                    best = t.greatest(best, t.shuffle(best, distance))
                 found += [best] * self.each
             return t.made_of(found, floats=True)
 

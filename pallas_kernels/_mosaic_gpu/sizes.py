@@ -24,9 +24,10 @@ class Lists:
         operands: arrays.
         entries: of refs of ``operands``, row and KV head to the number of entries, and scalars that the next two get.
         row: inside of `plgpu.inline_mgpu`, of scalars, an entry and what was loaded for it to its row of the cache, or -1.
-        load: inside, of refs, scalars and an entry to int32 numbers, loaded a step ahead; a bias is the last one.
+        load: inside, of refs, scalars and an entry to int32 numbers, loaded a step ahead; a bias or place is the last one.
         loads: how many.
         biased: whether there is a bias, a float32 that is added to the logits.
+        turned: whether there is a place instead, to which the key is rotated.
         block_number: of refs, row, KV head, number and size of blocks to how many are read, and a function from 0, 1, ... to
             these; None: all are.
         tiled: whether the entries of a block are neighbouring rows, from the row of the block's first entry on.
@@ -38,6 +39,7 @@ class Lists:
     load: Callable[..., list[Any]] | None = None
     loads: int = 0
     biased: bool = False
+    turned: bool = False
     block_number: Callable[..., Any] | None = None
     tiled: bool = False
 
@@ -58,6 +60,8 @@ class Sizes:
         queries: positions of a query; 0: none are given.
         first: the query's first row among those that share the positions.
         kind: of codes of 8 bits, in which keys and values are; None: they are numbers of ``dtype``.
+        logits: whether the logits are a result, too; then entries are slots.
+        most: warpgroups that it may have.
         tiled: whether the copy engine brings blocks of neighbouring rows, which all warps of a program share.
     """
 
@@ -72,13 +76,15 @@ class Sizes:
     queries: int = 0
     first: int = 0
     kind: str | None = None
+    logits: bool = False
+    most: int = 3
     tiled: bool = False
 
     @property
     def warpgroups(self) -> int:
         """Warpgroups that attend, each of four warps: as many as registers and shared memory are enough for."""
         most = 3 if max(self.halves, 2) * self.dim <= 256 and not self.tiled else 2
-        return max((x for x in range(1, most + 1) if self._fits(x)), default=1)
+        return max((x for x in range(1, min(self.most, most) + 1) if self._fits(x)), default=1)
 
     def _fits(self, warpgroups: int) -> bool:
         """Return whether so many have enough stages, in which there is room for sums, and for edges two times."""
@@ -127,7 +133,7 @@ class Sizes:
 
     @property
     def biases(self) -> int:
-        """Where the biases of a stage begin."""
+        """Where the biases of a stage begin, or the places."""
         return self.tags + 4 * ENTRIES
 
     @property

@@ -105,6 +105,8 @@ def copier(n: Sizes, lists: Lists, position: bool):
             source = t.at(t.at(t.address(stored[1][0]), first, 4), row, 4)
             w.copy_async(tag, source, 4, mine & (row >= 0), n.tags)
         w.store_shared(tag, [row], mine & (row < 0) if position else mine, n.tags)
+        if lists.turned:
+            w.store_shared(tag, loaded[-1:], mine, n.biases)
         if lists.biased:
             bias = t.number(arith.bitcast(w.f32(), t.value(loaded[-1])), None) * LOG2_E
             w.store_shared(tag, [bias], mine, n.biases)
@@ -125,7 +127,7 @@ def copier(n: Sizes, lists: Lists, position: bool):
 
 
 def multiplier(n: Sizes, scale: float, biased: bool):
-    """Return functions that load the query and the positions of its rows, that begin, and that attend to a step.
+    """Return functions that load the query, positions of its rows and frequencies, that begin, and that attend to a step.
 
     Arrays between them are those that `attention_step.attend_step` lists.
     """
@@ -147,6 +149,11 @@ def multiplier(n: Sizes, scale: float, biased: bool):
         source, row = t.address(source), scalar(row) * n.queries
         return t.made_of([t.load_int(t.at(source, row + divmod_unsigned(x + n.first, n.queries)[1], 4)) for x in rows()])
 
+    @plgpu.inline_mgpu(arg_types=(a_ref(),), return_type=numbers(n.dim // 8, jnp.float32))
+    def frequencies(ctx, source):
+        place, f32 = t.at(t.address(source), column(n), 4), jnp.dtype(jnp.float32)
+        return t.made_of([x for i in range(0, n.dim // 2, 8) for x in t.load_some(t.at(place, t.number(i), 4), f32, 2)], True)
+
     def begin():
         starts = zip(counts, (0.0, -math.inf, 0.0), strict=True)
         return tuple(plgpu.layout_cast(jnp.full((t.THREADS * x,), y, jnp.float32), t.own(x)) for x, y in starts)
@@ -160,20 +167,38 @@ def multiplier(n: Sizes, scale: float, biased: bool):
         first = (stage * (n.lines * n.block) + w.warp() * ENTRIES) * LINE
         return *(t.number(t.address(x)) + first for x in tiles), place
 
-    def add(refs, query, asked, state, stage):
-        types = (a_ref(), *(a_tile(),) * (len(refs) - 1))
-        own = (t.own(n.halves * tiles), (t.own(n.halves),) * len(asked), tuple(map(t.own, counts)))
+    def keeper(logits, base, start):
+        """Return a function that stores logits of this lane."""
+        column, address = start + w.warp() * ENTRIES + t.signed(w.lane() % 4) * 2, t.address(logits)
 
-        @plgpu.inline_mgpu(arg_types=(types, *own, a_number()), return_type=tuple(numbers(x, jnp.float32) for x in counts))
-        def run(ctx, refs, query, asked, state, stage):
-            given = t.numbers_of(asked[0]) if asked else None
+        def keep(half, found):
+            row = t.signed(w.lane() // 4) + 8 * half
+            for i, x in enumerate(found):
+                slot = column + (8 * (i // 2) + i % 2)
+                place = t.at(address, t.element(base * n.group + row, n.slots, slot), 4)
+                t.ptx("st.global.f32 [$0], $1;", place, x, where=(row < n.group) & (slot < n.slots))
+
+        return keep
+
+    def add(refs, query, asked, inv_freq, state, stage, logits, where):
+        types = (a_ref(), *(a_tile(),) * (len(refs) - 1))
+        given = (t.own(n.halves),) * len(asked), (t.own(n.dim // 8),) * len(inv_freq)
+        own = (t.own(n.halves * tiles), *given, tuple(map(t.own, counts)))
+        more = (a_ref(),) * len(logits), (a_number(),) * len(where)
+
+        @plgpu.inline_mgpu(
+            arg_types=(types, *own, a_number(), *more), return_type=tuple(numbers(x, jnp.float32) for x in counts)
+        )
+        def run(ctx, refs, query, asked, inv_freq, state, stage, logits, where):
+            given = t.numbers_of(asked[0]) if asked else None, t.numbers_of(inv_freq[0], floats=True) if inv_freq else None
             before = [t.numbers_of(x, floats=True) for x in state]
-            after = attend_step(n, scale, biased, places(refs, scalar(stage)), t.numbers_of(query), given, *before)
+            keep = keeper(logits[0], *map(scalar, where)) if logits else None
+            after = attend_step(n, scale, biased, places(refs, scalar(stage)), t.numbers_of(query), *given, keep, *before)
             return tuple(t.made_of(x, floats=True) for x in after)
 
-        return run(refs, query, asked, state, stage)
+        return run(refs, query, asked, inv_freq, state, stage, logits, where)
 
-    return query, asked, begin, add
+    return query, asked, frequencies, begin, add
 
 
 def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, joining: bool = False):

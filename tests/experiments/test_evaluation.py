@@ -196,6 +196,22 @@ def test_an_interrupted_evaluation_goes_on(directory, tmp_path, monkeypatch):
     assert again.as_dict() == make(directory, tmp_path, **given).settings.as_dict()
 
 
+def test_what_has_compiled_is_asked_first(directory, tmp_path, monkeypatch):
+    """Else groups come cell by cell, the first of each, then the second; a cell is planned when nothing else can be asked."""
+    run = make(directory, tmp_path, methods=["snapkv", "streamingllm"], budgets=("1/4",))
+    monkeypatch.setattr(runner.Runner, "_add", lambda self, ahead, group: [len(group.jobs)])
+    compiled, planned, groups = {1}, [], run._plan.groups
+    monkeypatch.setattr(run._plan, "groups", lambda jobs: planned.append(jobs[0].cell.task) or groups(jobs))
+    ahead = types.SimpleNamespace(spare=True, done=compiled.__contains__)
+    found = ((len(group.jobs), group.jobs[0].cell.task) for group in run._in_order(run._jobs(run.settings.choices), ahead))
+    assert next(found) == (1, "passkey") and planned == ["passkey"]
+    assert next(found) == (1, "niah_single_2")
+    compiled.add(2)
+    assert list(found) == [(2, "passkey"), (2, "niah_single_2")]
+    found = run._in_order(run._jobs(run.settings.choices), ahead)
+    assert [len(group.jobs) for group in found] == [2, 2, 1, 1]
+
+
 def test_more_samples_join_the_rows(directory, tmp_path, monkeypatch):
     """Only the further contexts are asked, whether the first answers are there as texts or as scores alone."""
     given = {"methods": ["snapkv"], "budgets": ("1/4",), "max_new_tokens": 4, "tasks": ("passkey", "vt")}

@@ -161,7 +161,7 @@ def test_qa_1_takes_a_depth_and_many_questions(squad):
     for asked in one.questions:
         article, number = re.search(r"of (land\d+) (\d+)\?", asked.question).groups()
         assert sum(text.startswith(f"Paragraph {number} of {article}.") for text in shown) == 1
-    drawn = {tasks.make_document(request("qa_1", 600, squad, seed, "eval")).questions for seed in range(8)}
+    drawn = {tasks.make_document(request("qa_1", 600, squad, seed)).questions for seed in range(8)}
     assert len(drawn) > 2  # without an index, any of the questions
 
 

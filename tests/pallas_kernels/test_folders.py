@@ -132,7 +132,6 @@ UNREAD = {
     ("match_select", "xla"): {"num_bits"},
     ("column_mass", "pallas_triton"): {"limit", "block"},  # they save plain JAX work
     ("dense_attention", "cudnn"): {"limit", "block"},
-    ("column_mass", "pallas_mosaic_gpu"): {"limit", "block", "reduce"},  # the last is refused by its check
     ("coded_product", "jax_triton"): {"_"},  # refused by its check
     ("gather_attention", "jax_triton"): {"_"},  # refused by its check
     ("collision", "pallas_mosaic_gpu"): {"part"},  # refused by its check

@@ -73,6 +73,18 @@ class Warp:
     def pair(low, high, dtype):
         return _packed(np.stack([low.each, high.each], 1).astype(dtype).view(np.uint16))
 
+    @staticmethod
+    def cosine_sine(place, inv_freq):
+        angle = np.float64(place.each.astype(np.float32) * inv_freq.each)
+        return [Number(x.astype(np.float32)) for x in (np.cos(angle), np.sin(angle))]
+
+    @staticmethod
+    def parted(x, dtype):
+        return [Number(x.astype(np.float32)) for x in _parted(x, dtype).T]
+
+    def load_word(self, source, offset):
+        return Number(np.array([self.memory[x + offset :][:4].view(np.int32)[0] for x in source.each], np.int64))
+
     def load_shared(self, source, kinds, offset=0):
         taken = [self.memory[x + offset :][: 4 * len(kinds)].view(np.uint32) for x in source.each]
         return [Number(column.view(kind)) for column, kind in zip(np.stack(taken, 1), kinds, strict=True)]

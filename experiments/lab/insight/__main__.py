@@ -12,8 +12,6 @@ EOS are also averaged separately. Prompts run one after the other. Methods run a
 method that is already in the record is skipped.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 

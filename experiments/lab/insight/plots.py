@@ -1,7 +1,5 @@
 """Draws a record of `experiments.lab.insight`: mass by layer, recall by k, and each method's mass by step and KV head."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -22,8 +22,6 @@ drifted keys already after the prompt. Methods that re-number positions are comp
 loss of a method that stores tokens inexactly (MosaicKV) is not seen here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

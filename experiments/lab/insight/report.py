@@ -1,7 +1,5 @@
 """Formats the table of a record of `experiments.lab.insight`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

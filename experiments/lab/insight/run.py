@@ -1,7 +1,5 @@
 """Runs methods under `Watched` on the same prompts, and gathers the measurements, as the settings say."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Sequence

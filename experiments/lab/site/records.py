@@ -5,6 +5,7 @@ Records of finished studies, of which no command is left, are listed without tab
 
 import json
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ def rows(path: pathlib.Path, beside: Sequence[pathlib.Path] = ()) -> list[dict[s
         {
             **mean,
             **{kind: f"{score:.1f}" for kind, score in kinds[mean["method"], mean["question"], mean["length"]].items()},
-            "setting": mean["method"],
+            "setting": re.sub(r"\[[^][]*\]", "[...]", re.sub(r"=[^ ,=]*/([^ ,/]*)\.json", r"=\1", mean["method"])),
             "method": method_title(mean["method"]),
             "score": f"{mean['score']:.1f}",
             "against Full": "" if mean["method"] == "full" else against(mean),

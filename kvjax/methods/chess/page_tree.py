@@ -7,6 +7,7 @@ may have fewer members, and their means are over the members that exist. A flat 
 """
 
 import dataclasses
+import functools
 import math
 
 import jax.numpy as jnp
@@ -18,6 +19,9 @@ from kvjax.protocol.typing import pytree, static
 from kvjax.rope import rotate
 from kvjax.selection import page_slots, share
 from pallas_kernels import axes
+from pallas_kernels.numerics import join_pieces
+
+_PAGES = 256  # pages whose keys are averaged at once
 
 Triple = tuple[float | Array, float | Array, float | Array]
 
@@ -105,22 +109,28 @@ def page_vectors(layers: list[LayerCache], pages: Array, page_size: int, inv_fre
 
 def _own_vectors(layers: list[LayerCache], pages: Array, page_size: int, inv_freq: list[Array] | None) -> Array:
     """Compute `page_vectors` with zeros for pages on other devices."""
-    slots = page_slots(pages, page_size)
-    vectors = []
+    vectors: list[Array] = []
     for layer, cache in enumerate(layers):
-        index, inside = here(slots, slots < cache.row_slots, cache)
-        index = jnp.where(inside, index, 0)
-        present = (jnp.take_along_axis(cache.valid, index[:, None], axis=2) & inside[:, None])[..., None]
-        if cache.rows is not None and vectors:  # one layer after the other: all together may not fit the device
-            cache, vectors[-1] = lax.optimization_barrier((cache, vectors[-1]))
-        key = jnp.where(present, cache.keys_between(index), 0).astype(jnp.float32)
-        if inv_freq is not None:
-            key = rotate(key, -slots[:, None], inv_freq[layer])
-        shape = (*key.shape[:2], pages.shape[1], page_size)
-        count = present.reshape(*shape, 1).sum(axis=3).astype(jnp.float32)
-        mean = key.reshape(*shape, -1).sum(axis=3) / jnp.maximum(count, 1.0)  # [B, H, P, D]
-        vectors.append(mean.swapaxes(1, 2))
+        if pages.shape[1] > 1:  # one layer after the other: all together may not fit the device
+            cache, vectors[-1:] = lax.optimization_barrier((cache, vectors[-1:]))
+            cache = cache.resident()
+        run = functools.partial(_of_layer, cache, page_size, None if inv_freq is None else inv_freq[layer])
+        vectors.append(jnp.moveaxis(join_pieces(run, _PAGES, pages), 3, 1))
     return jnp.stack(vectors, axis=3).reshape(*pages.shape, -1)  # [B, P, H, L, D]
+
+
+def _of_layer(cache: LayerCache, page_size: int, inv_freq: Array | None, pages: Array) -> Array:
+    """Average the keys of each of ``pages`` int32 [B, P]: float32 [B, H, D, P]."""
+    slots = page_slots(pages, page_size)
+    index, inside = here(slots, slots < cache.row_slots, cache)
+    index = jnp.where(inside, index, 0)
+    present = (jnp.take_along_axis(cache.valid, index[:, None], axis=2) & inside[:, None])[..., None]
+    key = jnp.where(present, cache.keys_between(index), 0).astype(jnp.float32)
+    if inv_freq is not None:
+        key = rotate(key, -slots[:, None], inv_freq)
+    shape = (*key.shape[:2], pages.shape[1], page_size)
+    count = present.reshape(*shape, 1).sum(axis=3).astype(jnp.float32)
+    return (key.reshape(*shape, -1).sum(axis=3) / jnp.maximum(count, 1.0)).swapaxes(2, 3)
 
 
 def build(layers: list[LayerCache], shape: Shape, complete: Array, inv_freq: list[Array] | None) -> Nodes:

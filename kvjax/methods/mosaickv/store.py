@@ -23,6 +23,7 @@ from kvjax.selection import page_slots
 from pallas_kernels import axes
 from pallas_kernels.formats.packed_vectors import words_of
 from pallas_kernels.host import on_host, put_rows, to_device
+from pallas_kernels.numerics import filled
 from pallas_kernels.store.mosaickv.pack_token import pack_token
 
 _SORTED = 8192  # tokens of a prompt whose channels are sorted at once, which takes several times their bytes
@@ -170,7 +171,7 @@ def _pruned(layout: Layout, segment: Segment, key: Array, value: Array) -> tuple
 
     if pieces == 1:
         return some(0)
-    parts = lax.map(some, jnp.arange(pieces, dtype=jnp.int32))
+    parts = filled(some, pieces, (key, value))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, *x.shape[4:]), parts)
 
 

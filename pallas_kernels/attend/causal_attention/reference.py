@@ -6,8 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels.numerics import product_precision
 from pallas_kernels.soft_cap import capped
 
-WHOLE = 2048  # longest T whose [T, T] logits are formed at once
-BLOCK = 512  # queries per block above that
+BLOCK = 512  # queries whose logits are formed at once
 
 
 def causal_attention(
@@ -15,7 +14,7 @@ def causal_attention(
 ) -> jax.Array:
     """Attend to each query's own and earlier tokens, in plain JAX."""
     length = query.shape[3]
-    if length <= WHOLE:
+    if length <= BLOCK:
         return _rows(query, key, value, jnp.arange(length), scale, window)
     # One block of queries meets all keys at a time. Half of that work is masked away, but the loop is a scan for every T, and
     # recomputing each block keeps the backward pass to one block of logits too.

@@ -113,8 +113,8 @@ def dense_decode(
         mass: True: the result also has the attention that each slot receives, for a method that scores by it; of several
             queries from the first, because the logits of all would be more bytes than the keys. Not with ``parts``.
         implementation: "pallas_triton" takes D a power of two, E a multiple of 16, and G * T at most 64 with
-            ``query_position``. "pallas_mosaic_gpu" takes D 64, 128 or 256, E as D, 16 bits or codes of 8, G * T at most 64,
-            without rotation and mass. "jax_triton" is the same kernel through the package of that name, for
+            ``query_position``. "pallas_mosaic_gpu" takes D 64, 128 or 256, E as D, 16 bits or codes of 8, G * T at most 64;
+            rotation and mass of 16 bits. "jax_triton" is the same kernel through the package of that name, for
             comparison: E as D, one query. "pallas_tpu" takes D as E, a multiple of 128, S of 8, one query.
 
     Returns:

@@ -1,8 +1,9 @@
 """Decode attention over contiguous slots through Mosaic GPU: `_mosaic_gpu.decode` on the slots below a limit.
 
-Plain JAX rotates keys before; the mass of slots is a second pass over the keys.
+Of several queries plain JAX rotates the keys before. The mass of slots is plain JAX too, of the kernel's logits.
 """
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -10,10 +11,10 @@ from jax import lax
 
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.decode import attend, check_machine
-from pallas_kernels._mosaic_gpu.sizes import Lists
-from pallas_kernels._mosaic_gpu.slot_weights import check_weights, slot_weights
+from pallas_kernels._mosaic_gpu.sizes import ROWS, Lists
 from pallas_kernels.attend.dense_decode.rotation import rotated_keys
 from pallas_kernels.formats.quantised import Quantised
+from pallas_kernels.numerics import LOG2_E, finite_or_zero
 
 
 def dense_decode(
@@ -33,8 +34,8 @@ def dense_decode(
     programs=None,
 ):
     """Attend with one or a few queries per head to all tokens below a limit; see `check` for what it does not take."""
-    if rotation is not None:
-        key = rotated_keys(key, position, rotation)
+    if rotation is not None and query_position is not None:
+        key, rotation = rotated_keys(key, position, rotation), None
     batch, heads, *members, dim = query.shape
     slots, group = key.shape[2], math.prod(members)
 
@@ -52,9 +53,12 @@ def dense_decode(
         return blocks - left_out, lambda step: jnp.where(step < first, step, step + left_out)
 
     operands, skip = ((limit,), None) if gap is None else ((limit, gap), without_gap)
-    lists = Lists(operands, entries, row, block_number=skip, tiled=True)
+    lists, inv_freq, held = Lists(operands, entries, row, block_number=skip, tiled=True), None, position
+    if rotation is not None:
+        lists = _placed(lists, position, rotation)
+        position, inv_freq = None, rotation.inv_freq
     flat = (batch, heads, group)
-    out, lse = attend(
+    out, lse, *logits = attend(
         query.reshape(*flat, dim),
         key,
         value,
@@ -66,14 +70,36 @@ def dense_decode(
         beside=partials and (partials[0].reshape(*flat, dim), partials[1].reshape(flat)),
         parts=parts,
         programs=programs,
+        inv_freq=inv_freq,
+        logits=mass,
     )
     lead = out.shape[: 2 + parts]
     found = out.reshape(*lead, *members, dim), lse.reshape(*lead, *members)
     if not mass:
         return found
-    last = jnp.full((batch,), jnp.iinfo(jnp.int32).max, jnp.int32) if query_position is None else query_position[:, 0]
-    first = [x if query_position is None else x[:, :, :, 0] for x in (query, found[1])]  # of several queries
-    return *found, slot_weights(first[0], key, first[1], position, bound=limit, last=last, scale=scale)
+    seen = (held >= 0) & (jnp.arange(slots, dtype=jnp.int32)[None, None] < limit[:, None, None])
+    weight = jnp.exp2(logits[0] - finite_or_zero(found[1])[..., None] * LOG2_E)
+    return *found, jnp.where(seen[:, :, None], weight, 0).sum(axis=2)
+
+
+def _placed(lists, position, rotation):
+    """Return ``lists`` of slots that tell the places of their keys, too."""
+    _, heads, slots = position.shape
+
+    def entries(refs, b, h):
+        number, scalars = lists.entries(refs, b, h)
+        return number, (*scalars, b * heads + h, refs[-1][b, 0], refs[-1][b, 1])
+
+    def load(refs, scalars, entry):
+        line, *origins = scalars[-3:]
+        held = t.load_int(t.at(t.address(refs[-2]), t.element(line, slots, t.least(entry, slots - 1)), 4))
+        return [held, held - (held < rotation.first).select(*origins)]
+
+    def row(scalars, entry, loaded):
+        return (loaded[0] >= 0).select(lists.row(scalars, entry, loaded), t.number(-1))
+
+    operands = *lists.operands, position, rotation.origin
+    return dataclasses.replace(lists, operands=operands, entries=entries, row=row, load=load, loads=2, turned=True)
 
 
 def check(query, key, value, *, rotation=None, mass=False, **_):
@@ -81,5 +107,5 @@ def check(query, key, value, *, rotation=None, mass=False, **_):
     check_machine(query, key, value)
     if (rotation is not None or mass) and isinstance(key, Quantised):
         raise NotImplementedError("got codes with a rotation or mass, expected numbers")
-    if mass:
-        check_weights(query if query.ndim == 4 else query[..., 0, :], key)
+    if mass and (query.ndim > 4 or query.shape[2] > max(8, ROWS // query.shape[3])):
+        raise NotImplementedError(f"got mass of queries {query.shape}, expected one query of fewer heads")

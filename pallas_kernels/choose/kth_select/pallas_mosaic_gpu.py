@@ -72,7 +72,7 @@ def kth_select(score, budget, capacity, lse=None):
     """Return slots, keep and count, as the operation does."""
     (rows, heads), slots = score.shape[:2], score.shape[-1]
     lists, parts = rows * heads, parts_for(slots)
-    size = arrays.size_of(-(-slots // parts))
+    size = arrays.run_of(-(-slots // parts))
     traced = isinstance(budget, jax.Array)
     if traced:
         lines, columns = (1,) * (2 - budget.ndim) + budget.shape

@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 from jax import Array
 
 from pallas_kernels.dispatch import Operation
-from pallas_kernels.score.column_mass import pallas_mosaic_gpu, pallas_triton, reference
+from pallas_kernels.score.column_mass import pallas_triton, reference
 from pallas_kernels.signature import LOOP, declared, forward
 
-COLUMN_MASS = Operation.of("column_mass", pallas_triton, pallas_mosaic_gpu, reference, logits=True)
+COLUMN_MASS = Operation.of("column_mass", pallas_triton, reference, logits=True)
 
 
 @declared(COLUMN_MASS, derivative=LOOP)

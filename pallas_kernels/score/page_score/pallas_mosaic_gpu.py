@@ -12,9 +12,9 @@ from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu.products import CHUNK, Products
-from pallas_kernels._mosaic_gpu.threads import greatest
 
 STEPS = 8  # vectors of a block that a thread reads a part of; as many are on their way
+FEW = 1056  # blocks that have a program each, eight for each streaming multiprocessor
 PROGRAMS = 396  # three for each streaming multiprocessor of an H100 or H200
 MOST_QUERIES = 8  # of a KV head, in registers; 16 where a page has one vector
 
@@ -46,7 +46,7 @@ def _body(*refs, n, vectors, added, held, pages, share, page_size, newest, first
         ahead = load(jnp.minimum(step + 1, reading - 1))  # the last block again, which is near: not one more
         score, page = n.multiply(queries, chunks, [x.dtype for x in vector_refs]), first_of(step) + row
         if joined:
-            score = n.of_row(score, greatest)
+            score = n.largest(score)
         # NaN compares false, so a page without a token becomes -inf.
         score = jnp.where((page < used) & (page >= first) & (score > -jnp.inf), score, -jnp.inf)
         if held:
@@ -75,7 +75,8 @@ def scores(query, vectors, limit, *, page_size=1, added=None, reduce, newest=Fal
     rows, heads, group, dim = query.shape
     lists, pages, limit = rows * heads, vectors[0].shape[2], limit.reshape(-1)
     n = Products(group, dim, STEPS // len(vectors), bounded=len(vectors) > 1, summed=reduce == "sum")
-    programs = max(1, min(PROGRAMS // lists, -(-pages // n.rows)))
+    blocks = -(-pages // n.rows)
+    programs = blocks if lists * blocks <= FEW else max(1, min(PROGRAMS // lists, blocks))
     operands = [query.reshape(lists, group, dim), *(x.reshape(lists * pages, dim) for x in vectors)]
     operands += [added.reshape(lists, group, dim)] * (added is not None) if added is not None else []
     operands += [position.reshape(-1)] if position is not None else []

@@ -81,6 +81,12 @@ def test_the_longest_prompt_and_the_most_rows_fit(method, mesh):
     assert longest_prompt(method, CONFIG, batch=6, **{**given, "device_bytes": 1000}) == 0
 
 
+def test_a_longer_prompt_needs_no_less():
+    """Else the longest that fits might lie beyond one that does not."""
+    found = [needs(Full(), batch=1, prompt_slots=tokens) for tokens in (1, 511, 512, 513, 1024, 2047, 2048, 2049, 4096, 4097)]
+    assert found == sorted(found)
+
+
 def test_a_bounded_cache_takes_any_prompt():
     given = {"device_bytes": 1 << 22, "spare": 0, **NEW}
     assert longest_prompt(KeyDiff(budget=64), CONFIG, batch=1, **given) is None

@@ -17,7 +17,6 @@ from tests.pallas_kernels.cases import NEEDS_GPU, ON_HOPPER, SCALE, close, dense
 @pytest.mark.parametrize("blocked", [False, True])
 def test_attention_and_gradient_equal_float64(dtype, blocked, monkeypatch):
     if blocked:
-        monkeypatch.setattr(causal, "WHOLE", 8)
         monkeypatch.setattr(causal, "BLOCK", 16)
     (query, key, value), _ = positioned_cache(9, length=37, slots=37, dtype=dtype)
     key, value = jnp.nan_to_num(key), jnp.nan_to_num(value)
@@ -43,7 +42,6 @@ def test_attention_and_gradient_equal_float64(dtype, blocked, monkeypatch):
 @pytest.mark.parametrize("blocked", [False, True])
 def test_a_window_hides_all_but_the_newest_tokens(blocked, monkeypatch):
     if blocked:
-        monkeypatch.setattr(causal, "WHOLE", 8)
         monkeypatch.setattr(causal, "BLOCK", 16)
     rng = np.random.default_rng(0)
     query, key, value = (rng.normal(size=(1, 1, *more, 20, 8)).astype(np.float32) for more in ((2,), (), ()))

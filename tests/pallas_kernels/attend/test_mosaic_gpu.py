@@ -26,7 +26,7 @@ from pallas_kernels.numerics import LOG2_E, merge_partials
 from tests.pallas_kernels.attend import test_dense_decode as dense
 from tests.pallas_kernels.attend import test_dense_decode_queries as queries
 from tests.pallas_kernels.attend import test_gather_attention as gather
-from tests.pallas_kernels.cases import SCALE, close, compiled, joined, one_by_one, softmax_attention
+from tests.pallas_kernels.cases import SCALE, close, compiled, joined, one_by_one, rotated, softmax_attention
 from tests.pallas_kernels.operations import choose
 from tests.pallas_kernels.warp import Number, Warp
 
@@ -60,16 +60,17 @@ def test_all_arguments_lower_for_an_h100():
 
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize(
-    ("group", "dim", "dtype", "biased", "asked", "kind"),
+    ("group", "dim", "dtype", "biased", "asked", "kind", "turned"),
     [
-        (4, 128, "bfloat16", False, False, None),
-        (8, 64, "float16", True, False, None),
-        (16, 256, "bfloat16", False, True, None),
-        (20, 128, "bfloat16", True, True, "int8"),
-        (4, 64, "float16", False, False, "float8_e4m3fn"),
+        (4, 128, "bfloat16", False, False, None, True),
+        (8, 64, "float16", True, False, None, False),
+        (16, 256, "bfloat16", False, True, None, False),
+        (20, 128, "bfloat16", True, True, "int8", False),
+        (4, 64, "float16", False, False, "float8_e4m3fn", False),
+        (3, 64, "float16", False, False, None, True),
     ],
 )
-def test_a_step_of_a_warp_equals_float64(group, dim, dtype, biased, asked, kind, tiled, monkeypatch):
+def test_a_step_of_a_warp_equals_float64(group, dim, dtype, biased, asked, kind, turned, tiled, monkeypatch):
     """Two steps on the same entries; slots without a token hold NaN, and the rows that fill a half of the query anything."""
     n = Sizes(heads=1, group=group, dim=dim, slots=1, dtype=jnp.dtype(dtype), shared=1 << 17, kind=kind, tiled=tiled)
     if tiled and n.width % LINE:
@@ -87,7 +88,8 @@ def test_a_step_of_a_warp_equals_float64(group, dim, dtype, biased, asked, kind,
     if kind is not None:
         codes = [quantise(jnp.asarray(x), kind) for x in (key, value)]
         key, value = (np.array(dequantise(x), np.float64) for x in codes)
-    want = softmax_attention(query, key, value, seen, bias)[:2]
+    shift, inv_freq = rng.integers(-9, 10**5, ENTRIES, np.int32), np.float32(1e4) ** -np.linspace(0, 1, dim // 2, np.float32)
+    want = softmax_attention(query, rotated(key, shift, inv_freq) if turned else key, value, seen, bias)[:2]
     if kind is None:
         key[[1, 6]], value[[1, 6, 12]] = np.nan, np.nan
     else:
@@ -102,7 +104,7 @@ def test_a_step_of_a_warp_equals_float64(group, dim, dtype, biased, asked, kind,
             for chunk, part in enumerate(x.reshape(-1, 16)):
                 at = (chunk // 8 * n.block + i) * LINE + (chunk % 8 ^ i % 8) * 16 if tiled else i * n.pitch + chunk * 16
                 warp.memory[place + at :][:16] = part
-    tags = (position, bias * np.float32(LOG2_E), *(np.asarray(x, np.int32) for x in (*words, halves)))
+    tags = (position, shift if turned else bias * np.float32(LOG2_E), *(np.asarray(x, np.int32) for x in (*words, halves)))
     for i, x in enumerate(tags):
         warp.memory[places[2] + 4 * ENTRIES * i :][: 4 * ENTRIES] = np.ascontiguousarray(x).view(np.uint8)
     row, column = np.arange(32) // 4, np.arange(32) % 4
@@ -110,10 +112,11 @@ def test_a_step_of_a_warp_equals_float64(group, dim, dtype, biased, asked, kind,
     words = words if kind is None else words.reshape(n.halves, 8, tiles // 2, 4, 2).swapaxes(3, 4)
     words = words.reshape(n.halves, 8, tiles, 4)[:, row, :, column].transpose(1, 2, 0).reshape(-1, 32)
     asking = [Number(x[row]) for x in own.reshape(n.halves, 8)] if asked else None
+    turning = [Number(inv_freq[i + 2 * column + j]) for i in range(0, dim // 2, 8) for j in (0, 1)] if turned else None
     state = [[warp.float_number(x)] * n.halves * many for x, many in ((0.0, 2 * tiles), (-np.inf, 1), (0.0, 1))]
     for _ in range(2):
         state = attention_step.attend_step(
-            n, SCALE, biased, [warp.number(x) for x in places], [Number(x) for x in words], asking, *state
+            n, SCALE, biased, [warp.number(x) for x in places], [Number(x) for x in words], asking, turning, None, *state
         )
     sums, maximum, total = (np.stack([x.each for x in numbers]).reshape(n.halves, -1, 8, 4) for numbers in state)
     total, maximum = total.sum(-1).reshape(-1, 1), maximum[..., :1].reshape(-1, 1)
@@ -148,7 +151,7 @@ def test_it_runs_where_pallas_has_no_triton_and_says_where_it_cannot(monkeypatch
             ("dense_decode", wide | {"D": 80}, "head_dim 64, 128 or 256"),
             ("dense_decode", wide | {"G": 13, "T": 5}, "at most 64"),
             ("dense_decode", wide | {"kind": "int8", "mass": True}, "mass"),
-            ("gather_attention", listed | {"rotate": True}, "place"),
+            ("gather_attention", listed | {"rotate": True, "kind": "int8"}, "place"),
             ("gather_attention", listed | {"K": 0}, "empty list"),
         ):
             with pytest.raises(NotImplementedError, match=words):
@@ -277,8 +280,8 @@ def test_mass_rotations_and_places_equal_plain_jax():
             "bfloat16",
         )
     query, key, value, slots, mask, _ = gather.lists(2, 4, 128, 64, "bfloat16")
-    place = jnp.asarray(rng.integers(0, 5000, slots[:, :1].shape), jnp.int32)
-    args = query, jnp.nan_to_num(key), jnp.nan_to_num(value), slots[:, :1], mask[:, :1]
+    place = jnp.asarray(rng.integers(0, 10**5, slots.shape), jnp.int32)
+    args = query, key, value, slots, mask
     got, want = (compiled(GATHER, implementation=x)(*args, place=place, inv_freq=inv_freq) for x in (NAME, "xla"))
     close(got, want, "bfloat16")
 

@@ -4,10 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.score.column_mass import column_mass
-from tests.pallas_kernels.cases import compiled, every_body, implementations, on_hopper, one_shape
+from tests.pallas_kernels.cases import compiled, every_body, implementations, one_shape
 
-RUN = implementations("column_mass") | on_hopper(column_mass)
+RUN = implementations("column_mass")
 
 
 @every_body

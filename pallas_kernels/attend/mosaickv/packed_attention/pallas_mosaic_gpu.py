@@ -19,9 +19,9 @@ from pallas_kernels._triton.packed_vectors import check_format, query_table
 from pallas_kernels.attend.dense_decode import pallas_mosaic_gpu as dense_kernel
 from pallas_kernels.numerics import LOG2_E, finite_or_zero
 
-TOKENS = 256  # of a program
+TOKENS = 128  # of a program
 TOGETHER = 4  # values that a thread reads together
-JOINED = 8  # partials, or rows of a basis, that a thread reads together
+JOINED = 16  # partials, or rows of a basis, that a thread reads together
 WIDTH = 32  # columns of a basis that a program joins with
 
 
@@ -101,88 +101,68 @@ def _body(
 
 
 def _body_join(
-    out_ref, lse_ref, segment_ref, raw_ref, raw_lse_ref, basis_ref, merged_ref, weights, sums, *, group, dim, width
+    out_ref, lse_ref, segment_ref, raw_ref, raw_lse_ref, basis_ref, merged_ref, weights, numbers, sums, *, group, dim, width
 ):
     # out [L, X, G, D], lse [L, X, G], segment [L, X]; of the raw buffer out [L, N, G, D] and lse [L, N, G]; basis
-    # [L, M, D, D]; merged [L, G, D], of which a program computes ``width`` columns. In shared memory the weight of each
-    # partial, [G, X + N], and the sums of each segment, [M, G, D].
-    line, left = lax.axis_index("x"), lax.axis_index("y") * width
+    # [L, M, D, D]; merged [L, G, D], of which a program computes ``width`` columns of a head. In shared memory weight and
+    # segment of each partial, [X + N], and the sums of each segment, [M, D].
+    line, head, left = lax.axis_index("x"), lax.axis_index("y"), lax.axis_index("z") * width
     partials, raws, segments = segment_ref.shape[1], raw_lse_ref.shape[1], basis_ref.shape[1]
-    number = arrays.counted(arrays.size_of(partials + raws))
+    number = arrays.counted(weights.shape[0])
     packed, raw = number < partials, (number >= partials) & (number < partials + raws)
     segment = arrays.load(segment_ref, jnp.where(packed, line * partials + number, -1), -1)
-    highest = jnp.int32(-1)  # segment with a token
-    for g in range(group):
-        lse = arrays.load(lse_ref, jnp.where(packed, (line * partials + number) * group + g, -1), -jnp.inf)
-        other = arrays.load(raw_lse_ref, jnp.where(raw, (line * raws + number - partials) * group + g, -1), -jnp.inf)
-        lse = jnp.maximum(lse, other)
-        weight = jnp.exp(lse - finite_or_zero(jnp.max(lse)))
-        total = jnp.sum(weight)
-        weight = weight / jnp.where(total > 0, total, 1.0)
-        highest = jnp.maximum(highest, jnp.max(jnp.where(weight > 0, segment, -1)))
-        arrays.store_shared(weights, g * number.shape[0] + number, weight)
+    lse = arrays.load(lse_ref, jnp.where(packed, (line * partials + number) * group + head, -1), -jnp.inf)
+    other = arrays.load(raw_lse_ref, jnp.where(raw, (line * raws + number - partials) * group + head, -1), -jnp.inf)
+    lse = jnp.maximum(lse, other)
+    weight = jnp.exp(lse - finite_or_zero(jnp.max(lse)))
+    total = jnp.sum(weight)
+    weight = weight / jnp.where(total > 0, total, 1.0)
+    highest = jnp.max(jnp.where(weight > 0, segment, -1))  # segment with a token
+    arrays.store_shared(weights, number, weight)
+    arrays.store_shared(numbers, number, segment)
+    arrays.meet()
     channel = arrays.counted(arrays.size_of(dim))
     held = jnp.minimum(channel, dim - 1)
 
-    def sum_at(s, g):  # threads behind the last channel have places behind all sums
-        return jnp.where(channel < dim, (s * group + g) * dim + channel, segments * group * dim + channel - dim)
-
-    for at in range(segments * group):
-        arrays.store_shared(sums, sum_at(0, at), arrays.spread(0.0, channel.shape[0], jnp.float32))
-    arrays.meet()
-
-    def weight_of(x, g):
-        return arrays.load_shared(weights, arrays.spread(g * number.shape[0] + x, channel.shape[0]))
+    def of(memory, x):
+        return arrays.load_shared(memory, arrays.spread(x, channel.shape[0]))
 
     def collect(step, carry):
-        rows = [step * JOINED + i for i in range(JOINED)]
-        reads = [jnp.minimum(x, partials - 1) for x in rows]
-        where = [[((line * partials + x) * group + g) * dim + held for g in range(group)] for x in reads]
-        parts = [[arrays.load(out_ref, at) for at in row] for row in where]  # all are loaded before anything is added
-        for x, read, part in zip(rows, reads, parts, strict=True):
-            s = arrays.scalar(segment_ref, line * partials + read)
-            for g in range(group):
-                more = jnp.where(x < partials, weight_of(read, g) * part[g], 0.0)
-                arrays.store_shared(sums, sum_at(s, g), arrays.load_shared(sums, sum_at(s, g)) + more)
+        rows = [jnp.minimum(step * JOINED + i, partials - 1) for i in range(JOINED)]
+        parts = [arrays.load(out_ref, ((line * partials + x) * group + head) * dim + held) for x in rows]
+        for i, (x, part) in enumerate(zip(rows, parts, strict=True)):  # all are loaded before anything is added
+            share = jnp.where(step * JOINED + i < partials, of(weights, x), 0.0)
+            carry = tuple(y + jnp.where(of(numbers, x) == s, share * part, 0.0) for s, y in enumerate(carry))
         return carry
 
-    lax.fori_loop(0, lax.div(partials + (JOINED - 1), JOINED), collect, 0)
+    nothing = arrays.spread(0.0, channel.shape[0], jnp.float32)
+    for s, x in enumerate(lax.fori_loop(0, -(-partials // JOINED), collect, (nothing,) * segments)):
+        arrays.store_shared(sums, s * channel.shape[0] + channel, x)
     arrays.meet()
     thread = arrays.counted(t.THREADS)
-    column, quarter = left + lax.rem(thread, width), lax.div(thread, width)
+    column, part = left + lax.rem(thread, width), lax.div(thread, width)
     each = dim * width // t.THREADS  # channels of a segment that a thread multiplies
 
-    def project(step, carry):
+    def project(step, total):
         s, first = lax.div(step, each // JOINED), lax.rem(step, each // JOINED) * JOINED
-        rows = [quarter * each + (first + i) for i in range(JOINED)]
-        base = (line * segments + s) * dim
-        bases = [arrays.load(basis_ref, column, rows=(base + row, dim)) for row in rows]
-        return tuple(
-            functools.reduce(
-                jnp.add,
-                (arrays.load_shared(sums, (s * group + g) * dim + row) * x for row, x in zip(rows, bases, strict=True)),
-                total,
-            )
-            for g, total in enumerate(carry)
-        )
+        rows = [part * each + (first + i) for i in range(JOINED)]
+        bases = [arrays.load(basis_ref, column, rows=((line * segments + s) * dim + row, dim)) for row in rows]
+        for row, x in zip(rows, bases, strict=True):
+            total = total + arrays.load_shared(sums, s * channel.shape[0] + row) * x
+        return total
 
     nothing = arrays.spread(0.0, t.THREADS, jnp.float32)
-    merged = lax.fori_loop(0, (highest + 1) * (each // JOINED), project, (nothing,) * group)
+    merged = lax.fori_loop(0, (highest + 1) * (each // JOINED), project, nothing)
     arrays.meet()
-    for g, x in enumerate(merged):
-        arrays.store_shared(sums, g * t.THREADS + thread, x)
+    arrays.store_shared(sums, thread, merged)
     arrays.meet()
-    for g in range(group):
-        parts = [
-            arrays.load_shared(sums, g * t.THREADS + i * width + lax.rem(thread, width)) for i in range(t.THREADS // width)
-        ]
-        for i in range(raws):
-            part = arrays.load(raw_ref, ((line * raws + i) * group + g) * dim + column)
-            share = arrays.load_shared(weights, arrays.spread(g * number.shape[0] + partials + i, t.THREADS))
-            parts.append(jnp.where(share > 0, part * share, 0.0))
-        arrays.store(
-            merged_ref, jnp.where(quarter < 1, (line * group + g) * dim + column, -1), functools.reduce(jnp.add, parts)
-        )
+    parts = [arrays.load_shared(sums, i * width + lax.rem(thread, width)) for i in range(t.THREADS // width)]
+    for i in range(raws):
+        share = arrays.load_shared(weights, arrays.spread(partials + i, t.THREADS))
+        x = arrays.load(raw_ref, ((line * raws + i) * group + head) * dim + column)
+        parts.append(jnp.where(share > 0, x * share, 0.0))
+    at = jnp.where(part < 1, (line * group + head) * dim + column, -1)
+    arrays.store(merged_ref, at, functools.reduce(jnp.add, parts))
 
 
 def packed_attention(parts, query, key, value, basis, blocks, count, last, recent, *, scale, granule, span, owner):
@@ -210,13 +190,13 @@ def packed_attention(parts, query, key, value, basis, blocks, count, last, recen
     limit = jnp.full((rows,), buffer_key.shape[2], jnp.int32)
     raw = dense_kernel.dense_decode(query, buffer_key, buffer_value, position=position, limit=limit, scale=scale, parts=True)
     raw_out, raw_lse = (x.reshape(lists, *x.shape[2:]) for x in raw)
-    width = min(WIDTH, dim)
-    shares = group * arrays.size_of(partials + raw_lse.shape[1])
+    each, width = arrays.size_of(partials + raw_lse.shape[1]), min(WIDTH, dim)
+    scratch = ((each,), jnp.float32), ((each,), jnp.int32), ((segments * arrays.size_of(dim),), jnp.float32)
     (merged,) = arrays.program(
         functools.partial(_body_join, group=group, dim=dim, width=width),
         [jax.ShapeDtypeStruct((lists, group, dim), query.dtype)],
-        grid=(lists, dim // width),
-        scratch=[plgpu.SMEM((x,), jnp.float32) for x in (shares, group * max(segments * dim, t.THREADS) + t.THREADS)],
+        grid=(lists, group, dim // width),
+        scratch=[plgpu.SMEM(*x) for x in scratch],
     )(out, lse, segment, raw_out, raw_lse, basis.reshape(lists, segments, dim, dim))
     return merged.reshape(query.shape)
 

@@ -1,4 +1,4 @@
-"""Collision votes and their best keys in one kernel through Mosaic GPU; plain JAX makes the tables of votes.
+"""Collision votes through Mosaic GPU: a kernel for the tables of votes, and one for the votes and their best keys.
 
 A list's keys lie in the registers of a cluster of up to 8 programs, as in `kth_select`. Each has the tables in shared memory.
 """
@@ -11,11 +11,12 @@ from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu import threads as t
+from pallas_kernels._mosaic_gpu.key_codes import DIMS, rotated
 from pallas_kernels._mosaic_gpu.pallas import plgpu
-from pallas_kernels._mosaic_gpu.search import MOST, places, threshold_of
-from pallas_kernels._triton.kth_search import NEVER
-from pallas_kernels.choose.pariskv.collision.votes import cluster_scores, sizes
-from pallas_kernels.formats.key_codes import CLUSTERS, rotation
+from pallas_kernels._mosaic_gpu.search import MOST, places
+from pallas_kernels._triton.kth_search import ALL, NEVER, hits_of, pair_of
+from pallas_kernels.choose.pariskv.collision.votes import portion
+from pallas_kernels.formats.key_codes import CLUSTERS, SLICE
 
 ALONE = 2**11  # keys for which one program is enough
 PARTS = (1, 2, 4, 8)  # programs of a cluster
@@ -23,16 +24,76 @@ TOGETHER = 8  # keys whose ids a thread loads together
 BYTES = 4  # of a word
 
 
-def tier_tables(scores, counts, cutoffs):
-    """Make what `votes.tier_weights` returns without a sort, as bytes in words: int32 [B * H, N * 64]."""
-    own, other = scores[..., :, None], scores[..., None, :]
-    lower = jnp.tri(CLUSTERS, k=-1, dtype=jnp.bool_)[None, None, None]  # of equal scores the lower cluster is first
-    better = (other > own) | ((other == own) & lower)
-    before = jnp.sum(jnp.where(better, counts[..., None, :], 0), axis=-1, dtype=jnp.int32)
-    tiers = jnp.sum(before[..., None] < cutoffs[:, :, None, None], axis=-1, dtype=jnp.int32)
-    shift = 8 * jnp.arange(BYTES, dtype=jnp.int32).reshape(1, 1, 1, 1, BYTES)
-    words = jnp.sum(tiers.reshape(*tiers.shape[:3], -1, BYTES) << shift, axis=-1, dtype=jnp.int32)
-    return words.reshape(tiers.shape[0] * tiers.shape[1], -1)
+def _body_tables(query_ref, counts_ref, shares_ref, *refs, rotate, group, dim, slices, pieces, tiers, capacity):
+    # query [L, G, D]; counts [L * N, 256]; shares [P, 2 + Z]; signs [D] if rotated; rotated [L, D]; table [L * N, 64];
+    # count [L]. In shared memory: the query, and the scores and counts of the slice's clusters.
+    *signs_ref, rotated_ref, table_ref, count_ref, numbers, scores, counted = refs
+    line, part = lax.axis_index("x"), lax.axis_index("y")
+    channel, thread = arrays.counted(t.THREADS), arrays.counted(CLUSTERS) & (t.THREADS - 1)
+    inside = channel < dim
+    heads = [arrays.load(query_ref, jnp.where(inside, (line * group + g) * dim + channel, -1)) for g in range(group)]
+    query = functools.reduce(jnp.add, heads) / group
+    query = rotated(query, signs_ref[0], dim, numbers) if rotate else query
+    arrays.store(rotated_ref, jnp.where(inside & (part < 1), line * dim + channel, -1), query)
+    arrays.store_shared(numbers, channel, query)
+    arrays.meet()
+    cluster = arrays.counted(CLUSTERS)
+    score = arrays.spread(0.0, CLUSTERS, jnp.float32)
+    for i in range(SLICE):  # in the order of `votes.cluster_scores`
+        y = arrays.load_shared(numbers, arrays.spread(part * SLICE + i, CLUSTERS))
+        score = score + jnp.where((cluster >> i) & 1 > 0, y, -y)
+    count = arrays.load(counts_ref, (line * slices + part) * CLUSTERS + cluster)
+    zone = jnp.sum(arrays.load(counts_ref, line * slices * CLUSTERS + cluster))
+    width = 2 + tiers
+    first = [arrays.scalar(shares_ref, line * 0 + i * width) for i in range(pieces - 1)]
+    piece = sum(((zone >= x).astype(jnp.int32) for x in first), jnp.int32(0)) * width
+    cutoffs = [portion(arrays.scalar(shares_ref, piece + 2 + i), zone) for i in range(tiers)]
+    candidates = jnp.minimum(portion(arrays.scalar(shares_ref, piece + 1), zone), capacity)
+    arrays.put(count_ref, jnp.where(part < 1, line, -1), candidates)
+    arrays.store_shared(scores, cluster, score)
+    arrays.store_shared(counted, cluster, count)
+    arrays.meet()
+
+    def add(step, before):
+        for i in range(TOGETHER):
+            at = step * TOGETHER + i
+            other, more = (arrays.load_shared(x, arrays.spread(at, CLUSTERS)) for x in (scores, counted))
+            better = (other > score) | ((other == score) & (cluster > at))  # of equal scores the lower cluster is first
+            before = before + jnp.where(better, more, 0)
+        return before
+
+    before = lax.fori_loop(0, CLUSTERS // TOGETHER, add, arrays.spread(0, CLUSTERS))
+    word = sum((before < x).astype(jnp.int32) for x in cutoffs) << (8 * (thread & (BYTES - 1)))
+    for distance in (1, 2):
+        word = word + arrays.exchanged(word, distance, None)
+    at = (line * slices + part) * (CLUSTERS // BYTES) + lax.div(cluster, BYTES)
+    arrays.store(table_ref, jnp.where((thread & (BYTES - 1)) < 1, at, -1), word)
+
+
+def _cut(votes, wanted, most, parts, peers):
+    """Find what `search.threshold_of` finds, of votes int32 [N] in 0..``most``, or below."""
+
+    def count(left, right):
+        found = arrays.of_parts(list(pair_of(hits_of(votes, left, right))), peers, parts)
+        return [functools.reduce(jnp.add, column) for column in zip(*found, strict=True)]
+
+    def unsettled(state):
+        low, high, reach, _ = state
+        return (reach > wanted) & (high > low + 1)
+
+    def narrow(state):  # to a third
+        low, high, reach, over = state
+        third = jnp.maximum(lax.div(high - low, 3), 1)
+        left, right = low + third, jnp.minimum(low + 2 * third, high - 1)
+        some, fewer = count(left, right)
+        enough, more = some >= wanted, fewer >= wanted
+        low, reach = (jnp.where(more, x, jnp.where(enough, y, z)) for x, y, z in ((right, left, low), (fewer, some, reach)))
+        high, over = (jnp.where(more, z, jnp.where(enough, x, y)) for x, y, z in ((right, left, high), (fewer, some, over)))
+        return low, high, reach, over
+
+    held, none = count(jnp.int32(0), jnp.int32(most + 1))
+    low, _, reach, over = lax.while_loop(unsettled, narrow, (jnp.int32(0), jnp.int32(most + 1), held, none))
+    return low, jnp.where(reach > wanted, wanted - over, ALL), jnp.minimum(held, wanted)
 
 
 def _load_ids(ids_ref, row, slices):
@@ -70,7 +131,7 @@ def _add_votes(table, words, shared, at):
 
 def _body(
     table_ref, ids_ref, position_ref, stop_ref, count_ref, list_ref, table, votes, words, peers, *, heads, slots, slices,
-    capacity, first, size, parts,
+    capacity, first, size, parts, most,
 ):  # fmt: skip
     # table [L, N * 64]; ids [L * S, N]; position [L, S]; stop [B]; count [L]; list [L, C]. In shared memory: the table, the
     # votes of this program's keys, and what the search takes.
@@ -102,7 +163,7 @@ def _body(
     inside = (slot >= first) & (slot < jnp.minimum(stop, slots))
     position = arrays.load_run(position_ref, line, part * size, size, -1)
     key = jnp.where(inside & (position >= 0), arrays.load_shared(votes, place_of(key_of)), NEVER)
-    threshold, ties, chosen = threshold_of(key, wanted, parts, peers, repeated=True)
+    threshold, ties, chosen = _cut(key, wanted, most, parts, peers)
     keep, place = places(key, threshold, ties, part, parts, words, peers)
     listed = keep & (place < jnp.minimum(chosen, capacity))
     arrays.store(list_ref, jnp.where(listed, line * capacity + place, -1), slot)
@@ -111,32 +172,48 @@ def _body(
 def collision(query, signs, counts, ids, position, stop, shares, *, first, capacity, part=None):
     """List the keys of the zone with the most votes."""
     batch, heads, slots, slices = ids.shape
-    query = query.astype(jnp.float32).mean(axis=2)
-    query = query if signs is None else rotation(query, signs)
-    _, count, cutoffs = sizes(counts, shares, capacity)
-    tables, lists, unit = tier_tables(cluster_scores(query), counts, cutoffs), batch * heads, t.THREADS * TOGETHER
+    (group, dim), lists, unit, tiers = query.shape[2:], batch * heads, t.THREADS * TOGETHER, shares.shape[1] - 2
+    flat = query.reshape(lists, group, dim), counts.reshape(lists * slices, CLUSTERS), shares
+    shapes = ((lists, dim), jnp.float32), ((lists, slices * CLUSTERS // BYTES), jnp.int32), ((lists,), jnp.int32)
+    scratch = ((t.THREADS,), jnp.float32), ((CLUSTERS,), jnp.float32), ((CLUSTERS,), jnp.int32)
+    tables_of = functools.partial(
+        _body_tables, rotate=signs is not None, group=group, dim=dim, slices=slices, pieces=shares.shape[0], tiers=tiers,
+        capacity=capacity,
+    )  # fmt: skip
+    query, tables, count = arrays.program(
+        tables_of, [jax.ShapeDtypeStruct(*x) for x in shapes], grid=(lists, slices), scratch=[plgpu.SMEM(*x) for x in scratch]
+    )(*flat, *(() if signs is None else (signs,)))
     parts = next((n for n in PARTS if slots <= n * ALONE), PARTS[-1])
     size = -(-slots // (parts * unit)) * unit
     scratch = [(tables.shape[1],), (size,), (4,), (arrays.PEERS,)]
     (listed,) = arrays.program(
         functools.partial(
-            _body, heads=heads, slots=slots, slices=slices, capacity=capacity, first=first, size=size, parts=parts
+            _body,
+            heads=heads,
+            slots=slots,
+            slices=slices,
+            capacity=capacity,
+            first=first,
+            size=size,
+            parts=parts,
+            most=tiers * slices,
         ),
         [jax.ShapeDtypeStruct((lists, capacity), jnp.int32)],
         grid=(lists,),
         parts=parts,
         scratch=[plgpu.SMEM(x, jnp.int32) for x in scratch],
-    )(tables, ids.reshape(lists * slots, slices), position.reshape(lists, slots), stop, count.reshape(-1))
-    return query, listed.reshape(batch, heads, capacity), count
+    )(tables, ids.reshape(lists * slots, slices), position.reshape(lists, slots), stop, count)
+    return query.reshape(batch, heads, dim), listed.reshape(batch, heads, capacity), count.reshape(batch, heads)
 
 
 def check(query, signs, counts, ids, position, stop, shares, *, first, capacity, part=None):
     """Raise ``NotImplementedError`` for other GPUs, parts of a row, and sizes that the kernel does not take."""
     arrays.check_hopper()
     batch, heads, slots, slices = ids.shape
-    if part is not None or slices % BYTES:
+    arrays.check_floats(query)
+    if part is not None or slices % BYTES or query.shape[3] not in DIMS:
         raise NotImplementedError(
-            f"got a part of each row, or {slices} slices, expected whole rows and a multiple of {BYTES}"
+            f"got a part of each row, or {slices} slices, expected whole rows and {BYTES} to {DIMS[-1] // SLICE} slices"
         )
     most = PARTS[-1] * MOST
     if not 1 <= slots <= most or not 1 <= capacity <= most or batch * heads * slots >= 2**31:

@@ -28,7 +28,7 @@ def _body(
     count, length = arrays.scalar(count_ref, index), arrays.scalar(length_ref, index)
     written = jnp.where(arrays.scalar(event_ref, row) == CLOSES, 0, length + 1)
     high, space = bounds(arrays.scalar(cursor_ref, row), written, arrays.scalar(budget_ref, row * 0), rules)
-    size = arrays.size_of(num_slots)
+    size = arrays.run_of(num_slots)
     slot = arrays.in_order(size)
     sentence, position = (arrays.load_run(ref, index, index * 0, size, -1) for ref in (sentence_ref, position_ref))
     stored = position >= 0

@@ -13,23 +13,20 @@ from pallas_kernels._triton.quantised import refuse_codes
 EACH = 16  # pairs of channels of a thread and head
 
 
-def _body(key_ref, value_ref, token_ref, inv_freq_ref, *refs, heads, slots, width, dim):
-    # key, value [B, H, S, D]; token [B, E]; inv_freq [D/2]; place [B, E] if given; out [B, H, E, D].
-    *place_ref, key_out, value_out = refs
+def _body(key_ref, value_ref, token_ref, inv_freq_ref, key_out, value_out, *, heads, slots, width, dim):
+    # key, value [B, H, S, D]; token [B, E]; inv_freq [D/2]; out [B, H, E, D].
     row, half = lax.axis_index("x"), dim // 2
     pair = arrays.counted(THREADS * EACH)
-    entry, channel = lax.axis_index("y") * (THREADS * EACH // half) + lax.div(pair, half), lax.rem(pair, half)
-    inside = entry < width
-    at = jnp.where(inside, row * width + entry, -1)
+    place, channel = lax.axis_index("y") * (THREADS * EACH // half) + lax.div(pair, half), lax.rem(pair, half)
+    inside = place < width
     # An index out of range would read out of bounds.
-    token = jnp.clip(arrays.load(token_ref, at), 0, slots - 1)
-    place = arrays.load(place_ref[0], at) if place_ref else entry
+    token = jnp.clip(arrays.load(token_ref, jnp.where(inside, row * width + place, -1)), 0, slots - 1)
     angle = place.astype(jnp.float32) * arrays.load(inv_freq_ref, channel)
     cos, sin = jnp.cos(angle), jnp.sin(angle)  # the same for all heads
     low, high = (jnp.where(inside, channel + i, -1) for i in (0, half))
     for head in range(heads):
         line = row * heads + head
-        source, target = (line * slots + token, dim), (line * width + entry, dim)
+        source, target = (line * slots + token, dim), (line * width + place, dim)
         first, second, *values = (arrays.load(ref, at, rows=source) for ref in (key_ref, value_ref) for at in (low, high))
         arrays.store(key_out, low, first * cos - second * sin, target)
         arrays.store(key_out, high, second * cos + first * sin, target)
@@ -37,15 +34,13 @@ def _body(key_ref, value_ref, token_ref, inv_freq_ref, *refs, heads, slots, widt
             arrays.store(value_out, at, x, target)
 
 
-def rotated_rows(key, value, token, inv_freq, place=None):
-    """Gather listed keys and values, and rotate the keys, each to its number in the list or to ``place`` int32 [B, E]."""
+def rotated_rows(key, value, token, inv_freq):
+    """Gather listed keys and values, and rotate the keys."""
     (batch, heads, slots, dim), width = key.shape, token.shape[1]
     rows = jax.ShapeDtypeStruct((batch, heads, width, dim), key.dtype)
     body = functools.partial(_body, heads=heads, slots=slots, width=width, dim=dim)
     grid = batch, -(-width * (dim // 2) // (THREADS * EACH))
-    return tuple(
-        arrays.program(body, [rows, rows], grid=grid)(key, value, token, inv_freq, *([] if place is None else [place]))
-    )
+    return tuple(arrays.program(body, [rows, rows], grid=grid)(key, value, token, inv_freq))
 
 
 def check(key, value, token, inv_freq):

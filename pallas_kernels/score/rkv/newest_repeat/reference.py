@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.numerics import product_precision
+from pallas_kernels.numerics import made_after, product_precision
 
 WHOLE = 1 << 18  # up to so many products per KV head are computed at once, without tiles
 TILES = 256, 1024  # slots per tile, and slots that a tile is compared with at once
@@ -51,4 +51,4 @@ def newest_repeat(key, valid, *, threshold, whole: int = WHOLE, tiles: tuple[int
         first = jnp.minimum(number * rows, slots - rows)
         return lax.dynamic_update_slice_in_dim(out, newest(first), first, 2)
 
-    return lax.fori_loop(0, -(-slots // rows), add, jnp.zeros(valid.shape, jnp.int32))
+    return lax.fori_loop(0, -(-slots // rows), add, made_after(key, jnp.zeros(valid.shape, jnp.int32)))
