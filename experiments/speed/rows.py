@@ -21,13 +21,14 @@ def note_run(results: Results, run: str, about: Mapping[str, Any]) -> None:
     results.change("runs", lambda runs: {**(runs or {}), run: dict(about)})
 
 
-def finish(results: Results, tables: str, failed: int) -> None:
+def finish(results: Results, tables: str, failed: int, told: str = "failed; their errors are in the record") -> None:
     """Write the tables beside the record, and say how many rows failed.
 
     Args:
         results: the record.
         tables: the text of its tables.
         failed: how many rows failed.
+        told: the message about failed rows, after their number.
 
     Raises:
         SystemExit: a row failed.
@@ -35,7 +36,7 @@ def finish(results: Results, tables: str, failed: int) -> None:
     write_bytes(table_file(results.path), tables.encode())
     print(f"record: {results.path}")
     if failed:
-        raise SystemExit(f"{failed} rows failed; their errors are in the record")
+        raise SystemExit(f"{failed} rows {told}")
 
 
 def run_line(run: str, about: Mapping[str, Any], more: str = "") -> str:

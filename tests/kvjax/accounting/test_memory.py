@@ -3,6 +3,8 @@
 The shape is one in which the cache is most of it: long prompts, large heads and small chunks.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,6 +14,7 @@ from experiments.speed import uneven_scores
 from kvjax.api import programs
 from kvjax.registry import without_text
 from kvjax.testing.model import TinyModel
+from models.shapes import llama31_8b
 from tests.harness import NAMES
 
 MODEL = TinyModel(num_layers=8, head_dim=128, hidden_size=64, max_position_embeddings=1 << 20)
@@ -59,3 +62,11 @@ def test_what_is_needed_is_what_the_program_takes(name, rows, order, kv_dtype=No
 @pytest.mark.parametrize(("name", "kv_dtype"), [("full", "int8"), ("snapkv", "int8")])
 def test_codes_are_counted(name, kv_dtype):
     test_what_is_needed_is_what_the_program_takes(name, 1, None, kv_dtype)
+
+
+@pytest.mark.slow
+def test_an_offloaded_prompt_needs_little_more_than_decoding():
+    """512K of an 8B under ParisKV; what the program takes, compiled for an H100: docs/notebook/prompts.md."""
+    config, method = dataclasses.replace(llama31_8b(), max_position_embeddings=1 << 20), kvjax.make("pariskv", offload=True)
+    needed = kvjax.memory_needed(method, config, batch=1, prompt_slots=1 << 19, max_new_tokens=ROOM)
+    assert needed.after <= needed.peak <= 1.05 * needed.after
