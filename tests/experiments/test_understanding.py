@@ -193,9 +193,7 @@ def offered(name: str, one: tasks.Example) -> list[str]:
         )
     if said["asks"] == "compare":
         return [thing for thing in entries.THINGS if re.search(rf"\b{thing}\b", one.question)]
-    return [
-        thing for thing, times in collections.Counter(re.findall(r"for (\w+)\.", one.context)).items() if times > 1
-    ]
+    return [thing for thing, times in collections.Counter(re.findall(r"for (\w+)\.", one.context)).items() if times > 1]
 
 
 @pytest.mark.slow
