@@ -199,8 +199,8 @@ def _most(needs: Callable[[int], int], have: int, least: int, most: int, step: i
     needs = functools.cache(needs)
     if needs(least) > have:
         return None
-    ends = least, min(most, _SOON), most
-    if (above := next((at for at in (1, 2) if needs(ends[at]) > have), None)) is None:
+    ends = [least, *(x for x in (4 * level, _SOON, most) if least < x <= most)]
+    if (above := next((at for at, end in enumerate(ends) if needs(end) > have), None)) is None:
         return most
     low, high = _between(needs, have, ends[above - 1], ends[above], max(level, step))
     over = (low // step + 1) * step

@@ -93,7 +93,7 @@ class Reading:
             spec = reading_spec(specs[at], self.order)
             return jax.eval_shape(each_device(None if spec.parts == 1 else self.mesh, lambda: methods[at].init(spec)))
 
-        begun = {at: init(at) for at in places}
+        begun = {at: init(at) for at in set(places)}
         states, again = tuple(begun[at] for at in places), 0
         shared = jax.eval_shape(each_device(self.mesh, lambda: init_shared(method, self.model, specs)))
         if self.params is not None and (padded := self.order.slots) and method.reread_tokens(padded):

@@ -9,6 +9,7 @@ written in place takes the memory of what it replaces. Compilers do more, so thi
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -103,7 +104,8 @@ def _reduces_in_passing(eqn: Any) -> bool:
     return current_machine().platform != "cpu" or last in eqn.params["axes"]
 
 
-def _peak(jaxpr: core.Jaxpr, consumed: Sequence[bool] = ()) -> int:
+@functools.lru_cache(maxsize=256)  # layers of one kind have the very same loops
+def _peak(jaxpr: core.Jaxpr, consumed: tuple[bool, ...] = ()) -> int:
     """Compute the most bytes that exist at once beside the arguments of ``jaxpr`` and its results.
 
     Arguments that are ``consumed`` may be overwritten.
@@ -172,5 +174,5 @@ def most_bytes(run: Callable[..., Any], *args: Any, consumed: Sequence[int] = ()
         *args: its arguments, or their shapes.
         consumed: indices of arguments that may be overwritten, as those that a program donates.
     """
-    leaves = [at in consumed for at, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
-    return _peak(jax.make_jaxpr(run)(*args).jaxpr, leaves)
+    leaves = (at in consumed for at, arg in enumerate(args) for _ in jax.tree.leaves(arg))
+    return _peak.__wrapped__(jax.make_jaxpr(run)(*args).jaxpr, tuple(leaves))

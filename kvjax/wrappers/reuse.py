@@ -48,8 +48,9 @@ class Reuse(Around):
     With ``steps`` above 1 an anchor selects in its first step and in every ``steps``-th step after it, and attends in between
     to its last list and to all tokens that came since. A row that gets several tokens at once (`kvjax.extend`) selects anew.
 
-    Anchors and a map of heads belong to a model. ``python -m experiments.heads.sharing`` measures both. It prints the anchors
-    and writes a file, which commands take for ``head_map`` and `read_head_map` reads.
+    Anchors and a map of heads belong to a model, and ``every`` alone may lose most needles (docs/quality.md): make the layers
+    that retrieve anchors, which keep most by ``python -m experiments.heads.kept``. ``python -m experiments.heads.sharing``
+    writes a file, which commands take for ``head_map`` and `read_head_map` reads, and prints anchors by agreement.
 
     ``method`` selects slots in each step and keeps every token: `Quest`, `ParisKV`, `RetrievalAttention`, `PQCache`,
     `SOCKET`, `InfiniGen`, `Oracle`, or `Twilight` and `DenseBelow` around them. Other methods are refused when the wrapper is
