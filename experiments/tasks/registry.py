@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.tasks import dialogues, file_turns, lists, procedures, qa, ruler, rules, scorers, word_problems
 from experiments.tasks.associations import LITERAL, association
-from experiments.tasks.base import DESCRIPTIONS, PROMPTS, Document, Example, Request, Task, check_name
+from experiments.tasks.base import DESCRIPTIONS, PROMPTS, Document, Example, Request, Task, TooShort, check_name
 from experiments.tasks.code_completion import code_completion
 from experiments.tasks.code_files import KIND, RENAMED, Library
 from experiments.tasks.code_recall import code_recall, score_code_answer
@@ -171,7 +171,10 @@ def make_document(request: Request) -> Document:
     if task.max_questions is not None and num_questions > task.max_questions:
         most = "one question" if task.max_questions == 1 else f"at most {task.max_questions} questions"
         raise ValueError(f"{name} takes {most} about a context, got num_questions {num_questions}")
-    return task.generate(request)
+    try:
+        return task.generate(request)
+    except TooShort as error:
+        raise TooShort(f"{name}: {error}") from error
 
 
 def make_documents(

@@ -103,7 +103,7 @@ def test_a_sample_follows_from_its_seed_and_fits_with_a_coarse_tokenizer_too(nam
     assert document(name, seed=4, **options) not in (one, two)
     assert coarse(one.samples()[0].prompt) + one.max_new_tokens <= 4096
     if name not in CODE:  # they try many files first
-        with pytest.raises(ValueError, match="too short"):
+        with pytest.raises(ValueError, match=f"^{name}: length 50 is too short"):
             sample(name, 50)
 
 
