@@ -24,7 +24,6 @@ TOWNS = ("Rome", "Oslo", "Lima", "Cairo", "Delhi", "Paris", "Tokyo", "Quito")
 COMMON = 6  # things of most entries
 MOST = 0.5  # the most frequent thing's part of the entries that decide
 FIRST_DAY = datetime.date(2031, 1, 1)
-LONGEST_GAP = 20  # days
 LARGEST = 9  # amount
 MONTHS = (
     "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December",
@@ -58,16 +57,16 @@ def entries(request: Request, asks: str, share: float = 1.0, few: int = 0) -> Do
         if share == 1:
             facts = [(rng.choice(towns), thing) for _, thing in facts]
         rng.shuffle(facts)
-        if facts[-1][1] == named[0]:  # so that an entry follows
+        if few and facts[-1][1] == named[0]:  # so that an entry follows
             facts.insert(0, facts.pop())
         amounts = [rng.randint(1, LARGEST) for _ in facts]
         mine = [(thing, amount) for (_, thing), amount in zip(facts, amounts, strict=True) if thing in named]
-        lines = _lines(rng, prompt.forms["entry"], facts, amounts)
         at = [thing for _, thing in facts].index(named[0])
-        found = {"count": len(mine), "sum": sum(amount for _, amount in mine), "next": amounts[at + 1]}
+        found = {"count": len(mine), "sum": sum(amount for _, amount in mine), "next": amounts[(at + 1) % count]}
         answer = str(found.get(asks, named[0]))
         offered = [named[0], common[1]] if asks == "compare" else named
         offered = rng.sample(offered, len(offered))
+        lines = _lines(rng, prompt.forms["few" if few else "entry"], facts, amounts)
         asked = {
             "town": prompt.forms["town"].format(town=towns[0]) if share < 1 else prompt.forms["everywhere"],
             "thing": offered[0],
@@ -94,7 +93,7 @@ def _lines(rng: random.Random, form: str, facts: Sequence[tuple[str, str]], amou
     """Write the entries, whose dates ascend."""
     day, lines = FIRST_DAY, []
     for (town, thing), amount in zip(facts, amounts, strict=True):
-        day += datetime.timedelta(rng.randint(1, LONGEST_GAP))
+        day += datetime.timedelta(rng.randint(1, 2))
         date = f"{day.day} {MONTHS[day.month - 1]} {day.year}"
         lines.append(form.format(date=date, name=rng.choice(PEOPLE), town=town, amount=amount, thing=thing))
     return lines

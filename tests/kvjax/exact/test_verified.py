@@ -340,4 +340,5 @@ def test_memory_counts_both_storages():
         for x in (Full(), verified(Full()), verified(SnapKV(budget=16, obs_window=5)))
     )
     row = 2 * model().num_kv_heads * (2 * model().head_dim * 4 + 4)  # key, value and position of a token in two rows
-    assert shared == alone and beside - alone == 32 * row + 2 * 4  # the draft's slots and its cursors
+    assert 0 < shared - alone < 100, "the state that all layers share"
+    assert beside - shared == 32 * row + 2 * 4  # the draft's slots and its cursors
