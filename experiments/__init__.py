@@ -20,7 +20,7 @@ Speed and memory:
 * ``speed``: decode steps, prompts, host memory: time, bytes, floor. ``speed/kernels``: operation x
   implementation x shape.
 
-``lab`` has the studies behind pages of the documentation that still run; a finished one lives at a commit (docs/reproduce.md).
+``lab`` has the studies behind pages of the documentation that still run; docs/reproduce.md says where finished ones are.
 Nothing outside imports it, and it is in no wheel:
 
 * ``fidelity``: KL, top-1 agreement and perplexity beside Full, along texts through the decode path.
