@@ -13,7 +13,7 @@ Quality:
 * ``evaluation``: `kvjax eval` and `compare`: result folders, comparison with Full.
 * ``heads``: scores, patterns and room of heads, budgets of layers, and layers that share lists, for methods that need them.
 * ``lm_eval``: lm-evaluation-harness over a method's decode path.
-* ``demo``: `kvjax demo`.
+* ``demo``, ``doctor``: `kvjax demo` and `kvjax doctor`.
 
 Speed and memory:
 
