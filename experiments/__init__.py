@@ -11,21 +11,22 @@ Quality:
 * ``benchmarks``: readers of the files of published benchmarks, their scorers, truncation, worker processes.
 * ``answering``: a model, the loop that asks it, methods at their papers' budgets; download of named models (`kvjax fetch`).
 * ``evaluation``: `kvjax eval` and `compare`: result folders, comparison with Full.
-* ``heads``: scores and patterns of heads, and budgets of layers, which some methods need.
+* ``heads``: scores, patterns and room of heads, budgets of layers, and layers that share lists, for methods that need them.
 * ``lm_eval``: lm-evaluation-harness over a method's decode path.
-* ``demo``: `kvjax demo`.
+* ``demo``, ``doctor``: `kvjax demo` and `kvjax doctor`.
 
 Speed and memory:
 
 * ``speed``: decode steps, prompts, host memory: time, bytes, floor. ``speed/kernels``: operation x
   implementation x shape.
 
-``lab`` has the studies behind pages of the documentation that still run; a finished one lives at the commit of its record.
+``lab`` has the studies behind pages of the documentation that still run; docs/reproduce.md says where finished ones are.
 Nothing outside imports it, and it is in no wheel:
 
 * ``fidelity``: KL, top-1 agreement and perplexity beside Full, along texts through the decode path.
 * ``insight``: attention mass and recall by layer, head and step.
 * ``attention_peers``: one call of attention beside FlashInfer's.
+* ``fits``: the table of what fits.
 * ``goldens``: the numbers of transformers that tests compare with.
 * ``profile``: the kernels of a step on GPUs.
 * ``site``, ``plot``: pages and tables of the documentation, figures of the lab's records.

@@ -59,7 +59,7 @@ def test_finds_a_needle_in_bfloat16(builtin, method, chunk_size):
     assert out.texts(tokenizer)[0].strip().startswith("4711042")
 
 
-# Settings under which the small model must find a needle in noise; docs/quality-toy.md has the papers' budgets.
+# Settings under which the small model must find a needle in noise; docs/notebook/quality_toy.md has the papers' budgets.
 FIVE = {
     "chess": {"ratios": "conservative", "trigger": "fixed"},
     "sentencekv": {"budget": 2048},

@@ -20,7 +20,8 @@ class EvaluationSettings(MeshSettings):
 
     Attributes:
         tasks: comma-separated: names of tasks and groups (see kvjax ls tasks), or FORMAT:PATH of a file (questions, for
-            your own; ruler, kvpress, longbench, longbench2, infinitebench, scbench, helmet), or lm-eval:TASK of the harness
+            your own; ruler, kvpress, longbench, longbench2, infinitebench, scbench, helmet, nolima, babilong, oolong,
+            mrcr), or lm-eval:TASK of the harness
         lengths: comma-separated, tokens of prompt and answer of generated tasks
         samples: contexts of a cell; a file may have fewer
         questions: questions about each context

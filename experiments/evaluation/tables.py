@@ -19,7 +19,7 @@ _LEGEND = (
     "in the prompt that the method compresses (prefill), after it (extend), or one after the other in one cache (turns). "
     "Budget: tokens per KV head that the setting asks for; where it asks for none, the tokens attended. "
     "Read, and tokens attended: in the step after an answer's eighth token, or its last if it is shorter (in runs before "
-    "2026-11-30 always its last), bytes of keys, values and metadata; resident: allocated per row."
+    "2026-11-29 always its last), bytes of keys, values and metadata; resident: allocated per row."
 )
 LONG_ANSWER = 512  # tokens; tables with a longer mean answer have a column of the answers' lengths
 _ACCEPTED = " Accepted: tokens that a pass of Full gave over tokens drafted by the method (`kvjax.Verified`)."

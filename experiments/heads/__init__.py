@@ -1,1 +1,1 @@
-"""Files that methods need, measured on a model: scores of heads, patterns of heads, budgets of layers."""
+"""Files that methods need, measured on a model: scores, patterns and room of heads, budgets and anchors of layers."""

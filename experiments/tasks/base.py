@@ -38,7 +38,7 @@ class Example:
         stop: texts that end an answer, such as a newline.
         system: text of the system turn; "" leaves the turn to the chat template. Without a template, or where the template
             has no system turn, the text stands above the context.
-        target: the continuation of the prompt that a model is trained to write; "" for examples of files.
+        target: the right answer in full, behind the prompt; "" for examples of files.
     """
 
     task: str
@@ -75,7 +75,7 @@ class Question:
         question: text that follows the context (begins with a newline).
         answer_prefix: text that opens the answer; prompt = context + question + answer_prefix.
         answers: reference strings that the scorer looks for.
-        target: the continuation that a model is trained to write after the prefix (without end-of-sequence).
+        target: the right answer in full, behind the prefix (without end-of-sequence).
     """
 
     question: str

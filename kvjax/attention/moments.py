@@ -14,7 +14,7 @@ class Moments:
     count: Array  # float32 [B], queries so far
     mean: Array  # float32 [B, H, G, D]
     length: Array  # float32 [B, H, G, D/2], mean length of the pairs of channels that RoPE rotates together
-    # float32 [B, H, G, D, D], sum over queries of (q - mean) (q - mean)^T; None unless the method `reads_covariance`.
+    # float32 [B, H, G, D, D], sum over queries of (q - mean) (q - mean)^T; None unless the method reads it (`Reads`).
     scatter: Array | None
     inv_freq: Array  # float32 [B, D/2], RoPE angle per position, in radians
     first: int = static("position of the first query that counts")

@@ -309,7 +309,8 @@ class _Run:
             last = length - 1 - start
 
             def attend(layer: int, states: tuple, *given: Any, sinks: Array | None = None) -> tuple[Array, tuple]:
-                if rows is not None:  # else XLA takes a row out of all layers before it puts any back
+                if rows is not None and not is_recurrent(self.model, layer):
+                    # Else XLA takes a row out of all layers before it puts any back.
                     given, states = barrier((given, states))
                 mine = sized.common.restore_layer(layer, states if rows is None else row_of(states, rows[0]))
                 out, new = now.attend(self.model, layer, mine, given, sinks, sized.common)

@@ -1,1 +1,1 @@
-"""Shared parts of kernels for Hopper's GPUs, which Pallas compiles with Mosaic GPU."""
+"""Shared parts of kernels for NVIDIA's GPUs, which Pallas compiles with Mosaic GPU."""

@@ -86,7 +86,13 @@ def in_place(body, states, *, grid, names=NAMES, out_type=(), scratch=(), parts=
         return results, [True] * len(states)
 
     states = [*states, *(lax.empty(x.shape, x.dtype) for x in out_type)]
-    return lambda *operands: launch(list(operands), states)
+
+    def run(*operands):
+        # In a loop XLA makes one fusion of a kernel and the slices that it reads or writes, and forgets which result is which
+        # operand: the results would be memory that nobody wrote (findings/). The barriers keep the slices outside.
+        return lax.optimization_barrier(launch(*lax.optimization_barrier((list(operands), states))))
+
+    return run
 
 
 FLOATS = frozenset(("bfloat16", "float16", "float32"))  # what `load` makes float32 of

@@ -1,6 +1,6 @@
 """The only call into the Triton back end of Pallas.
 
-That back end is deprecated. `pallas_kernels._mosaic_gpu` is written for the one that stays, so far decode attention.
+That back end is deprecated. `pallas_kernels._mosaic_gpu` is written for the one that stays.
 """
 
 import warnings

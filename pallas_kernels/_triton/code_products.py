@@ -8,7 +8,7 @@ Half the bytes leave half the time for every code, and a conversion of each code
   channel, and moves 16 bits at a time: a register with two pairs becomes one of the even and one of the odd channel, by
   arithmetic on both halves at once. Even channels and odd channels are products of their own.
 * A tensor core multiplies 16 rows; a thread has two of them, 8 rows apart. If both were the same value the compiler would
-  copy registers before each product, so 8 rows or fewer are filled up to 16 by other means: `FOLD`.
+  copy registers before each product, so 8 rows or fewer are filled up to 16 by other means: `folded`.
 
 Two codes of 4 bits share a byte, of channels that are D / 2 apart. Keys are multiplied as int8 too: the 4 bits at the top of
 a byte are a code times 16, so two instructions at most make four of them. Each half of a query is multiplied by the codes of

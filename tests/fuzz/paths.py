@@ -116,7 +116,7 @@ def _folder(target: pathlib.Path) -> str | None:
 
 
 def _table(target: pathlib.Path) -> str | None:
-    """A file of `kvjax eval --files`, in a folder of this name."""
+    """A file of `kvjax eval --tasks kvpress:PATH`, in a folder of this name."""
     target.mkdir()
     values = {"context": "c", "question": "q", "answer_prefix": "", "answer": "a", "task": "vt", "max_new_tokens": 4}
     (target / "rows.jsonl").write_text(json.dumps(values), encoding="utf-8")

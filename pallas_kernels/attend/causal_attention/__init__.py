@@ -1,4 +1,4 @@
-"""Causal self-attention of whole sequences at positions 0..T-1, which training uses."""
+"""Causal self-attention of whole sequences at positions 0..T-1: prompts of one chunk."""
 
 from typing import Annotated
 

@@ -26,7 +26,6 @@ from tests.pallas_kernels.cases import (
 )
 
 CONFIG = pallas_triton.Config(block=16, splits=3)
-CUTS = [(16, 1), (128, 1), (16, 9)]  # 128 slots do not fit 75: the block is halved
 DENSE = implementations("dense_decode", config=CONFIG) | {
     "interpreted_tpu": implementations("dense_decode", "pallas_tpu", config=pallas_tpu.Config(block=128))["interpreted"]
 }
