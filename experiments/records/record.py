@@ -53,12 +53,17 @@ def operations() -> dict[str, str]:
 
 
 def make_record(
-    experiment: str, settings: dict[str, Any], metrics: Sequence[dict[str, Any]], *, device: Mapping[str, Any] | None = None
+    experiment: str,
+    settings: dict[str, Any],
+    metrics: Sequence[dict[str, Any]],
+    *,
+    device: Mapping[str, Any] | None = None,
+    packages: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Make a record of metrics with "name", "value" and "unit" each, with versions, device, commit and date.
 
     JSON values. A measurement without JAX names its ``device`` ("platform", "kind", "count"), because JAX takes most of a
-    GPU's memory when it is asked.
+    GPU's memory when it is asked. ``packages`` are further ones whose versions are kept.
     """
     for metric in metrics:
         missing = {"name", "value", "unit"} - metric.keys()
@@ -71,7 +76,7 @@ def make_record(
         "experiment": experiment,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "versions": versions(),
+        "versions": versions(packages),
         "device": {**device, "cpu_cores": os.cpu_count(), **operations()},
         "settings": settings,
         "metrics": list(metrics),

@@ -82,7 +82,7 @@ class Results:
     """The cells of an experiment in a file to which several processes may add; ``fresh`` begins anew with the first write.
 
     A file that is no record, or that holds another experiment or cells of other settings, is refused. See `make_record` for
-    ``device``.
+    ``device`` and ``packages``.
 
     Attributes:
         metrics: the cells, as of the last read or write.
@@ -99,9 +99,10 @@ class Results:
         *,
         fresh: bool = False,
         device: Mapping[str, Any] | None = None,
+        packages: tuple[str, ...] = (),
     ) -> None:
         self.path, self._fresh = path, fresh
-        self._device = device
+        self._ran = {"device": device, "packages": packages}
         self._experiment, self.settings = experiment, dict(settings)
         self.metrics: list[dict[str, Any]] = []
         self.notes: dict[str, Any] = {}
@@ -163,7 +164,7 @@ class Results:
 
     def write(self) -> None:
         """Write the record."""
-        record = make_record(self._experiment, self.settings, self.metrics, device=self._device)
+        record = make_record(self._experiment, self.settings, self.metrics, **self._ran)
         self.devices = list(dict.fromkeys([*self.devices, record["device"]["kind"]]))
         write_record(self.path, {**record, "notes": self.notes, "devices": self.devices})
         self._fresh = False
