@@ -1,4 +1,4 @@
-"""Tokens of the best sentences through Mosaic GPU, a program of one warpgroup for each list.
+"""Tokens of the best sentences through Mosaic GPU, a program for each list.
 
 The search is that of `kth_select`; one running count gives both the rank among equal scores and the entry of the list.
 """
@@ -10,17 +10,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays
-from pallas_kernels._mosaic_gpu.pallas import plgpu
-from pallas_kernels._mosaic_gpu.search import MOST, threshold_of
+from pallas_kernels._mosaic_gpu.search import MOST, listed, threshold_of
 from pallas_kernels._triton.kth_search import NEVER, order_key
+from pallas_kernels.choose.kth_select import pallas_mosaic_gpu as kth_kernel
 from pallas_kernels.choose.sentencekv.sentence_cut.rules import CLOSES, bounds
-
-HALF = 2**16 - 1
 
 
 def _body(
     cursor_ref, event_ref, budget_ref, count_ref, length_ref, sentence_ref, position_ref, score_ref, slots_ref, listed_ref,
-    words, *, heads, rules, num_slots, sentences,
+    scratch, peers, bins, *, heads, rules, num_slots, sentences, team,
 ):  # fmt: skip
     # Of all lists: cursor, event [B]; budget [1]; count, length [L]; sentence, position, slots, listed [L, S]; score [L, N].
     index = lax.axis_index("x")
@@ -28,9 +26,8 @@ def _body(
     count, length = arrays.scalar(count_ref, index), arrays.scalar(length_ref, index)
     written = jnp.where(arrays.scalar(event_ref, row) == CLOSES, 0, length + 1)
     high, space = bounds(arrays.scalar(cursor_ref, row), written, arrays.scalar(budget_ref, row * 0), rules)
-    size = arrays.run_of(num_slots)
-    slot = arrays.in_order(size)
-    sentence, position = (arrays.load_run(ref, index, index * 0, size, -1) for ref in (sentence_ref, position_ref))
+    slot = team.entries()
+    sentence, position = (team.load(ref, index, -1) for ref in (sentence_ref, position_ref))
     stored = position >= 0
     inside = (slot >= rules.sinks) & (slot < high)
     eligible = stored & inside & (sentence >= 0) & (sentence < count)
@@ -38,14 +35,12 @@ def _body(
     least = float(jnp.finfo(jnp.float32).min)
     worth = arrays.load(score_ref, jnp.where(eligible, index * sentences + sentence, -1), least)
     key = jnp.where(eligible, order_key(jnp.where(worth > least, worth, least)), NEVER)
-    threshold, ties, _ = threshold_of(key, space, 1, None, repeated=True)
-    threshold = jnp.where(space > 0, threshold, 2**31 - 1)  # where nothing is wanted, the threshold may be below some keys
+    arrays.begin_parts(peers, team.parts)
+    threshold, ties, _ = threshold_of(key, space, num_slots, team, scratch, peers, bins)
     # Taken are all stored slots outside of the bounds, all slots above the threshold, and of equal ones the lower slots.
     sure, equal = (stored & ~inside) | (key > threshold), eligible & (key == threshold)
     word = sure.astype(jnp.int32) + (equal.astype(jnp.int32) << 16)
-    earlier, total = arrays.before(word, words), jnp.sum(word)
-    chosen = sure | (equal & ((earlier >> 16) < ties))
-    end, taken = ((x & HALF) + jnp.minimum(x >> 16, ties) for x in (earlier, total))
+    chosen, end, taken = listed(word, ties, team, scratch, peers)
     # Chosen slots go to the front, and zeros for all other slots behind them, so every entry is written exactly once.
     place = jnp.where(chosen, end, taken + slot - end)
     at = jnp.where(place < num_slots, index * num_slots + place, -1)
@@ -57,12 +52,15 @@ def sentence_cut(score, sentence, position, count, length, cursor, event, budget
     """List the first, the newest and the best slots between them by sentence."""
     rows, heads, num_slots = sentence.shape
     lists = rows * heads
-    body = functools.partial(_body, heads=heads, rules=rules, num_slots=num_slots, sentences=score.shape[2])
-    slots, listed = arrays.program(
+    team = kth_kernel.team_for(num_slots)
+    body = functools.partial(_body, heads=heads, rules=rules, num_slots=num_slots, sentences=score.shape[2], team=team)
+    slots, mask = arrays.program(
         body,
         [jax.ShapeDtypeStruct((lists, num_slots), dtype) for dtype in (jnp.int32, jnp.bool_)],
         grid=(lists,),
-        scratch=[plgpu.SMEM((4,), jnp.int32)],
+        parts=team.parts,
+        groups=team.groups,
+        scratch=team.scratch,
     )(
         cursor,
         event,
@@ -71,7 +69,7 @@ def sentence_cut(score, sentence, position, count, length, cursor, event, budget
         length.reshape(-1),
         *(x.reshape(lists, -1) for x in (sentence, position, score)),
     )
-    return slots.reshape(sentence.shape), listed.reshape(sentence.shape)
+    return slots.reshape(sentence.shape), mask.reshape(sentence.shape)
 
 
 def check(score, sentence, position, count, length, cursor, event, budget, *, rules):
