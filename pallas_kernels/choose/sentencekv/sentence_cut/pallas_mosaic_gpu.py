@@ -1,6 +1,7 @@
 """Tokens of the best sentences through Mosaic GPU, a program for each list.
 
-The search is that of `kth_select`; one running count gives both the rank among equal scores and the entry of the list.
+Scores of vectors stay in shared memory. The search is that of `kth_select`; one running count gives both the rank among equal
+scores and the entry of the list.
 """
 
 import functools
@@ -10,17 +11,46 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays
+from pallas_kernels._mosaic_gpu.pallas import plgpu
+from pallas_kernels._mosaic_gpu.products import Products
 from pallas_kernels._mosaic_gpu.search import MOST, listed, threshold_of
 from pallas_kernels._triton.kth_search import NEVER, order_key
 from pallas_kernels.choose.kth_select import pallas_mosaic_gpu as kth_kernel
 from pallas_kernels.choose.sentencekv.sentence_cut.rules import CLOSES, bounds
+from pallas_kernels.score.page_score.pallas_mosaic_gpu import check_scores
+
+STEPS = 2  # vectors of which a thread reads a part together
+
+
+def _score(refs, shared, index, count, n, team, sentences):
+    """Write the scores of the finished sentences, and of a few more, to ``shared`` float32 [N + 1]."""
+    query_ref, vector_ref, *added_ref = refs
+    (row, _, writes), step_row = n.entries(), n.step_rows()
+    each = team.groups * n.rows  # vectors that the warpgroups read in a step
+
+    def load(step):
+        at = jnp.minimum(step * each + team.group() * n.rows + step_row, sentences - 1)
+        return n.chunks((vector_ref,), index * sentences + at)
+
+    def add(step, chunks):
+        ahead, at = load(step + 1), step * each + team.group() * n.rows + row
+        product = n.multiply(query, chunks, [vector_ref.dtype])
+        arrays.store_shared(shared, jnp.where(writes & (at < sentences), at, sentences), product)
+        return ahead
+
+    first = load(jnp.int32(0))
+    query = n.queries(query_ref, index, *added_ref)
+    lax.fori_loop(0, lax.div(jnp.minimum(count, sentences) + (each - 1), each), add, first)
+    team.meet()
 
 
 def _body(
-    cursor_ref, event_ref, budget_ref, count_ref, length_ref, sentence_ref, position_ref, score_ref, slots_ref, listed_ref,
-    scratch, peers, bins, *, heads, rules, num_slots, sentences, team,
+    cursor_ref, event_ref, budget_ref, count_ref, length_ref, sentence_ref, position_ref, *refs,
+    heads, rules, num_slots, sentences, team, products,
 ):  # fmt: skip
-    # Of all lists: cursor, event [B]; budget [1]; count, length [L]; sentence, position, slots, listed [L, S]; score [L, N].
+    # Of all lists: cursor, event [B]; budget [1]; count, length [L]; sentence, position, slots, listed [L, S]; score [L, N],
+    # or query [L, G, D], vector [L * N, D] and, if any, added [L, G, D].
+    *refs, slots_ref, listed_ref, scratch, peers, bins, shared = (*refs, *(None,) * (products is None))
     index = lax.axis_index("x")
     row = lax.div(index, heads)
     count, length = arrays.scalar(count_ref, index), arrays.scalar(length_ref, index)
@@ -28,12 +58,17 @@ def _body(
     high, space = bounds(arrays.scalar(cursor_ref, row), written, arrays.scalar(budget_ref, row * 0), rules)
     slot = team.entries()
     sentence, position = (team.load(ref, index, -1) for ref in (sentence_ref, position_ref))
+    if products is not None:
+        _score(refs, shared, index, count, products, team, sentences)
     stored = position >= 0
     inside = (slot >= rules.sinks) & (slot < high)
     eligible = stored & inside & (sentence >= 0) & (sentence < count)
     # NaN and -inf rank last, but before slots that are not eligible: they get the least finite score.
     least = float(jnp.finfo(jnp.float32).min)
-    worth = arrays.load(score_ref, jnp.where(eligible, index * sentences + sentence, -1), least)
+    if products is None:
+        worth = arrays.load(refs[0], jnp.where(eligible, index * sentences + sentence, -1), least)
+    else:
+        worth = arrays.load_shared(shared, jnp.where(eligible, sentence, sentences))
     key = jnp.where(eligible, order_key(jnp.where(worth > least, worth, least)), NEVER)
     arrays.begin_parts(peers, team.parts)
     threshold, ties, _ = threshold_of(key, space, num_slots, team, scratch, peers, bins)
@@ -48,32 +83,47 @@ def _body(
     arrays.store(listed_ref, at, chosen.astype(jnp.int32))
 
 
-def sentence_cut(score, sentence, position, count, length, cursor, event, budget, *, rules):
+def sentence_cut(
+    score, sentence, position, count, length, cursor, event, budget, *, rules, query=None, vector=None, added=None
+):  # fmt: skip
     """List the first, the newest and the best slots between them by sentence."""
     rows, heads, num_slots = sentence.shape
-    lists = rows * heads
-    team = kth_kernel.team_for(num_slots)
-    body = functools.partial(_body, heads=heads, rules=rules, num_slots=num_slots, sentences=score.shape[2], team=team)
+    lists, team = rows * heads, kth_kernel.team_for(num_slots)
+    sentences, products, scratch = (vector if score is None else score).shape[2], None, team.scratch
+    if score is None:
+        products = Products(*query.shape[2:], STEPS, summed=True)
+        given = [query.reshape(lists, *query.shape[2:]), vector.reshape(-1, vector.shape[3])]
+        given += [] if added is None else [added.reshape(lists, *added.shape[2:])]
+        scratch = [*scratch, plgpu.SMEM((sentences + 1,), jnp.float32)]
+    else:
+        given = [score.reshape(lists, sentences)]
+    body = functools.partial(
+        _body, heads=heads, rules=rules, num_slots=num_slots, sentences=sentences, team=team, products=products
+    )
     slots, mask = arrays.program(
         body,
         [jax.ShapeDtypeStruct((lists, num_slots), dtype) for dtype in (jnp.int32, jnp.bool_)],
         grid=(lists,),
         parts=team.parts,
         groups=team.groups,
-        scratch=team.scratch,
+        scratch=scratch,
     )(
         cursor,
         event,
         budget.reshape(1),
         count.reshape(-1),
         length.reshape(-1),
-        *(x.reshape(lists, -1) for x in (sentence, position, score)),
+        *(x.reshape(lists, -1) for x in (sentence, position)),
+        *given,
     )
     return slots.reshape(sentence.shape), mask.reshape(sentence.shape)
 
 
-def check(score, sentence, position, count, length, cursor, event, budget, *, rules):
-    """Raise ``NotImplementedError`` for other GPUs, and for more slots than one program holds."""
+def check(score, sentence, position, count, length, cursor, event, budget, *, rules, query=None, vector=None, added=None):
+    """Raise ``NotImplementedError`` for other GPUs, for more slots than a program holds, and as `check_scores` does."""
     arrays.check_hopper()
-    if not 0 < sentence.shape[2] <= MOST or not score.shape[2] or max(sentence.size, score.size) >= 2**31:
-        raise NotImplementedError(f"got {sentence.shape[2]} slots, expected 1 to {MOST}")
+    scored = vector if score is None else score
+    if not 0 < sentence.shape[2] <= MOST or not 0 < scored.shape[2] <= MOST or max(sentence.size, scored.size) >= 2**31:
+        raise NotImplementedError(f"got {sentence.shape[2]} slots and {scored.shape[2]} sentences, expected 1 to {MOST}")
+    if score is None:
+        check_scores(query, (vector,))
