@@ -12,7 +12,15 @@ from pallas_kernels._mosaic_gpu.team import BINS, Team
 from pallas_kernels._triton.kth_search import ALL, INFINITE, NEVER
 
 HALF = 2**16 - 1
+ALONE = 2**13  # entries of a row for which one program is enough
 MOST = 2**14 + 2**12  # keys of a program: they are in registers, and counts of two kinds share a word
+
+
+def team_for(slots: int) -> Team:
+    """Choose who shares a row."""
+    parts = next((n for n in (1, 2, 4) if slots <= n * ALONE), arrays.MOST_PARTS)
+    groups = next((n for n in (1, 2, 4) if slots <= n * parts * t.THREADS), 8)
+    return Team(groups, parts, arrays.size_of(-(-slots // (parts * groups))))
 
 
 def threshold_of(
@@ -97,6 +105,16 @@ def listed(word: jax.Array, ties: Any, team: Team, scratch: Any, peers: Any) -> 
     equal = equal + (earlier >> 16)
     chosen = ((word & 1) > 0) | ((word > HALF) & (equal < ties))
     return chosen, over + (earlier & HALF) + jnp.minimum(equal, ties), over_all + jnp.minimum(equal_all, ties)
+
+
+def fill(list_ref: Any, keep_ref: Any, row: Any, chosen: Any, team: Team) -> None:
+    """Write zeros behind the ``chosen`` first entries of a list [L, K], and the mask that tells which are chosen."""
+    capacity = list_ref.shape[1]
+    share = arrays.size_of(-(-capacity // team.members))
+    at = team.member() * share + arrays.counted(share)
+    inside = at < capacity
+    arrays.store(list_ref, jnp.where(inside & (at >= chosen), row * capacity + at, -1), arrays.spread(0, share))
+    arrays.store(keep_ref, jnp.where(inside, row * capacity + at, -1), (at < chosen).astype(jnp.int32))
 
 
 def places(

@@ -11,13 +11,9 @@ from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu.pallas import pl
-from pallas_kernels._mosaic_gpu.search import MOST, listed, threshold_of
-from pallas_kernels._mosaic_gpu.team import Team
-from pallas_kernels._mosaic_gpu.threads import THREADS
+from pallas_kernels._mosaic_gpu.search import MOST, fill, listed, team_for, threshold_of
 from pallas_kernels._triton.kth_search import order_key
 from pallas_kernels.numerics import finite_or_zero
-
-ALONE = 2**13  # entries of a row for which one program is enough
 
 
 def _body(*refs, joining, budget, traced, most, capacity, heads, team):
@@ -28,13 +24,9 @@ def _body(*refs, joining, budget, traced, most, capacity, heads, team):
     row = lax.axis_index("x")
     asked = budget_ref[0][budget(row)] if traced else jnp.int32(budget)
     wanted = jnp.minimum(jnp.maximum(asked, 0), most)
-    share = arrays.size_of(-(-capacity // team.members))
-    at = team.member() * share + arrays.counted(share)
 
-    def fill(chosen):  # the members share out the entries behind the list, and the mask
-        inside = at < capacity
-        arrays.store(list_ref, jnp.where(inside & (at >= chosen), row * capacity + at, -1), arrays.spread(0, share))
-        arrays.store(keep_ref, jnp.where(inside, row * capacity + at, -1), (at < chosen).astype(jnp.int32))
+    def finish(chosen):
+        fill(list_ref, keep_ref, row, chosen, team)
         arrays.put(count_ref, jnp.where(team.member() < 1, row, -1), chosen)
 
     def score(line):
@@ -49,7 +41,7 @@ def _body(*refs, joining, budget, traced, most, capacity, heads, team):
 
     @pl.when(wanted <= 0)  # a row that wants nothing is not read
     def _():
-        fill(jnp.int32(0))
+        finish(jnp.int32(0))
 
     @pl.when(wanted > 0)
     def _():
@@ -63,14 +55,7 @@ def _body(*refs, joining, budget, traced, most, capacity, heads, team):
         word = (key > threshold).astype(jnp.int32) + ((key == threshold).astype(jnp.int32) << 16)
         keep, place, _ = listed(word, ties, team, scratch, peers)
         arrays.store(list_ref, jnp.where(keep & (place < chosen), row * capacity + place, -1), team.entries())
-        fill(chosen)
-
-
-def team_for(slots: int) -> Team:
-    """Choose who shares a row."""
-    parts = next((n for n in (1, 2, 4) if slots <= n * ALONE), arrays.MOST_PARTS)
-    groups = next((n for n in (1, 2, 4) if slots <= n * parts * THREADS), 8)
-    return Team(groups, parts, arrays.size_of(-(-slots // (parts * groups))))
+        finish(chosen)
 
 
 def kth_select(score, budget, capacity, lse=None):
@@ -86,7 +71,7 @@ def kth_select(score, budget, capacity, lse=None):
             return (b if lines > 1 else 0 * b) * columns + (h if columns > 1 else 0)
 
     flat = [score.reshape(-1, slots), *([] if lse is None else [lse.reshape(lists, *lse.shape[2:])])]
-    listed, keep, count = arrays.program(
+    found, keep, count = arrays.program(
         functools.partial(
             _body, joining=len(flat) - 1, budget=place if traced else int(budget), traced=traced, most=min(capacity, slots),
             capacity=capacity, heads=score.shape[2] if lse is not None else 1, team=team,
@@ -101,7 +86,7 @@ def kth_select(score, budget, capacity, lse=None):
         groups=team.groups,
         scratch=team.scratch,
     )(*flat, *([budget.reshape(-1)] if traced else []))  # fmt: skip
-    return listed.reshape(rows, heads, -1), keep.reshape(rows, heads, -1), count.reshape(rows, heads)
+    return found.reshape(rows, heads, -1), keep.reshape(rows, heads, -1), count.reshape(rows, heads)
 
 
 def check(score, budget, capacity, lse=None):

@@ -13,9 +13,8 @@ from jax import lax
 from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.products import Products
-from pallas_kernels._mosaic_gpu.search import MOST, listed, threshold_of
+from pallas_kernels._mosaic_gpu.search import MOST, listed, team_for, threshold_of
 from pallas_kernels._triton.kth_search import NEVER, order_key
-from pallas_kernels.choose.kth_select import pallas_mosaic_gpu as kth_kernel
 from pallas_kernels.choose.sentencekv.sentence_cut.rules import CLOSES, bounds
 from pallas_kernels.score.page_score.pallas_mosaic_gpu import check_scores
 
@@ -88,7 +87,7 @@ def sentence_cut(
 ):  # fmt: skip
     """List the first, the newest and the best slots between them by sentence."""
     rows, heads, num_slots = sentence.shape
-    lists, team = rows * heads, kth_kernel.team_for(num_slots)
+    lists, team = rows * heads, team_for(num_slots)
     sentences, products, scratch = (vector if score is None else score).shape[2], None, team.scratch
     if score is None:
         products = Products(*query.shape[2:], STEPS, summed=True)
