@@ -80,7 +80,7 @@ class ModelConfig(Architecture):
         return self._run(params, layer, hidden, attend, state, method="run_layer")
 
     def alone(self, params: Any, layer: int) -> tuple[ModelConfig, Any] | None:
-        """Return ``layer`` as a model of one layer, the same for equal layers, and its parameters; None with linear attention."""
+        """Return ``layer`` as a model of one layer, and its parameters; None with layers of linear attention."""
         if self.linear is not None:
             return None
         mixed = self.experts is not None and layer in self.experts.layers

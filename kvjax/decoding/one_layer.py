@@ -84,9 +84,17 @@ def empty(methods: tuple, *, layer: OneLayer) -> tuple:
 
 
 def read(
-    params: Any, hidden: Array, states: tuple | None, rows: Array, tokens: Array, length: Array, methods: tuple, shared: tuple,
-    *, layer: OneLayer,
-) -> tuple[Array, tuple]:  # fmt: skip
+    params: Any,
+    hidden: Array,
+    states: tuple | None,
+    rows: Array,
+    tokens: Array,
+    length: Array,
+    methods: tuple,
+    shared: tuple,
+    *,
+    layer: OneLayer,
+) -> tuple[Array, tuple]:
     """Run a layer on the hidden states of a group's rows; return those behind it, and the finished states of all rows."""
     run, sized = layer.of(params, methods, layer.specs, shared)
     with soft_cap(attention_soft_cap(layer.model)):

@@ -1,7 +1,7 @@
 """Blocks of a GGUF file decoded by a compiled program, on the device that keeps the parameter.
 
-`gguf.dequantize` decodes by NumPy, in many steps that each wait for Python's lock. The layouts are those of the package ``gguf``. A product of
-its scales and codes has at most 24 bits, so it is exact in float32, and the results are the same to the last bit.
+NumPy decodes them in many steps, each of which waits for Python's lock. The layouts are those of the package ``gguf``. A
+product of its scales and codes has at most 24 bits, so it is exact in float32, and the results have the same bits.
 """
 
 import dataclasses
@@ -36,6 +36,7 @@ def decoded(tensors: GGUFTensors, leaf: AnyLeaf, dtype: str) -> Array | None:
 
 @functools.partial(jax.jit, static_argnames=("recipe", "kinds", "heads", "dtype"))
 def joined(blocks: list[Array], *, recipe: Leaf, kinds: tuple, heads: tuple, dtype: str) -> Array:
+    """Decode tensors, uint8 [rows, bytes], and join them."""
     parts = []
     for rows, kind, count in zip(blocks, kinds, heads, strict=True):
         numbers = DECODE[kind](rows.reshape(-1, gguf.GGML_QUANT_SIZES[kind][1])).astype(dtype).reshape(len(rows), -1)
