@@ -83,13 +83,13 @@ class ModelConfig(Architecture):
         """Return ``layer`` as a model of one layer, and its parameters; None with layers of linear attention."""
         if self.linear is not None:
             return None
-        mixed = self.experts is not None and layer in self.experts.layers
+        experts = self.experts if self.experts is not None and layer in self.experts.layers else None
         model = dataclasses.replace(
             self,
             num_layers=1,
             windows=self.windows[layer : layer + 1],
             ropes=self.ropes[layer : layer + 1],
-            experts=dataclasses.replace(self.experts, layers=(0,)) if mixed else None,
+            experts=None if experts is None else dataclasses.replace(experts, layers=(0,)),
         )
         return model, None if params is None else {"layers_0": params[f"layers_{layer}"]}
 

@@ -256,11 +256,10 @@ def _assemble(
 
         def read(leaf: AnyLeaf) -> Any:
             whole = (slice(None),) * len(leaf.shape)
-            codes = weight_dtype is not None and leaf.has_codes
-            own = coder(cast("Leaf", leaf)) if coder and (codes or weight_dtype is None) else None
+            own = coder(cast("Leaf", leaf)) if coder and (weight_dtype is None or leaf.has_codes) else None
             if own is not None:
                 return own
-            if codes:
+            if weight_dtype is not None and leaf.has_codes:
                 return coded(leaf.path, parts(leaf, dtype)(whole), weight_dtype)
             return parts(leaf, dtype)(whole) if mesh is None else None
 

@@ -151,7 +151,7 @@ def read_by_layer(
         The caches, which have the arrays in common that are equal; None where one program must read all layers: in another
         order, with layers in host memory, if the model does not say which of its layers are equal, or many differ.
     """
-    if not hasattr(model, "alone"):
+    if (alone := getattr(model, "alone", None)) is None:
         return None
     batch, padded = tokens.shape
     each = call(each_layer, methods, model=model)
@@ -170,8 +170,8 @@ def read_by_layer(
     shared, every = (
         tuple(init_shared(m, model, own) for m, own in zip(methods, x, strict=True)) for x in (plan.specs, plan.every)
     )
-    weights = [model.alone(params, at)[1] for at in range(model.num_layers)]
-    logits = np.zeros((batch, model.vocab_size), np.float32)
+    weights = [alone(params, at)[1] for at in range(model.num_layers)]
+    logits: Any = np.zeros((batch, model.vocab_size), np.float32)
     for index in range(chosen.groups):
         rows, *own, hidden = call(begin, params, tokens, length, np.int32(index), model=model, order=chosen)
         for at, layer in enumerate(plan.layers):
@@ -201,7 +201,8 @@ def _planned(
     found: list[Layers | None] = []
 
     def plan(given: tuple) -> None:
-        found.append(_plan(*given, model, batch, padded, sizes, chunk_size, by))
+        methods, each = given
+        found.append(_plan(methods, each, model, batch, padded, sizes, chunk_size, by))
 
     jax.eval_shape(plan, jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in shapes]))
     return found[0]
@@ -217,7 +218,10 @@ def _plan(
     order = chosen_order(methods, each, model, batch, padded, **options, chunk_size=chunk_size, order=by)
     if order.by != "layers" or order.offloaded or model.alone(None, 0) is None:
         return None
-    specs, every = (tuple(layer_specs(own, model, rows, order.slots, *sizes) for own in each) for rows in (order.rows, batch))
+    specs, every = (
+        tuple(layer_specs(own, model, rows, order.slots, room, parts, kv_dtype) for own in each)
+        for rows in (order.rows, batch)
+    )
     common, known = common_storage(each, specs, [False] * len(methods)), dict[Hashable, Common]()
     layers, kept = [], []
     for at, of_layer in enumerate(zip(*each, strict=True)):

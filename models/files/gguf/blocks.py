@@ -7,6 +7,7 @@ product of its scales and codes has at most 24 bits, so it is exact in float32, 
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any, cast
 
 import gguf
 import jax
@@ -37,11 +38,11 @@ def decoded(tensors: GGUFTensors, leaf: AnyLeaf, dtype: str) -> Array | None:
 @functools.partial(jax.jit, static_argnames=("recipe", "kinds", "heads", "dtype"))
 def joined(blocks: list[Array], *, recipe: Leaf, kinds: tuple, heads: tuple, dtype: str) -> Array:
     """Decode tensors, uint8 [rows, bytes], and join them."""
-    parts = []
+    parts: list[Any] = []  # `halves` and `Leaf.join` take arrays of both kinds
     for rows, kind, count in zip(blocks, kinds, heads, strict=True):
-        numbers = DECODE[kind](rows.reshape(-1, gguf.GGML_QUANT_SIZES[kind][1])).astype(dtype).reshape(len(rows), -1)
+        numbers: Any = DECODE[kind](rows.reshape(-1, gguf.GGML_QUANT_SIZES[kind][1])).astype(dtype).reshape(len(rows), -1)
         parts.append(numbers if count is None else halves(numbers, count))
-    return recipe.join(parts)
+    return cast("Array", recipe.join(parts))
 
 
 def _scale(blocks: Array, at: int) -> Array:
