@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,35 +35,37 @@ class OneLayer:
     """What is static of a layer while its rows are read; equal layers have equal values."""
 
     model: Model  # the layer alone, as a model of one layer
-    specs: tuple[LayerSpec, ...]  # of the rows that are read together, for each method
-    every: tuple[LayerSpec, ...]  # of all rows
+    specs: tuple[LayerSpec, ...]  # of all rows, for each method
     holders: tuple[int, ...]  # `Common.holders` of the layer
     padded: int
     sizes: tuple
     order: Order
 
-    def of(self, params: Any, methods: Sequence[Any], specs: tuple[LayerSpec, ...], shared: tuple) -> tuple[Run, Sized]:
-        """Return the run and the sizes of the layer alone."""
-        each = tuple((method,) for method in methods)
+    def of(self, params: Any, methods: Sequence[Any], shared: tuple, rows: int) -> tuple[Run, Sized]:
+        """Return the run of the layer alone, and its sizes for some rows."""
+        each, specs = tuple((method,) for method in methods), of_rows((self.specs,), rows)[0]
         run = Run(params, tuple(methods), each, self.model, self.padded, self.sizes, self.order)
-        return run, Sized(specs[0].batch, tuple((spec,) for spec in specs), shared, Common((self.holders,)))
+        return run, Sized(rows, tuple((spec,) for spec in specs), shared, Common((self.holders,)))
 
     def blank(self, methods: Sequence[Any]) -> tuple[tuple, Common]:
         """Return the shapes of the finished states [method] of all rows, and the storage that they have in common."""
-        run, sized = self.of(None, methods, self.every, (None,) * len(methods))
+        run, sized = self.of(None, methods, (None,) * len(methods), self.specs[0].batch)
         shapes, kept = run.blank(sized)
         return kept.strip_layer(0, shapes[0]), kept
 
 
-@dataclasses.dataclass(frozen=True)
-class Layers:
-    """What is static of a prefill: its layers, and for each method whether it looks at all layers at the end."""
+class Layers(NamedTuple):
+    """What is static of a prefill."""
 
     order: Order
     layers: tuple[OneLayer, ...]
     kept: tuple[Common, ...]  # of each layer, the storage that its finished states have in common
-    specs: tuple[tuple[LayerSpec, ...], ...]  # [method][layer] of the rows that are read together
-    every: tuple[tuple[LayerSpec, ...], ...]  # of all rows
+    specs: tuple[tuple[LayerSpec, ...], ...]  # [method][layer] of all rows
+
+
+def of_rows(specs: Sequence[Sequence[LayerSpec]], rows: int) -> tuple[tuple[LayerSpec, ...], ...]:
+    """Return specs for another number of rows."""
+    return tuple(tuple(dataclasses.replace(spec, batch=rows) for spec in own) for own in specs)
 
 
 def begin(params: Any, tokens: Array, length: Array, index: Array, *, model: Model, order: Order) -> tuple[Array, ...]:
@@ -96,11 +98,11 @@ def read(
     layer: OneLayer,
 ) -> tuple[Array, tuple]:
     """Run a layer on the hidden states of a group's rows; return those behind it, and the finished states of all rows."""
-    run, sized = layer.of(params, methods, layer.specs, shared)
+    run, sized = layer.of(params, methods, shared, len(rows))
     with soft_cap(attention_soft_cap(layer.model)):
         hidden, begun = run.read_layer(0, hidden, tokens, length, sized, embeds=False)
-    begun = zip(methods, sized.common.restore_layer(0, begun), layer.specs, strict=True)
-    made = layer.blank(methods)[1].strip_layer(0, tuple(finish(*one) for one in begun))
+    begun = zip(methods, sized.common.restore_layer(0, begun), sized.specs, strict=True)
+    made = layer.blank(methods)[1].strip_layer(0, tuple(finish(method, state, spec) for method, state, (spec,) in begun))
     return hidden, made if states is None else put_rows(states, made, rows)
 
 
@@ -168,7 +170,7 @@ def read_by_layer(
     if chosen.groups > 1:
         states = [call(empty, own, layer=layer) for own, layer in zip(of_layer, plan.layers, strict=True)]
     shared, every = (
-        tuple(init_shared(m, model, own) for m, own in zip(methods, x, strict=True)) for x in (plan.specs, plan.every)
+        tuple(map(init_shared, methods, (model,) * len(methods), of_rows(plan.specs, rows))) for rows in (chosen.rows, batch)
     )
     weights = [alone(params, at)[1] for at in range(model.num_layers)]
     logits: Any = np.zeros((batch, model.vocab_size), np.float32)
@@ -218,18 +220,15 @@ def _plan(
     order = chosen_order(methods, each, model, batch, padded, **options, chunk_size=chunk_size, order=by)
     if order.by != "layers" or order.offloaded or model.alone(None, 0) is None:
         return None
-    specs, every = (
-        tuple(layer_specs(own, model, rows, order.slots, room, parts, kv_dtype) for own in each)
-        for rows in (order.rows, batch)
-    )
+    specs = tuple(layer_specs(own, model, batch, order.slots, room, parts, kv_dtype) for own in each)
     common, known = common_storage(each, specs, [False] * len(methods)), dict[Hashable, Common]()
     layers, kept = [], []
     for at, of_layer in enumerate(zip(*each, strict=True)):
-        both = (tuple(own[at] for own in x) for x in (specs, every))
-        layer = OneLayer(model.alone(None, at)[0], *both, common.holders[at], padded, sizes, order)
+        own = tuple(x[at] for x in specs)
+        layer = OneLayer(model.alone(None, at)[0], own, common.holders[at], padded, sizes, order)
         kind = layer, jax.tree.structure(of_layer)
         if kind not in known:
             known[kind] = layer.blank(of_layer)[1]
         layers.append(layer)
         kept.append(known[kind])
-    return Layers(order, tuple(layers), tuple(kept), specs, every) if len(known) <= max(_KINDS, len(layers) // 3) else None
+    return Layers(order, tuple(layers), tuple(kept), specs) if len(known) <= max(_KINDS, len(layers) // 3) else None
