@@ -10,6 +10,8 @@ from jax import lax
 from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu.search import MOST, fill, listed, team_for
 
+TAKES = f"{arrays.HOPPER}, rows and lists of up to {arrays.MOST_PARTS * MOST} entries"
+
 
 def _body(mask_ref, list_ref, keep_ref, scratch, peers, _, *, team):
     # mask [L, S]; list, keep [L, K].

@@ -15,6 +15,8 @@ from pallas_kernels._mosaic_gpu.search import MOST, fill, listed, team_for, thre
 from pallas_kernels._triton.kth_search import order_key
 from pallas_kernels.numerics import finite_or_zero
 
+TAKES = f"{arrays.HOPPER}, rows and lists of up to {arrays.MOST_PARTS * MOST} entries"
+
 
 def _body(*refs, joining, budget, traced, most, capacity, heads, team):
     # score [L, S], or logits [L * G, S] and lse [L, N, G] if joining; budget [n] if traced; then list, keep [L, K] and

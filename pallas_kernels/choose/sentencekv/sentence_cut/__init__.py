@@ -51,7 +51,7 @@ def sentence_cut(
         query: given exactly with ``vector`` and without ``score``.
         vector: of each sentence; those from ``count`` on may hold anything.
         added: see `vector_score`.
-        implementation: "pallas_triton" takes S up to 16,384; "pallas_mosaic_gpu" S and N up to 20,480.
+        implementation: "pallas_triton" takes S up to 16,384.
 
     Returns:
         slots int32 [B, H, S], the taken slots ascending and 0 behind them, and bool [B, H, S], true where a slot is listed.

@@ -18,6 +18,7 @@ from pallas_kernels._triton.kth_search import NEVER, order_key
 from pallas_kernels.choose.sentencekv.sentence_cut.rules import CLOSES, bounds
 from pallas_kernels.score.page_score.pallas_mosaic_gpu import check_scores
 
+TAKES = f"{arrays.HOPPER}, S and N up to {MOST}"
 STEPS = 2  # vectors of which a thread reads a part together
 
 
