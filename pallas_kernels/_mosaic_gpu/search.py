@@ -1,5 +1,6 @@
 """The k-th largest of keys that lie in the registers of one program, or of the programs of a cluster."""
 
+import functools
 from typing import Any
 
 import jax
@@ -13,18 +14,19 @@ from pallas_kernels._triton.kth_search import ALL, INFINITE, NEVER
 
 HALF = 2**16 - 1
 ALONE = 2**13  # entries of a row for which one program is enough
+EACH = 8  # entries of a thread: a warpgroup more costs more than so many
 MOST = 2**14 + 2**12  # keys of a program: they are in registers, and counts of two kinds share a word
 
 
 def team_for(slots: int) -> Team:
     """Choose who shares a row."""
     parts = next((n for n in (1, 2, 4) if slots <= n * ALONE), arrays.MOST_PARTS)
-    groups = next((n for n in (1, 2, 4) if slots <= n * parts * t.THREADS), 8)
+    groups = next((n for n in (1, 2, 4) if slots <= n * parts * EACH * t.THREADS), 8)
     return Team(groups, parts, arrays.size_of(-(-slots // (parts * groups))))
 
 
 def threshold_of(
-    key: jax.Array, wanted: Any, most: int, team: Team, scratch: Any, peers: Any, bins: Any
+    key: jax.Array, wanted: Any, most: int, team: Team, scratch: Any, peers: Any, bins: Any, repeated: bool = False
 ) -> tuple[Any, Any, Any]:
     """Find the threshold that the best keys reach, by histograms, of which each divides an interval of keys by `BINS`.
 
@@ -39,6 +41,7 @@ def threshold_of(
         scratch: with ``peers`` and ``bins`` `Team.scratch`.
         peers: see ``scratch``.
         bins: see ``scratch``.
+        repeated: many keys are equal, so each step also finds the least and the greatest that are left; one program alone.
 
     Returns:
         int32: the threshold; how many of the keys that equal it are chosen, from the first on; how many keys are chosen.
@@ -56,10 +59,14 @@ def threshold_of(
         ],
         scratch,
     )
+    team.ready()
     if team.parts > 1:
-        low, lowest, high = team.together(jnp.maximum, [-low, -lowest, high], peers)
-        low, lowest = -low, -lowest
-        held, tall = team.together(jnp.add, [held, tall], peers)
+        numbers = arrays.of_parts([low, lowest, high, held + (tall << 16)], peers, team.parts)
+        lows, lowests, highs, sums = zip(*numbers, strict=True)
+        low, lowest, high = (
+            functools.reduce(f, x) for f, x in ((jnp.minimum, lows), (jnp.minimum, lowests), (jnp.maximum, highs))
+        )
+        held, tall = (functools.reduce(jnp.add, x) for x in ([y & HALF for y in sums], [y >> 16 for y in sums]))
     wanted = jnp.minimum(held, wanted)
     low = jnp.where((held > wanted) & (tall >= wanted), low, lowest)
 
@@ -77,7 +84,13 @@ def threshold_of(
         mine = (upto >= wanted) & (upto - found < wanted)  # one bin has the wanted key
         number, over, reach = team.joined([(jnp.where(mine, x, -1), "max") for x in (bin_of, upto - found, upto)], scratch)
         low = low + (number << shift)
-        return low, jnp.minimum(high, low + (1 << shift)), reach, over, BINS - first
+        high = jnp.minimum(high, low + (1 << shift))
+        if repeated:
+            inside = (key >= low) & (key < high)
+            least, most = ((jnp.where(inside, key, x), fold) for x, fold in ((INFINITE, "min"), (NEVER, "max")))
+            low, high = team.joined([least, most], scratch)
+            high = high + 1
+        return low, high, reach, over, BINS - first
 
     state = low, high + 1, held, jnp.int32(0), jnp.int32(0)
     low, _, reach, over, _ = lax.while_loop(unsettled, narrow, state)

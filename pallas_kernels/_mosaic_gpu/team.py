@@ -119,9 +119,16 @@ class Team:
 
         return list(run(scratch, tuple(x for x, _ in sums)))
 
-    def together(self, fold, numbers: list[jax.Array], peers) -> list[jax.Array]:
-        """Fold up to four int32 numbers of each program of the cluster."""
-        return [functools.reduce(fold, x) for x in zip(*arrays.of_parts(numbers, peers, self.parts), strict=True)]
+    def begin(self, peers) -> None:
+        """Prepare shared memory for `arrays.of_parts`, which other programs of the cluster may use after `ready`."""
+        if self.parts > 1:
+            plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(_set_turn)(peers)
+            arrays.arrive(self.parts)
+
+    def ready(self) -> None:
+        """Wait until all programs of the cluster have begun."""
+        if self.parts > 1:
+            arrays.wait(self.parts)
 
     def before(self, words: jax.Array, scratch, small: bool = True) -> tuple[jax.Array, jax.Array]:
         """Sum up the numbers int32 [N] of the program before each of them, in the order of `order`, and all of them.
@@ -228,11 +235,18 @@ SPLAT = plgpu.Layout.WG_SPLAT
 
 def order(size: int) -> jax.Array:
     """Return 0 to ``size`` - 1 in the order in which the threads of a warpgroup have them."""
-    entry, each = arrays.counted(size), size // t.THREADS
-    chunk = math.gcd(each, 4)
-    thread, number = entry & (t.THREADS - 1), lax.shift_right_logical(entry, 7)
-    warp, lane, step = lax.shift_right_logical(thread, 5), thread & (w.LANES - 1), lax.div(number, chunk)
-    return warp * (w.LANES * each) + step * (w.LANES * chunk) + lane * chunk + (number - step * chunk)
+    each, chunk = size // t.THREADS, math.gcd(size // t.THREADS, 4)
+
+    @plgpu.inline_mgpu(return_type=_type(each))
+    def run(ctx):
+        first = t.signed(t.thread() // w.LANES) * (w.LANES * each) + t.signed(w.lane()) * chunk
+        return t.made_of([first + (i // chunk * (w.LANES * chunk) + i % chunk) for i in range(each)])
+
+    return run()
+
+
+def _set_turn(ctx, peers):
+    t.ptx("st.shared.b32 [$0], $1;", t.number(t.address(peers)), t.number(0), where=t.thread() < 1)
 
 
 def over_lanes(x, fold):

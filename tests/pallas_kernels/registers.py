@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels._mosaic_gpu import arrays, products
+from pallas_kernels._mosaic_gpu import arrays, products, team
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.products import CHUNK
-from pallas_kernels._mosaic_gpu.team import BINS, Team, order
+from pallas_kernels._mosaic_gpu.team import BINS, Team
 from pallas_kernels._mosaic_gpu.threads import THREADS
 from pallas_kernels.attend.dense_decode import dense_decode
 from pallas_kernels.formats.key_codes import CLUSTERS, LEVEL, estimate, parts_of_rows
@@ -157,6 +157,13 @@ def team_before(self, words, scratch, small=True):
     return jnp.asarray(earlier[places], jnp.int32), jnp.int32(sum(totals))
 
 
+def order(size):
+    each, chunk = size // THREADS, np.gcd(size // THREADS, 4)
+    number, (warp, lane) = np.arange(each)[:, None, None], np.indices((4, 32))[:, None]
+    place = warp * (32 * each) + number // chunk * (32 * chunk) + lane * chunk + number % chunk
+    return jnp.asarray(place.reshape(-1), jnp.int32)
+
+
 def maxima(self, key, each):
     return jnp.max(key.reshape(-1, each * THREADS), axis=0)
 
@@ -187,7 +194,7 @@ def team_meet(self):
 
 TEAM = {
     "load": team_load, "joined": joined, "before": team_before, "maxima": maxima, "clear": clear, "tally": tally,
-    "counts": counts, "meet": team_meet,
+    "counts": counts, "meet": team_meet, "begin": lambda *_: None,
 }  # fmt: skip
 
 
@@ -329,6 +336,7 @@ def emulated():
         },
         plgpu: {"load": lambda ref, **_: ref[...]},
         Team: TEAM,
+        team: {"order": order},
         products.Products: {x: here[x] for x in ("queries", "chunks", "multiply", "largest")},
         lax: {"axis_index": lambda name: jnp.int32(HERE.axes[name])},
         **{importlib.import_module(f"pallas_kernels.{x}.pallas_mosaic_gpu"): names for x, names in KERNELS.items()},

@@ -16,8 +16,10 @@ TAKES = f"{arrays.HOPPER}, rows and lists of up to {arrays.MOST_PARTS * MOST} en
 def _body(mask_ref, list_ref, keep_ref, scratch, peers, _, *, team):
     # mask [L, S]; list, keep [L, K].
     row, capacity = lax.axis_index("x"), list_ref.shape[1]
-    arrays.begin_parts(peers, team.parts)
-    hit, place, total = listed(team.load(mask_ref, row), jnp.int32(0), team, scratch, peers)
+    team.begin(peers)
+    mask = team.load(mask_ref, row)
+    team.ready()
+    hit, place, total = listed(mask, jnp.int32(0), team, scratch, peers)
     arrays.store(list_ref, jnp.where(hit & (place < capacity), row * capacity + place, -1), team.entries())
     fill(list_ref, keep_ref, row, total, team)
 

@@ -47,7 +47,7 @@ def _body(*refs, joining, budget, traced, most, capacity, heads, team):
 
     @pl.when(wanted > 0)
     def _():
-        arrays.begin_parts(peers, team.parts)
+        team.begin(peers)
         if joining:
             shares = (score(row * heads + head) - total(head, lse_ref[0].shape[1]) for head in range(heads))
             key = order_key(functools.reduce(jnp.maximum, shares))

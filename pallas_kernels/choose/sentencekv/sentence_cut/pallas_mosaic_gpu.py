@@ -70,8 +70,8 @@ def _body(
     else:
         worth = arrays.load_shared(shared, jnp.where(eligible, sentence, sentences))
     key = jnp.where(eligible, order_key(jnp.where(worth > least, worth, least)), NEVER)
-    arrays.begin_parts(peers, team.parts)
-    threshold, ties, _ = threshold_of(key, space, num_slots, team, scratch, peers, bins)
+    team.begin(peers)
+    threshold, ties, _ = threshold_of(key, space, num_slots, team, scratch, peers, bins, team.parts == 1)
     # Taken are all stored slots outside of the bounds, all slots above the threshold, and of equal ones the lower slots.
     sure, equal = (stored & ~inside) | (key > threshold), eligible & (key == threshold)
     word = sure.astype(jnp.int32) + (equal.astype(jnp.int32) << 16)
