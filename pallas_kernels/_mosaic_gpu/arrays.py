@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import threads as t
+from pallas_kernels._mosaic_gpu import warps as w
 from pallas_kernels._mosaic_gpu.pallas import mgpu, pl, plgpu
 from pallas_kernels._triton import rotate
 from pallas_kernels.machine import current_machine
@@ -384,7 +385,8 @@ def of_parts(numbers: list[jax.Array], peers, parts: int) -> list[list[jax.Array
 
     @plgpu.inline_mgpu(arg_types=(_ref(), (_splat(),) * count), return_type=((one,) * count,) * parts)
     def run(ctx, peers, numbers):
-        base, thread, numbers = t.number(t.address(peers)), t.signed(t.thread()), [t.number(t.value(x)) for x in numbers]
+        base, numbers = t.number(t.address(peers)), [t.number(t.value(x)) for x in numbers]
+        thread = t.signed(w.thread())  # all warpgroups have the same numbers
         turn = t.load_shared(base)
         place, peer = base + 16 + turn * (16 * MOST_PARTS), thread >> 2
         mine = numbers[0]
