@@ -116,11 +116,6 @@ def size_of(entries: int) -> int:
     return -(-entries // t.THREADS) * t.THREADS
 
 
-def run_of(entries: int) -> int:
-    """Return the size of an array with at least so many entries of 32 bits, of which `load_run` loads four together."""
-    return 4 * size_of(-(-entries // 4))
-
-
 def _ref():
     return plgpu.RefType()
 
