@@ -88,7 +88,7 @@ def threshold_of(
         if repeated:
             inside = (key >= low) & (key < high)
             least, most = ((jnp.where(inside, key, x), fold) for x, fold in ((INFINITE, "min"), (NEVER, "max")))
-            low, high = team.joined([least, most], scratch)
+            low, high = team.joined([least, most], scratch, 5)
             high = high + 1
         return low, high, reach, over, BINS - first
 

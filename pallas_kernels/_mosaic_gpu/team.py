@@ -19,7 +19,7 @@ from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu import warps as w
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 
-MOST_SUMS = 6  # of `Team.joined`
+SUMS = 8  # places for `Team.joined`
 BINS = 1024  # of a histogram
 FOLDS = {"add": operator.add, "min": lambda x, y: (x < y).select(x, y), "max": lambda x, y: (x < y).select(y, x)}
 
@@ -51,7 +51,7 @@ class Team:
     @property
     def scratch(self) -> list[Any]:
         """Shared memory: of sums, of `arrays.of_parts`, and of two histograms, which take turns."""
-        return [plgpu.SMEM((x,), jnp.int32) for x in (MOST_SUMS * w.LANES, arrays.PEERS, 2 * BINS)]
+        return [plgpu.SMEM((x,), jnp.int32) for x in ((SUMS + 1) * w.LANES, arrays.PEERS, 2 * BINS)]
 
     def group(self) -> jax.Array:
         """Return which warpgroup of its program this is."""
@@ -94,8 +94,11 @@ class Team:
 
         return run(ref, line, self.member() * self.share)
 
-    def joined(self, sums: list[tuple[jax.Array, str]], scratch) -> list[jax.Array]:
-        """Fold arrays of all warpgroups of the program; each has its word "add", "min" or "max"."""
+    def joined(self, sums: list[tuple[jax.Array, str]], scratch, first: int = 0) -> list[jax.Array]:
+        """Fold arrays of all warpgroups of the program; each has its word "add", "min" or "max".
+
+        Places of ``scratch`` are used from ``first`` on; the next call or `before` has to use others.
+        """
         floats = [jnp.issubdtype(x.dtype, jnp.floating) for x, _ in sums]
         layouts = tuple(t.own(x.shape[0] // t.THREADS) for x, _ in sums)
 
@@ -104,12 +107,11 @@ class Team:
             base, lane, mine = t.number(t.address(scratch)), t.signed(w.lane()), []
             for x, (_, fold), is_float in zip(columns, sums, floats, strict=True):
                 mine.append(over_lanes(functools.reduce(FOLDS[fold], t.numbers_of(x, is_float)), fold))
-            w.meet_block()
-            for i, x in enumerate(mine):
+            for i, x in enumerate(mine, first):
                 t.ptx("st.shared.b32 [$0], $1;", base + w.warp() * 4 + 4 * w.LANES * i, x, where=lane < 1)
             w.meet_block()
             warps, found = 4 * self.groups, []
-            for i, ((_, fold), is_float) in enumerate(zip(sums, floats, strict=True)):
+            for i, ((_, fold), is_float) in enumerate(zip(sums, floats, strict=True), first):
                 place = base + t.least(lane, warps - 1) * 4 + 4 * w.LANES * i
                 x = t.load_shared_float(place) if is_float else t.load_shared(place)
                 if fold == "add":
@@ -133,7 +135,8 @@ class Team:
     def before(self, words: jax.Array, scratch, small: bool = True) -> tuple[jax.Array, jax.Array]:
         """Sum up the numbers int32 [N] of the program before each of them, in the order of `order`, and all of them.
 
-        If they are ``small``, they are truth values in bits 0 and 16, of which a program has less than 2**15.
+        If they are ``small``, they are truth values in bits 0 and 16, of which a program has less than 2**15. Between two
+        calls there has to be `joined` or `meet`.
         """
         each, together, halves = words.shape[0] // t.THREADS, *((2, 0xFF00FF) if small else (1, -1))
 
@@ -153,10 +156,10 @@ class Team:
                     first = total + ((behind >> (8 * i)) & halves)
                     found += itertools.accumulate(chunk[:-1], operator.add, initial=first)
                     total = total + ((whole >> (8 * i)) & halves)
+            place = base + 4 * w.LANES * SUMS
+            t.ptx("st.shared.b32 [$0], $1;", place + warp * 4, total, where=lane < 1)
             w.meet_block()
-            t.ptx("st.shared.b32 [$0], $1;", base + warp * 4, total, where=lane < 1)
-            w.meet_block()
-            warps = t.load_shared(base + t.least(lane, 4 * self.groups - 1) * 4)
+            warps = t.load_shared(place + t.least(lane, 4 * self.groups - 1) * 4)
             earlier = w.redux((lane < warp).select(warps, t.number(0)), "add")
             whole = w.redux((lane < 4 * self.groups).select(warps, t.number(0)), "add")
             return t.made_of([x + earlier for x in found]), whole

@@ -143,7 +143,7 @@ def team_load(self, ref, line, other=0):
     return load(ref, jnp.where(slot < ref.shape[1], slot, -1), other, (line, ref.shape[1]))
 
 
-def joined(self, sums, scratch):
+def joined(self, sums, scratch, first=0):
     folds = {"add": np.sum, "min": np.min, "max": np.max}
     columns = zip(*_of_groups([x for x, _ in sums]), strict=True)
     return [jnp.asarray(folds[fold](np.stack(x)), x[0].dtype) for x, (_, fold) in zip(columns, sums, strict=True)]

@@ -38,8 +38,8 @@ def _body(*refs, joining, budget, traced, most, capacity, heads, team):
         size = arrays.size_of(-(-parts_of // team.groups))
         at = team.group() * size + arrays.counted(size)
         lse = arrays.load(lse_ref[0], jnp.where(at < parts_of, (row * parts_of + at) * heads + head, -1), -jnp.inf)
-        top = finite_or_zero(team.joined([(lse, "max")], scratch)[0])
-        return finite_or_zero(top + jnp.log(team.joined([(jnp.exp(lse - top), "add")], scratch)[0]))
+        top = finite_or_zero(team.joined([(lse, "max")], scratch, 6)[0])
+        return finite_or_zero(top + jnp.log(team.joined([(jnp.exp(lse - top), "add")], scratch, 7)[0]))
 
     @pl.when(wanted <= 0)  # a row that wants nothing is not read
     def _():
