@@ -4,8 +4,9 @@ NoLiMa (Modarressi et al. 2025, arXiv:2502.05167) shows how much of a score is d
 Here too the question and the fact share no word but articles and prepositions. The names, the table and the sentences are
 ours. The text has a fact about each of several people, so that a model cannot answer by the only name in it.
 
-* ``assoc_number``: another word for a thing within RULER's needle, so that only the key is paraphrased. The easiest form:
-  the shipped model, which knows this needle alone, answers the twin.
+* ``assoc_form``: another form of the key of RULER's needle (took for take). The easiest: the shipped model, which knows this
+  needle alone, answers it too.
+* ``assoc_number``: another word for the key.
 * ``assoc_kind``: a kind and its class.
 * ``assoc_dish``: a dish and what it is made of.
 * ``assoc_place``: a landmark and its city.
@@ -63,9 +64,9 @@ def association(
             prompt.question.format(it=it),
             prompt.prefix.format(it=it),
             (name,),
-            f" {name}." if numbers else told.removeprefix("The") + '"',
+            f" {name}." if numbers else fact.removeprefix("The") + '"',
         )
-        for name, (it, _), told in zip(people, chosen, twins if literal else facts, strict=True)
+        for name, (it, _), fact in zip(people, chosen, twins if literal else facts, strict=True)
     ][: request.num_questions]
     twin_of = dict(zip(facts, twins, strict=True))
     bodies: list[str] = []  # of both forms; the longer one is fitted, so that the two have the same text around the facts

@@ -102,12 +102,12 @@ def happenings(request: Request, level: int, events: int) -> Document:
         events: number of events.
     """
     rng, prompt, haystack = request.rng, request.prompt, request.haystack
-    asked = None
+    asked, count = None, rng.randint(1, 2) if level == 5 else 0  # drawn once: worlds in which somebody takes two are rarer
     while asked is None:  # a world in which the question can be asked
         world = World(rng)
         for _ in range(events):
             world.happen(drops=level < 5)
-        asked = _asked(rng, world, level)
+        asked = _asked(rng, world, level, count)
     *places, answer = asked
     facts = [rng.choice(_VERBS[form]).format(person=person, it=it) for form, person, it in world.events]
     question, prefix = (prompt.forms[f"{name}_{level}"].format(*places) for name in ("ask", "prefix"))
@@ -120,7 +120,7 @@ def happenings(request: Request, level: int, events: int) -> Document:
     return fit(request, questions, fixed + sum(request.count_tokens(haystack.separator + fact) for fact in facts), build)
 
 
-def _asked(rng: random.Random, world: World, level: int) -> tuple[str, ...] | None:
+def _asked(rng: random.Random, world: World, level: int, count: int) -> tuple[str, ...] | None:
     """Return what a question names and its answer, or None if the world has no such question."""
     moved = [thing for thing, places in world.visited.items() if len(places) > 1 and places[-1] not in places[:-1]]
     if level in (2, 3):
@@ -131,8 +131,7 @@ def _asked(rng: random.Random, world: World, level: int) -> tuple[str, ...] | No
         return (thing, places[-1]) if level == 2 else (thing, places[-1], places[-2])
     person = rng.choice(world.people)
     if level == 5:
-        count = sum(carrier == person for carrier in world.carrier.values())
-        return (person, str(count)) if count == rng.randint(1, 2) else None  # each number as often
+        return (person, str(count)) if count == sum(carrier == person for carrier in world.carrier.values()) else None
     if person not in world.place:
         return None
     if level == 1:
