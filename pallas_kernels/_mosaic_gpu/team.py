@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu import warps as w
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 
-SUMS = 8  # places for `Team.joined`
+SUMS = 10  # places for `Team.joined` and `Team.together`
 BINS = 1024  # of a histogram
+HALF = 2**16 - 1
 FOLDS = {"add": operator.add, "min": lambda x, y: (x < y).select(x, y), "max": lambda x, y: (x < y).select(y, x)}
 
 
@@ -50,8 +50,8 @@ class Team:
 
     @property
     def scratch(self) -> list[Any]:
-        """Shared memory: of sums, of `arrays.of_parts`, and of two histograms, which take turns."""
-        return [plgpu.SMEM((x,), jnp.int32) for x in ((SUMS + 1) * w.LANES, arrays.PEERS, 2 * BINS)]
+        """Shared memory: of sums, and of two histograms, which take turns."""
+        return [plgpu.SMEM((x,), jnp.int32) for x in ((SUMS + 1) * w.LANES, 2 * BINS)]
 
     def group(self) -> jax.Array:
         """Return which warpgroup of its program this is."""
@@ -121,16 +121,37 @@ class Team:
 
         return list(run(scratch, tuple(x for x, _ in sums)))
 
-    def begin(self, peers) -> None:
-        """Prepare shared memory for `arrays.of_parts`, which other programs of the cluster may use after `ready`."""
-        if self.parts > 1:
-            plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(_set_turn)(peers)
-            arrays.arrive(self.parts)
+    def together(self, numbers: list[jax.Array], folds: list[tuple[int, str, bool]], scratch, first: int) -> list[jax.Array]:
+        """Fold up to four int32 numbers of each program of the cluster, which are the same in all of its threads.
 
-    def ready(self) -> None:
-        """Wait until all programs of the cluster have begun."""
-        if self.parts > 1:
-            arrays.wait(self.parts)
+        Args:
+            numbers: this program's.
+            folds: for each result which number it folds; "min", "max", or "low" or "high", the sum of the lower or upper
+                halves of words; and whether only programs before this one count, in a sum.
+            scratch: as for `joined`.
+            first: a place of ``scratch`` that nothing else uses.
+        """
+        pieces = {"min": lambda x: x, "max": lambda x: x, "low": lambda x: x & HALF, "high": lambda x: x >> 16}
+        if self.parts == 1:
+            return [jnp.int32(0) if earlier else pieces[fold](numbers[at]) for at, fold, earlier in folds]
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), (SPLAT,) * len(numbers)), return_type=(_one(),) * len(folds))
+        def run(ctx, scratch, numbers):
+            place, lane = t.number(t.address(scratch)) + 4 * w.LANES * first, t.signed(w.lane())
+            for at, x in enumerate(numbers):
+                t.ptx("st.shared.b32 [$0], $1;", place + 4 * at, t.number(t.value(x)), where=t.signed(w.thread()) < 1)
+            meet_cluster()
+            peer, at, results = lane >> 2, lane & 3, []
+            far = w.far_address(place, t.least(peer, self.parts - 1)) + at * 4
+            found = t.number(t.ptx("ld.shared::cluster.b32 $0, [$1];", far, result=t.i32()))
+            for which, fold, earlier in folds:
+                last = t.special("cluster_ctarank") if earlier else t.number(self.parts)
+                kind, none = {"min": ("min", 2**31 - 1), "max": ("max", -(2**31))}.get(fold, ("add", 0))
+                counts = (at < which + 1) & (at > which - 1) & (peer < last)
+                results.append(w.redux(counts.select(pieces[fold](found), t.number(none)), kind))
+            return tuple(results)
+
+        return list(run(scratch, tuple(numbers)))
 
     def before(self, words: jax.Array, scratch, small: bool = True) -> tuple[jax.Array, jax.Array]:
         """Sum up the numbers int32 [N] of the program before each of them, in the order of `order`, and all of them.
@@ -167,12 +188,13 @@ class Team:
         return run(scratch, words)
 
     def meet(self) -> None:
-        """Wait for all threads of the team, and see what they wrote."""
+        """Wait for all threads of the team; what they wrote in their own shared memory may be read then."""
+        plgpu.inline_mgpu()(lambda ctx: w.meet_block() if self.parts == 1 else meet_cluster())()
+
+    def end(self) -> None:
+        """Wait until all programs of the cluster have read what they need."""
         if self.parts > 1:
-            arrays.arrive(self.parts)
-            arrays.wait(self.parts)
-        else:
-            plgpu.inline_mgpu()(lambda ctx: w.meet_block())()
+            plgpu.inline_mgpu()(lambda ctx: meet_cluster())()
 
     def maxima(self, key: jax.Array, each: int) -> jax.Array:
         """Return the largest of a thread's entries i, i + ``each``, i + 2 * ``each``, ...: int32 [128 * each]."""
@@ -248,8 +270,15 @@ def order(size: int) -> jax.Array:
     return run()
 
 
-def _set_turn(ctx, peers):
-    t.ptx("st.shared.b32 [$0], $1;", t.number(t.address(peers)), t.number(0), where=t.thread() < 1)
+def meet_cluster():
+    """Wait for all threads of the cluster, which wrote in the shared memory of their own program alone.
+
+    A barrier that releases all memory takes a fence of the whole GPU.
+    """
+    w.meet_block()
+    t.ptx("fence.release.sync_restrict::shared::cta.cluster;")
+    t.ptx("barrier.cluster.arrive.relaxed.aligned;")
+    t.ptx("barrier.cluster.wait.aligned;")
 
 
 def over_lanes(x, fold):

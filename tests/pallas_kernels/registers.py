@@ -188,13 +188,23 @@ def counts(self, bins, first):
     return jnp.asarray(found, jnp.int32), jnp.asarray(number)
 
 
+def together(self, numbers, folds, scratch, first):
+    HERE.numbers[HERE.axes["part"]] = numbers
+    HERE.cluster.wait()
+    found = np.asarray([[int(x) for x in HERE.numbers[part]] for part in range(self.parts)])
+    HERE.cluster.wait()
+    pieces = {"min": np.min, "max": np.max, "low": lambda x: (x & 0xFFFF).sum(), "high": lambda x: (x >> 16).sum()}
+    mine = HERE.axes["part"]
+    return [jnp.int32(pieces[fold](found[: mine if earlier else None, at])) for at, fold, earlier in folds]
+
+
 def team_meet(self):
     HERE.cluster.wait()
 
 
 TEAM = {
     "load": team_load, "joined": joined, "before": team_before, "maxima": maxima, "clear": clear, "tally": tally,
-    "counts": counts, "meet": team_meet, "begin": lambda *_: None,
+    "counts": counts, "meet": team_meet, "end": team_meet, "together": together,
 }  # fmt: skip
 
 

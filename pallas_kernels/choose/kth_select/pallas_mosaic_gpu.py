@@ -22,7 +22,7 @@ def _body(*refs, joining, budget, traced, most, capacity, heads, team):
     # score [L, S], or logits [L * G, S] and lse [L, N, G] if joining; budget [n] if traced; then list, keep [L, K] and
     # count [L].
     score_ref, lse_ref, budget_ref = refs[0], refs[1 : 1 + joining], refs[1 + joining : 1 + joining + traced]
-    list_ref, keep_ref, count_ref, scratch, peers, bins = refs[1 + joining + traced :]
+    list_ref, keep_ref, count_ref, scratch, bins = refs[1 + joining + traced :]
     row = lax.axis_index("x")
     asked = budget_ref[0][budget(row)] if traced else jnp.int32(budget)
     wanted = jnp.minimum(jnp.maximum(asked, 0), most)
@@ -47,17 +47,17 @@ def _body(*refs, joining, budget, traced, most, capacity, heads, team):
 
     @pl.when(wanted > 0)
     def _():
-        team.begin(peers)
         if joining:
             shares = (score(row * heads + head) - total(head, lse_ref[0].shape[1]) for head in range(heads))
             key = order_key(functools.reduce(jnp.maximum, shares))
         else:
             key = order_key(score(row))
-        threshold, ties, chosen = threshold_of(key, wanted, most, team, scratch, peers, bins)
+        threshold, ties, chosen = threshold_of(key, wanted, most, team, scratch, bins)
         word = (key > threshold).astype(jnp.int32) + ((key == threshold).astype(jnp.int32) << 16)
-        keep, place, _ = listed(word, ties, team, scratch, peers)
+        keep, place, _ = listed(word, ties, team, scratch)
         arrays.store(list_ref, jnp.where(keep & (place < chosen), row * capacity + place, -1), team.entries())
         finish(chosen)
+        team.end()
 
 
 def kth_select(score, budget, capacity, lse=None):
