@@ -140,7 +140,7 @@ class Team:
             place, lane = t.number(t.address(scratch)) + 4 * w.LANES * first, t.signed(w.lane())
             for at, x in enumerate(numbers):
                 t.ptx("st.shared.b32 [$0], $1;", place + 4 * at, t.number(t.value(x)), where=t.signed(w.thread()) < 1)
-            meet_cluster()
+            t.meet_cluster()
             peer, at, results = lane >> 2, lane & 3, []
             far = w.far_address(place, t.least(peer, self.parts - 1)) + at * 4
             found = t.number(t.ptx("ld.shared::cluster.b32 $0, [$1];", far, result=t.i32()))
@@ -189,12 +189,12 @@ class Team:
 
     def meet(self) -> None:
         """Wait for all threads of the team; what they wrote in their own shared memory may be read then."""
-        plgpu.inline_mgpu()(lambda ctx: w.meet_block() if self.parts == 1 else meet_cluster())()
+        plgpu.inline_mgpu()(lambda ctx: w.meet_block() if self.parts == 1 else t.meet_cluster())()
 
     def end(self) -> None:
         """Wait until all programs of the cluster have read what they need."""
         if self.parts > 1:
-            plgpu.inline_mgpu()(lambda ctx: meet_cluster())()
+            plgpu.inline_mgpu()(lambda ctx: t.meet_cluster())()
 
     def maxima(self, key: jax.Array, each: int) -> jax.Array:
         """Return the largest of a thread's entries i, i + ``each``, i + 2 * ``each``, ...: int32 [128 * each]."""
@@ -268,17 +268,6 @@ def order(size: int) -> jax.Array:
         return t.made_of([first + (i // chunk * (w.LANES * chunk) + i % chunk) for i in range(each)])
 
     return run()
-
-
-def meet_cluster():
-    """Wait for all threads of the cluster, which wrote in the shared memory of their own program alone.
-
-    A barrier that releases all memory takes a fence of the whole GPU.
-    """
-    w.meet_block()
-    t.ptx("fence.release.sync_restrict::shared::cta.cluster;")
-    t.ptx("barrier.cluster.arrive.relaxed.aligned;")
-    t.ptx("barrier.cluster.wait.aligned;")
 
 
 def over_lanes(x, fold):
