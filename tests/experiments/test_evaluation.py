@@ -340,7 +340,7 @@ def test_a_file_that_changed_is_never_compared_with_what_it_was(directory, tmp_p
 
 
 class Sized(plan.Plan):
-    """A plan of jobs that need identity["needs"] bytes for 65,536 tokens; "x" is prefilled alone, "e" apart from the others."""
+    """A plan of jobs that need identity["needs"] bytes for 65,536 tokens; "x" is prefilled alone, "e" apart from others."""
 
     def __init__(self, most, limit, tokens=65536):
         self._settings, self._bytes = types.SimpleNamespace(together=most, batch_tokens=tokens), limit
