@@ -12,7 +12,7 @@ from pallas_kernels._mosaic_gpu.team import BINS, HALF, Team
 from pallas_kernels._triton.kth_search import ALL, INFINITE, NEVER
 
 ALONE = 2**13  # entries of a row for which one program is enough
-EACH = 8  # entries of a thread: a warpgroup more costs more than so many
+EACH = 16  # entries of a thread: a warpgroup more costs more than so many
 MOST = 2**14 + 2**12  # keys of a program: they are in registers, and counts of two kinds share a word
 
 

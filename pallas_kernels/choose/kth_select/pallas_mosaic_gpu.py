@@ -13,9 +13,11 @@ from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu.pallas import pl
 from pallas_kernels._mosaic_gpu.search import MOST, fill, listed, team_for, threshold_of
 from pallas_kernels._triton.kth_search import order_key
+from pallas_kernels.machine import current_machine
 from pallas_kernels.numerics import finite_or_zero
 
 TAKES = f"{arrays.HOPPER}, rows and lists of up to {arrays.MOST_PARTS * MOST} entries"
+SHORT = 2**14
 
 
 def _body(*refs, joining, budget, traced, most, capacity, heads, team):
@@ -103,3 +105,8 @@ def check(score, budget, capacity, lse=None):
         raise NotImplementedError(
             f"got score {score.shape} and {capacity=}, expected rows of 1 to {arrays.MOST_PARTS * MOST}"
         )
+
+
+def first(score, *_, **__):
+    """Tell whether rows are so short that Triton's three kernels take longer."""
+    return current_machine().capability == (9, 0) and score.shape[-1] <= SHORT
