@@ -25,6 +25,7 @@ from pallas_kernels.numerics import LOG2_E
 VECTORS = 16  # of a step of a warp
 HEADS = 4  # query heads of a product, with two terms of each
 MOST_QUERIES = 8  # of a KV head
+SIZES = f"D of 32 to 128 in 16 bits, r a multiple of 8, G up to {MOST_QUERIES}"
 WORD, HALF = 32, 16  # channels of a word of a bitmap, and those of a lane that are unpacked together
 
 

@@ -48,8 +48,7 @@ def packed_attention(
         granule: tokens per block.
         span: blocks per segment.
         owner: the segment of every block, ascending; or None.
-        implementation: "pallas_triton" takes D of 32 to 256, all of one dtype; "pallas_mosaic_gpu" D of 32 to 128 in 16 bits,
-            r a multiple of 8, G up to 8.
+        implementation: "pallas_triton" takes D of 32 to 256, all of one dtype.
 
     Returns:
         [B, H, G, D] in the dtype of the query; zeros for a list without a block and a buffer without a token.

@@ -18,6 +18,7 @@ from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu import warps as w
 from pallas_kernels._mosaic_gpu.packed import (
+    SIZES,
     VECTORS,
     Vectors,
     added,
@@ -41,6 +42,7 @@ TERMS = 2  # of a query that meet keys: they have twice the bits that weights ke
 PROGRAMS = 528  # that a GPU should have at least
 JOINED = 16  # partials, or rows of a basis, that a thread reads together
 LEAST = 128  # programs that should join
+TAKES = f"{arrays.HOPPER}, {SIZES}"
 
 
 def step_functions(n: Vectors, scale: float, packed: bool):

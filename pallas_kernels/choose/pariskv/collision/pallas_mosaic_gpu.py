@@ -22,6 +22,7 @@ ALONE = 2**11  # keys for which one program is enough
 PARTS = (1, 2, 4, 8)  # programs of a cluster
 TOGETHER = 8  # keys whose ids a thread loads together
 BYTES = 4  # of a word
+TAKES = f"{arrays.HOPPER}, D of 32, 64 or 128, whole rows and lists of up to {PARTS[-1] * MOST} slots"
 
 
 def _body_tables(query_ref, counts_ref, shares_ref, *refs, rotate, group, dim, slices, pieces, tiers, capacity):

@@ -19,6 +19,7 @@ from pallas_kernels.formats.key_codes import LEVEL
 STEPS = 4  # candidates of a thread
 MOST = 2**13  # entries of a list, in registers
 LEAST = float(jnp.finfo(jnp.float32).min)
+TAKES = f"{arrays.HOPPER}, D of 32 to 256, lists of up to {MOST} slots"
 
 
 def _estimates(query, rows, line, row, dim):

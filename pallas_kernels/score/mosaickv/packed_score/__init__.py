@@ -38,8 +38,7 @@ def packed_score(
         unit: how much one vector adds to ``count``; a remainder is dropped.
         owner: the segment of every vector, ascending; or None.
         reduce: over the G query heads, or None for the scores of every head.
-        implementation: "pallas_triton" takes D of 32 to 256; "pallas_mosaic_gpu" D of 32 to 128 in 16 bits, r a multiple of 8,
-            G up to 8.
+        implementation: "pallas_triton" takes D of 32 to 256.
 
     Returns:
         float32 [B, H, P], or [B, H, G, P] if ``reduce`` is None; -inf behind the last vector.
