@@ -12,6 +12,7 @@ from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu import warps as w
 from pallas_kernels._mosaic_gpu.packed import (
     HEADS,
+    SIZES,
     VECTORS,
     Vectors,
     load_queries,
