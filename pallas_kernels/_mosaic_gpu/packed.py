@@ -146,23 +146,24 @@ def load_whole(n: Vectors, ref, row, seen):
 
 def placed(n: Vectors, loaded, place):
     """Put the values of two vectors into a warp's shared memory at ``place``; list bits and place of this lane's channels."""
-    each, found, first = 4 * n.loads + 1, [], place + 16 + t.signed(w.lane() // 4) * n.pitch
+    each, found, firsts = 4 * n.loads + 1, [], []
     w.meet_warp()
     for vector in (0, 1):
-        one, to = loaded[vector * each :][:each], first + vector * 8 * n.pitch
+        to, one = place + 16 + t.signed(w.lane() // 4) * n.pitch + vector * 8 * n.pitch, loaded[vector * each :][:each]
         for load in range(n.loads):
-            chunk = t.least(quad() + 4 * load, n.rank // 8 - 1)
-            pairs = one[4 * load : 4 * load + 4]
+            chunk, pairs = to + t.least(quad() + 4 * load, n.rank // 8 - 1) * 32, one[4 * load : 4 * load + 4]
             between = [w.neighbours(x, y) for x, y in zip(pairs, [*pairs[1:], pairs[-1]], strict=True)]
-            both = [x for two in zip(pairs, between, strict=True) for x in two]
-            for half in (0, 1):
-                w.store_shared(to + chunk * 32, both[4 * half : 4 * half + 4], None, 16 * half)
-            w.store_half(to + chunk * 32, pairs[0], -2)  # behind the last value of the lane before
+            for half in (0, 2):
+                w.store_shared(chunk, [pairs[half], between[half], pairs[half + 1], between[half + 1]], None, 8 * half)
+            firsts.append((chunk, pairs[0]))
         count = t.popcount(one[-1])
         behind = count
         for step in (1, 2):
             behind = behind + (quad() >= step).select(t.shuffle_up(behind, step), t.number(0))
         found.append((one[-1], to + (behind - count) * 4))
+    w.meet_warp()
+    for chunk, x in firsts:
+        w.store_half(chunk, x, -2)  # the successor of the last value of the lane before
     w.meet_warp()
     return found
 

@@ -45,7 +45,7 @@ class Warp:
     """The functions of `warps`, and of `threads` those that make numbers; ``memory``: shared memory, an array of bytes."""
 
     def __init__(self, size):
-        self.memory = np.zeros(size, np.uint8)
+        self.memory, self.stores = np.zeros(size, np.uint8), []
 
     number = staticmethod(lambda x: Number(np.int64(x)))
     float_number = staticmethod(lambda x: Number(np.float32(x)))
@@ -120,15 +120,17 @@ class Warp:
         return Number(np.minimum(x.each, y))
 
     def meet_warp(self):
-        pass
+        """Do what was stored since the last barrier, in the other order: a compiler may change it."""
+        for at, written in reversed(self.stores):
+            for place, x in zip(at, written.view(np.uint8), strict=True):
+                self.memory[place:][: x.size] = x
+        self.stores.clear()
 
     def store_shared(self, to, numbers, where, offset=0):
-        for at, words in zip(to.each + offset, np.stack([x.each for x in numbers], 1).astype(np.int32), strict=True):
-            self.memory[at:][: words.nbytes] = words.view(np.uint8)
+        self.stores.append((to.each + offset, np.stack([x.each for x in numbers], 1).astype(np.int32)))
 
     def store_half(self, to, x, offset):
-        for at, word in zip(to.each + offset, x.each.astype(np.int32), strict=True):
-            self.memory[at:][:2] = word[None].view(np.uint8)[:2]
+        self.stores.append((to.each + offset, np.ascontiguousarray((x.each & 0xFFFF).astype(np.uint16)[:, None])))
 
     def unpack(self, bits, place, channels):
         """Run the program of `warps.unpack`, see `computed`."""
