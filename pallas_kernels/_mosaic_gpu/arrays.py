@@ -31,8 +31,8 @@ def check_hopper():
         raise NotImplementedError(f"got compute capability {capability}, expected (9, 0), where this kernel has run")
 
 
-def program(body, out_type, *, grid, names=NAMES, scratch=(), parts=1):
-    """Make a function that launches a program of 128 threads for each place of ``grid``.
+def program(body, out_type, *, grid, names=NAMES, scratch=(), parts=1, groups=1):
+    """Make a function that launches a program of 128 threads for each place of ``grid``, or several of them.
 
     Args:
         body: the kernel, of refs of the operands, the results and the scratch memory.
@@ -41,6 +41,8 @@ def program(body, out_type, *, grid, names=NAMES, scratch=(), parts=1):
         names: of the axes of the grid.
         scratch: shared memory.
         parts: programs of a cluster, axis "part".
+        groups: programs in one block, axis "group", which never wait for each other, and cannot use sums and maxima of `jnp`.
+            The compiler gives a thread of a block of 3 at most 168 registers, and of 4 at most 128.
     """
     return plgpu.kernel(
         body,
@@ -51,6 +53,7 @@ def program(body, out_type, *, grid, names=NAMES, scratch=(), parts=1):
         cluster=(parts,) if parts > 1 else (),
         cluster_names=("part",) if parts > 1 else (),
         kernel_name=_name_of(body),
+        **({"num_threads": groups, "thread_name": "group"} if groups > 1 else {}),
         compiler_params=plgpu.CompilerParams(approx_math=False, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
 

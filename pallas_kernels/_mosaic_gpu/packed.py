@@ -25,6 +25,7 @@ from pallas_kernels.numerics import LOG2_E
 VECTORS = 16  # of a step of a warp
 HEADS = 4  # query heads of a product, with two terms of each
 MOST_QUERIES = 8  # of a KV head
+START = 2  # steps in the time in which a program begins and ends
 SIZES = f"D of 32 to 128 in 16 bits, r a multiple of 8, G up to {MOST_QUERIES}"
 WORD, HALF = 32, 16  # channels of a word of a bitmap, and those of a lane that are unpacked together
 
@@ -80,6 +81,16 @@ class Vectors:
             )
         if self.group > MOST_QUERIES:
             raise NotImplementedError(f"got {self.group} query heads, expected at most {MOST_QUERIES}")
+
+
+def steps_of(lists: int, steps: int, programs: int) -> int:
+    """Choose how many of the ``steps`` of a list a program takes, so that all end soonest if ``programs`` run at once."""
+    return min(range(1, steps + 1), key=lambda some: (-(-lists * -(-steps // some) // programs) * (some + START), some))
+
+
+def warp():
+    """Return the index of this warp in its program."""
+    return t.signed(t.thread() // w.LANES)
 
 
 def quad():

@@ -43,7 +43,18 @@ class Memory:
 
     shape = property(lambda self: self.x.shape)
     dtype = property(lambda self: self.x.dtype)
-    at = property(lambda self: self)
+
+    @property
+    def at(self):
+        """Memory at some place of this one."""
+
+        class At:
+            def __getitem__(_, at):
+                part = object.__new__(Memory)
+                part.x = self.x[int(at) if jnp.ndim(at) == 0 else at]
+                return part
+
+        return At()
 
     def __getitem__(self, at):
         return jnp.asarray(self.x[at])
@@ -150,10 +161,10 @@ def _run(body, refs, grid, names, scratch, parts):
             raise failure
 
 
-def program(body, out_type, *, grid, names=arrays.NAMES, scratch=(), parts=1):
+def program(body, out_type, *, grid, names=arrays.NAMES, scratch=(), parts=1, groups=1):
     def run(*operands):
-        results = [Memory.poison(x) for x in out_type]
-        _run(body, [*map(Memory, operands), *results], grid, names, scratch, parts)
+        results, names_of = [Memory.poison(x) for x in out_type], (*names[: len(grid)], "group")
+        _run(body, [*map(Memory, operands), *results], (*grid, groups), names_of, scratch, parts)
         return [x[...] for x in results]
 
     return run

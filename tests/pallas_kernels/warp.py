@@ -169,15 +169,17 @@ def computed(text, operands, results, memory):
         "and": np.bitwise_and,
         "shr": np.right_shift,
         "add": np.add,
+        "setp": np.not_equal,
         "prmt": permuted,
         "dp4a": lambda x, y, z: (bytes_of(x) * bytes_of(y)).sum(axis=0) + z,
         "ld": lambda place: np.array([memory[x:][:4].view(np.uint32)[0] for x in place], np.int64),
     }
     for line in text.strip("{ }").split(";"):
         if (line := line.strip()) and not line.startswith(".reg"):
-            name, names = line.split(" ", 1)
+            guard, name, names = line.split(" ", 2) if line[0] == "@" else ("", *line.split(" ", 1))
             to, *given = (x.strip("[] ") for x in names.split(","))
             found = np.broadcast_to(meanings[name.split(".")[0]](*map(value, given)), LANES) & 0xFFFFFFFF
+            found = np.where(named[guard[1:]], found, 0xBAD0BAD0) if guard else found
             named[int(to[1:]) if to[0] == "$" else to] = found
     return [named[i] for i in range(results)]
 

@@ -28,7 +28,9 @@ from pallas_kernels._mosaic_gpu.packed import (
     over_rows,
     placed,
     quad,
+    steps_of,
     unpacked,
+    warp,
     weighed,
     whole,
 )
@@ -39,7 +41,8 @@ from pallas_kernels.numerics import LOG2_E, finite_or_zero
 WARPS = t.THREADS // w.LANES
 TOKENS = WARPS * VECTORS  # of a step of a program
 TERMS = 2  # of a query that meet keys: they have twice the bits that weights keep
-PROGRAMS = 528  # that a GPU should have at least
+GROUPS = 3  # programs of a block
+PROGRAMS = 132 * GROUPS  # that run on an H200 at once
 JOINED = 16  # partials, or rows of a basis, that a thread reads together
 LEAST = 128  # programs that should join
 TAKES = f"{arrays.HOPPER}, {SIZES}"
@@ -63,7 +66,7 @@ def step_functions(n: Vectors, scale: float, packed: bool):
     def pieces(shared, given):
         if not packed:
             return whole(n, t.numbers_of(given))
-        return unpacked(n, placed(n, t.numbers_of(given), t.number(t.address(shared)) + w.warp() * n.room))
+        return unpacked(n, placed(n, t.numbers_of(given), t.number(t.address(shared)) + warp() * n.room))
 
     def begin():
         starts = zip(counts, (0.0, -math.inf, 0.0), strict=True)
@@ -90,11 +93,11 @@ def step_functions(n: Vectors, scale: float, packed: bool):
     @plgpu.inline_mgpu(arg_types=(a_ref(), a_ref(), tuple(map(t.own, counts))))
     def publish(ctx, shared, edges, state):
         sums, maximum, total = (t.numbers_of(x, floats=True) for x in state)
-        place, lane = t.number(t.address(shared)) + w.warp() * (4 * n.group * n.dim), t.signed(w.lane())
+        place, lane = t.number(t.address(shared)) + warp() * (4 * n.group * n.dim), t.signed(w.lane())
         column = lane >> 2
         for group in range(n.groups):
             head = quad() + 4 * group
-            edge = t.number(t.address(edges)) + (w.warp() * n.group + head) * 8
+            edge = t.number(t.address(edges)) + (warp() * n.group + head) * 8
             w.store_shared(
                 edge, [maximum[group], over_rows(total[group], lambda x, y: x + y)], (column < 1) & (head < n.group)
             )
@@ -114,7 +117,12 @@ def _body(
     # [L * G, D], raw key and value [L * R, D] and position [L, R]; owner [B, P] if given; then out [L, X, G, D], lse
     # [L, X, G], segment [L, X]. In shared memory the vectors of each warp, and then its sums; and maximum and total of each.
     raw_key_ref, raw_value_ref, position_ref, *owner_ref, out_ref, lse_ref, segment_ref, shared, edges = refs
-    line, j, listed = lax.axis_index("x"), lax.axis_index("y"), blocks_ref.shape[1]
+    group, listed, lists = lax.axis_index("group"), blocks_ref.shape[1], blocks_ref.shape[0]
+    # The programs of the buffers are the last ones: they are short.
+    number = lax.axis_index("x") * GROUPS + group
+    packed, shared, edges = number < lists * splits, shared.at[group], edges.at[group]
+    line = jnp.minimum(jnp.where(packed, lax.div(number, splits), number - lists * splits), lists - 1)
+    j = jnp.where(packed, lax.rem(number, splits), splits)
     b, count, partials = lax.div(line, heads), arrays.scalar(count_ref, line), segment_ref.shape[1]
     first = j * share
     stop = jnp.minimum(first + share, count)
@@ -133,19 +141,24 @@ def _body(
         block = arrays.scalar(blocks_ref, line * listed + jnp.minimum(entry, listed - 1))
         return jnp.where(entry < count, owner_of(jnp.where(entry < count, block, 0), arrays.scalar), segments - 1)
 
-    def attend(functions, keys, values, query, rows_of, used, to, segment):
-        """Attend to the rows of all steps, and write partial ``to``."""
+    def attend(functions, keys, values, query, rows_of, used, to, segment, ahead):
+        """Attend to the rows of all steps, and write partial ``to``; ``ahead``: keys and rows are loaded a step before."""
         load, begin, weigh, add, publish = functions
 
         def follow(step, carry):
-            rows, later, key, (sums, maximum, total) = carry
-            value = load(values, rows)  # arrives while keys are multiplied, and the next keys while values are added
-            maximum, total, decays, right = weigh(shared, key, query, rows, maximum, total)
-            key, after = load(keys, later), rows_of(step + 2)
-            return later, after, key, (add(shared, value, right, decays, sums), maximum, total)
+            rows, key, later, (sums, maximum, total) = carry
+            if ahead:  # values arrive while keys are multiplied, and the next keys while values are added
+                value = load(values, rows)
+                maximum, total, decays, right = weigh(shared, key, query, rows, maximum, total)
+                key, after = load(keys, later), rows_of(step + 2)
+            else:  # in fewer registers
+                maximum, total, decays, right = weigh(shared, load(keys, rows), query, rows, maximum, total)
+                value, later, after = load(values, rows), rows_of(step + 1), later
+            return later, key, after, (add(shared, value, right, decays, sums), maximum, total)
 
-        rows, later = rows_of(0), rows_of(1)
-        *_, state = lax.fori_loop(0, used, follow, (rows, later, load(keys, rows), begin()))
+        rows = rows_of(0)
+        first = (load(keys, rows), rows_of(1)) if ahead else (None, None)
+        *_, state = lax.fori_loop(0, used, follow, (rows, *first, begin()))
         arrays.meet()
         publish(shared, edges, state)
         arrays.meet()
@@ -179,16 +192,16 @@ def _body(
         query = load_queries(n, parts_ref, (line * segments + s) * (n.group * n.stored))
         used = jnp.clip(lax.div((stop - first) * granule + (TOKENS - 1), TOKENS), 0, steps)
         stored = (key_ref, key_words_ref), (value_ref, value_words_ref)
-        attend(step_functions(n, scale, packed=True), *stored, query, rows_of, used, j + s, s)
+        attend(step_functions(n, scale, packed=True), *stored, query, rows_of, used, j + s, s, ahead=True)
         return carry
 
-    @pl.when(j < splits)
+    @pl.when(packed)
     def _():
         # See `pallas_triton`: two neighbours may share a segment, but they write it to different rows.
         low, high = jnp.where(j == 0, 0, owner_at(first)), jnp.where(j == splits - 1, segments - 1, owner_at(first + share))
         lax.fori_loop(low, high + 1, of_segment, 0)
 
-    @pl.when(j == splits)
+    @pl.when(~packed & (number < lists * (splits + 1)))
     def _():
         size, plain = position_ref.shape[1], dataclasses.replace(n, stored=1)
 
@@ -197,16 +210,9 @@ def _body(
             seen = arrays.load(position_ref, jnp.where(slot < size, line * size + slot, -1), -1) >= 0
             return jnp.where(seen, line * size + slot, -1)
 
-        query, stored = load_queries(plain, query_ref, line * n.group), ((raw_key_ref,), (raw_value_ref,))
-        attend(
-            step_functions(plain, scale, packed=False),
-            *stored,
-            query,
-            rows_of,
-            -(-size // TOKENS),
-            partials - 1,
-            jnp.int32(-1),
-        )
+        query, steps, none = load_queries(plain, query_ref, line * n.group), -(-size // TOKENS), jnp.int32(-1)
+        functions = step_functions(plain, scale, packed=False)
+        attend(functions, (raw_key_ref,), (raw_value_ref,), query, rows_of, steps, partials - 1, none, ahead=False)
 
 
 def _body_join(out_ref, lse_ref, segment_ref, basis_ref, merged_ref, weights, sums, *, group, dim, width):
@@ -283,7 +289,7 @@ def packed_attention(parts, query, key, value, basis, blocks, count, last, recen
     rows, heads, segments, group, terms, dim = parts.shape
     lists, listed, slots = rows * heads, blocks.shape[2], key[0].shape[2]
     n = Vectors(dim=dim, rank=key[0].shape[3], group=group, stored=terms, terms=TERMS, dtype=key[0].dtype)
-    steps = max(round(lists * listed * granule / (TOKENS * PROGRAMS)), -(-granule // TOKENS))
+    steps = max(steps_of(lists, -(-listed * granule // TOKENS), PROGRAMS), -(-granule // TOKENS))
     share = steps * TOKENS // granule
     splits = -(-listed // share)
     partials = splits + segments
@@ -296,11 +302,12 @@ def packed_attention(parts, query, key, value, basis, blocks, count, last, recen
         ((lists, partials, group), jnp.float32),
         ((lists, partials), jnp.int32),
     )
-    scratch = ((WARPS * max(n.room // 4, group * dim),), jnp.float32), ((2 * WARPS * group,), jnp.float32)
+    scratch = [(GROUPS, x) for x in (WARPS * max(n.room // 4, group * dim), 2 * WARPS * group)]
     packed = [x.reshape(lists * slots, -1) for pair in (key, value) for x in pair]
     raw = [query.reshape(-1, dim), *(x.reshape(-1, dim) for x in recent[:2]), recent[2].reshape(lists, -1)]
     partial = arrays.program(
-        body, [jax.ShapeDtypeStruct(*x) for x in shapes], grid=(lists, splits + 1), scratch=[plgpu.SMEM(*x) for x in scratch]
+        body, [jax.ShapeDtypeStruct(*x) for x in shapes], grid=(-(-lists * (splits + 1) // GROUPS),),
+        scratch=[plgpu.SMEM(x, jnp.float32) for x in scratch], groups=GROUPS,
     )(
         parts.reshape(-1, dim), *packed, blocks.reshape(lists, listed), count.reshape(-1), last, *raw,
         *([] if owner is None else [owner]),

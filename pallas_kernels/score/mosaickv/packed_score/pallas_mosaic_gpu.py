@@ -20,13 +20,16 @@ from pallas_kernels._mosaic_gpu.packed import (
     multiplied,
     placed,
     quad,
+    steps_of,
     unpacked,
+    warp,
 )
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.steps import a_number, a_ref, numbers, scalar
 
 WARPS = t.THREADS // w.LANES
-PROGRAMS, MOST_STEPS = 528, 8  # that a GPU should have at least, and steps of a warp at most
+GROUPS = 4  # programs of a block
+PROGRAMS = 132 * GROUPS  # that run on an H200 at once
 
 
 def step_functions(n: Vectors, blocks: int, reduce):
@@ -39,7 +42,7 @@ def step_functions(n: Vectors, blocks: int, reduce):
     """
 
     def rows(begin):
-        first = scalar(begin) + w.warp() * VECTORS + t.signed(w.lane() // 4)
+        first = scalar(begin) + warp() * VECTORS + t.signed(w.lane() // 4)
         return [first, first + VECTORS // 2]
 
     @plgpu.inline_mgpu(arg_types=((a_ref(),) * 2, (a_number(),) * 3), return_type=numbers(2 * (4 * n.loads + 1), jnp.int32))
@@ -53,7 +56,7 @@ def step_functions(n: Vectors, blocks: int, reduce):
     @plgpu.inline_mgpu(arg_types=(a_ref(), a_ref(), *types, t.own(2), (a_number(),) * 3))
     def score(ctx, ref, shared, loaded, query, mine, where):
         line, begin, count = map(scalar, where)
-        place = t.number(t.address(shared)) + w.warp() * n.room
+        place = t.number(t.address(shared)) + warp() * n.room
         found = multiplied(n, unpacked(n, placed(n, t.numbers_of(loaded), place)), t.numbers_of(query))
         heads = [HEADS * group + quad() for group in range(n.groups)]
         for i, (row, held) in enumerate(zip(rows(begin), t.numbers_of(mine), strict=True)):
@@ -80,7 +83,8 @@ def _body(
     # parts [L * M * G * N, D]; values [L * P, r]; words [L * P, W]; count and last [B]; owner [B, P] if given; score [L, P],
     # or [L, G, P]. In shared memory the vectors of each warp.
     *owner_ref, score_ref, shared = refs
-    line, begin = lax.axis_index("x"), lax.axis_index("y") * (steps * WARPS * VECTORS)
+    line, shared = lax.axis_index("x"), shared.at[lax.axis_index("group")]
+    begin = (lax.axis_index("y") * GROUPS + lax.axis_index("group")) * (steps * WARPS * VECTORS)
     b = lax.div(line, heads)
     count, last = lax.div(arrays.scalar(count_ref, b), unit), arrays.scalar(last_ref, b)
     load, score = step_functions(n, blocks, reduce)
@@ -121,7 +125,7 @@ def packed_score(parts, values, bitmap, count, last, *, span, unit, owner, reduc
     blocks, lists = values.shape[2], rows * heads
     n = Vectors(dim=dim, rank=values.shape[3], group=group, stored=terms, terms=terms, dtype=values.dtype)
     tiles = -(-blocks // (WARPS * VECTORS))
-    steps = min(max(lists * tiles // PROGRAMS, 1), MOST_STEPS)
+    steps = steps_of(lists, tiles, PROGRAMS)
     operands = [parts.reshape(-1, dim), *(x.reshape(lists * blocks, -1) for x in (values, bitmap)), count, last]
     body = functools.partial(
         _body, n=n, heads=heads, blocks=blocks, segments=segments, span=span, unit=unit, steps=steps, reduce=reduce
@@ -130,8 +134,9 @@ def packed_score(parts, values, bitmap, count, last, *, span, unit, owner, reduc
     (score,) = arrays.program(
         body,
         [jax.ShapeDtypeStruct((lists, *shape), jnp.float32)],
-        grid=(lists, -(-tiles // steps)),
-        scratch=[plgpu.SMEM((WARPS * n.room // 4,), jnp.int32)],
+        grid=(lists, -(-tiles // (steps * GROUPS))),
+        scratch=[plgpu.SMEM((GROUPS, WARPS * n.room // 4), jnp.int32)],
+        groups=GROUPS,
     )(*operands, *([] if owner is None else [owner]))
     return score.reshape(rows, heads, *shape)
 
