@@ -20,13 +20,15 @@ from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu import warps as w
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.steps import a_number, a_ref, numbers, scalar
+from pallas_kernels.machine import current_machine
 from pallas_kernels.numerics import LOG2_E
 
 VECTORS = 16  # of a step of a warp
 HEADS = 4  # query heads of a product, with two terms of each
 MOST_QUERIES = 8  # of a KV head
 START = 2  # steps in the time in which a program begins and ends
-SIZES = f"D of 32 to 128 in 16 bits, r a multiple of 8, G up to {MOST_QUERIES}"
+CARDS = "an NVIDIA GPU of compute capability 8.0 or above"
+SIZES = f"{CARDS}, D of 32 to 256 in 16 bits, r a multiple of 8, G up to {MOST_QUERIES}"
 WORD, HALF = 32, 16  # channels of a word of a bitmap, and those of a lane that are unpacked together
 
 
@@ -64,6 +66,11 @@ class Vectors:
         return -(-self.rank // WORD)
 
     @property
+    def bits(self):
+        """Words of a bitmap that a lane loads."""
+        return -(-self.channels // WORD)
+
+    @property
     def pitch(self):
         """Bytes of a vector in shared memory: a word for each value, and one that may be written in front of it."""
         return 4 * self.rank + 16
@@ -75,9 +82,11 @@ class Vectors:
 
     def check(self):
         """Raise ``NotImplementedError`` for sizes and dtypes that the functions here do not take."""
-        if self.dim not in (32, 64, 128) or self.rank % 8 or str(self.dtype) not in ("bfloat16", "float16"):
+        if not current_machine().has_kernels:
+            raise NotImplementedError(f"got {current_machine()}, expected {CARDS}")
+        if self.dim not in (32, 64, 128, 256) or self.rank % 8 or str(self.dtype) not in ("bfloat16", "float16"):
             raise NotImplementedError(
-                f"got {self.rank} of {self.dim} channels in {self.dtype}, expected multiples of 8 of 32, 64 or 128 in 16 bits"
+                f"got {self.rank} of {self.dim} channels in {self.dtype}, expected 8, 16, ... of 32, 64, 128, 256 in 16 bits"
             )
         if self.group > MOST_QUERIES:
             raise NotImplementedError(f"got {self.group} query heads, expected at most {MOST_QUERIES}")
@@ -127,7 +136,7 @@ def load_queries(n: Vectors, parts, head):
 
 
 def load_vectors(n: Vectors, values, bitmap, row, seen):
-    """List what this lane loads of two vectors: of each 16 bytes of values or more, and a word of the bitmap.
+    """List what this lane loads of two vectors: of each 16 bytes of values or more, and its words of the bitmap.
 
     A vector that is not ``seen`` has no bits.
     """
@@ -138,10 +147,10 @@ def load_vectors(n: Vectors, values, bitmap, row, seen):
             chunk = t.least(quad() + 4 * load, n.rank // 8 - 1)  # lanes behind the last one repeat it
             found += t.load_words(t.at(t.address(values), t.element(read, n.rank, chunk * 8), 2), 0, 4)
         bits = quad() * n.channels
-        word = t.load_int(t.at(t.address(bitmap), t.element(read, n.dim // WORD, bits >> 5), 4))
+        words = t.load_words(t.at(t.address(bitmap), t.element(read, n.dim // WORD, bits >> 5), 4), 0, n.bits)
         if n.channels < WORD:
-            word = (word >> (bits & (WORD - 1))) & ((1 << n.channels) - 1)
-        found.append(held.select(word, t.number(0)))
+            words = [(words[0] >> (bits & (WORD - 1))) & ((1 << n.channels) - 1)]
+        found += [held.select(x, t.number(0)) for x in words]
     return found
 
 
@@ -157,7 +166,7 @@ def load_whole(n: Vectors, ref, row, seen):
 
 def placed(n: Vectors, loaded, place):
     """Put the values of two vectors into a warp's shared memory at ``place``; list bits and place of this lane's channels."""
-    each, found, firsts = 4 * n.loads + 1, [], []
+    each, found, firsts = 4 * n.loads + n.bits, [], []
     w.meet_warp()
     for vector in (0, 1):
         to, one = place + 16 + t.signed(w.lane() // 4) * n.pitch + vector * 8 * n.pitch, loaded[vector * each :][:each]
@@ -167,11 +176,11 @@ def placed(n: Vectors, loaded, place):
             for half in (0, 2):
                 w.store_shared(chunk, [pairs[half], between[half], pairs[half + 1], between[half + 1]], None, 8 * half)
             firsts.append((chunk, pairs[0]))
-        count = t.popcount(one[-1])
+        count = functools.reduce(operator.add, map(t.popcount, one[-n.bits :]))
         behind = count
         for step in (1, 2):
             behind = behind + (quad() >= step).select(t.shuffle_up(behind, step), t.number(0))
-        found.append((one[-1], to + (behind - count) * 4))
+        found.append((one[-n.bits :], to + (behind - count) * 4))
     w.meet_warp()
     for chunk, x in firsts:
         w.store_half(chunk, x, -2)  # the successor of the last value of the lane before
@@ -182,11 +191,11 @@ def placed(n: Vectors, loaded, place):
 def unpacked(n: Vectors, vectors):
     """Unpack two vectors that are `placed`, 16 of this lane's channels or all at a time: a list of pairs for each."""
     for first in range(0, n.channels, HALF):
-        count, both, later = min(HALF, n.channels - first), [], []
+        both, later = [], []
         for bits, place in vectors:
-            *words, place = w.unpack(bits, place, count)
+            *words, place = w.unpack(bits[first // WORD] >> first % WORD, place, min(HALF, n.channels - first))
             both.append(words)
-            later.append((bits >> HALF, place))
+            later.append((bits, place))
         yield first // 2, both
         vectors = later
 

@@ -178,11 +178,12 @@ def test_default_config_gives_every_program_work():
 
 
 @pytest.mark.parametrize(
-    ("dim", "rank", "group", "dtype"), [(128, 32, 4, "bfloat16"), (128, 48, 7, "bfloat16"), (32, 8, 3, "float16")]
+    ("dim", "rank", "group", "dtype"),
+    [(128, 32, 4, "bfloat16"), (128, 48, 7, "bfloat16"), (32, 8, 3, "float16"), (256, 64, 4, "bfloat16")],
 )
 def test_a_step_of_a_warp_equals_float64(dim, rank, group, dtype, monkeypatch):
     """Two steps on the same 16 keys and values, two of which are hidden and hold NaN."""
-    rng, warp = np.random.default_rng(dim + rank), Warp(1 << 14)
+    rng, warp = np.random.default_rng(dim + rank), Warp(1 << 15)
     warp.memory[:] = 0xFF  # NaN
     for name in "tw":
         monkeypatch.setattr(packed, name, warp)
@@ -210,8 +211,9 @@ def test_a_step_of_a_warp_equals_float64(dim, rank, group, dtype, monkeypatch):
         for at in (row, row + 8):
             for load in range(n.loads):
                 one += words(chunks[at, np.minimum(quarter + 4 * load, rank // 8 - 1)])
-            mine = of_lane(bits, at).astype(np.int64) << np.arange(n.channels)
-            one.append(Number(np.where(hidden[at], 0, mine.sum(axis=-1))))
+            mine = of_lane(bits, at).reshape(32, n.bits, -1).astype(np.int64)
+            mine = np.where(hidden[at, None], 0, (mine << np.arange(mine.shape[-1])).sum(axis=-1))
+            one += [Number(x) for x in mine.T]
         loaded.append(one)
     seen = [Number(~hidden[at]) for at in (row, row + 8)]
     maximum, total = ([warp.float_number(x)] * n.groups for x in (-np.inf, 0.0))

@@ -41,11 +41,10 @@ from pallas_kernels.numerics import LOG2_E, finite_or_zero
 WARPS = t.THREADS // w.LANES
 TOKENS = WARPS * VECTORS  # of a step of a program
 TERMS = 2  # of a query that meet keys: they have twice the bits that weights keep
-GROUPS = 3  # programs of a block
-PROGRAMS = 132 * GROUPS  # that run on an H200 at once
+PROGRAMS = 132  # multiprocessors of an H200
 JOINED = 16  # partials, or rows of a basis, that a thread reads together
 LEAST = 128  # programs that should join
-TAKES = f"{arrays.HOPPER}, {SIZES}"
+TAKES = SIZES
 
 
 def step_functions(n: Vectors, scale: float, packed: bool):
@@ -54,7 +53,7 @@ def step_functions(n: Vectors, scale: float, packed: bool):
     Sums are those of channels, of all tokens of the warp; maximum and total of each head's weights are to base 2, the total
     of this lane's tokens.
     """
-    loaded, tiles = 2 * (4 * n.loads + 1) if packed else n.channels, n.channels // 4
+    loaded, tiles = 2 * (4 * n.loads + n.bits) if packed else n.channels, n.channels // 4
     counts = 4 * tiles, n.groups, n.groups  # sums, maximum, total
     shares = n.groups * n.terms // 2 * (n.channels // 2)
 
@@ -111,7 +110,7 @@ def step_functions(n: Vectors, scale: float, packed: bool):
 
 def _body(
     parts_ref, key_ref, key_words_ref, value_ref, value_words_ref, blocks_ref, count_ref, last_ref, query_ref, *refs,
-    n, heads, slots, segments, granule, span, scale, share, steps, splits,
+    n, heads, slots, segments, granule, span, scale, share, steps, splits, groups,
 ):  # fmt: skip
     # parts [L * M * G * N, D]; keys and values [L * S, r], their words [L * S, W]; blocks [L, K]; count [L]; last [B]; query
     # [L * G, D], raw key and value [L * R, D] and position [L, R]; owner [B, P] if given; then out [L, X, G, D], lse
@@ -119,7 +118,7 @@ def _body(
     raw_key_ref, raw_value_ref, position_ref, *owner_ref, out_ref, lse_ref, segment_ref, shared, edges = refs
     group, listed, lists = lax.axis_index("group"), blocks_ref.shape[1], blocks_ref.shape[0]
     # The programs of the buffers are the last ones: they are short.
-    number = lax.axis_index("x") * GROUPS + group
+    number = lax.axis_index("x") * groups + group
     packed, shared, edges = number < lists * splits, shared.at[group], edges.at[group]
     line = jnp.minimum(jnp.where(packed, lax.div(number, splits), number - lists * splits), lists - 1)
     j = jnp.where(packed, lax.rem(number, splits), splits)
@@ -289,25 +288,26 @@ def packed_attention(parts, query, key, value, basis, blocks, count, last, recen
     rows, heads, segments, group, terms, dim = parts.shape
     lists, listed, slots = rows * heads, blocks.shape[2], key[0].shape[2]
     n = Vectors(dim=dim, rank=key[0].shape[3], group=group, stored=terms, terms=TERMS, dtype=key[0].dtype)
-    steps = max(steps_of(lists, -(-listed * granule // TOKENS), PROGRAMS), -(-granule // TOKENS))
+    groups = 3 if dim < 256 else 2
+    steps = max(steps_of(lists, -(-listed * granule // TOKENS), PROGRAMS * groups), -(-granule // TOKENS))
     share = steps * TOKENS // granule
     splits = -(-listed // share)
     partials = splits + segments
     body = functools.partial(
         _body, n=n, heads=heads, slots=slots, segments=segments, granule=granule, span=span, scale=scale, share=share,
-        steps=steps, splits=splits,
+        steps=steps, splits=splits, groups=groups,
     )  # fmt: skip
     shapes = (
         ((lists, partials, group, dim), jnp.float32),
         ((lists, partials, group), jnp.float32),
         ((lists, partials), jnp.int32),
     )
-    scratch = [(GROUPS, x) for x in (WARPS * max(n.room // 4, group * dim), 2 * WARPS * group)]
+    scratch = [(groups, x) for x in (WARPS * max(n.room // 4, group * dim), 2 * WARPS * group)]
     packed = [x.reshape(lists * slots, -1) for pair in (key, value) for x in pair]
     raw = [query.reshape(-1, dim), *(x.reshape(-1, dim) for x in recent[:2]), recent[2].reshape(lists, -1)]
     partial = arrays.program(
-        body, [jax.ShapeDtypeStruct(*x) for x in shapes], grid=(-(-lists * (splits + 1) // GROUPS),),
-        scratch=[plgpu.SMEM(x, jnp.float32) for x in scratch], groups=GROUPS,
+        body, [jax.ShapeDtypeStruct(*x) for x in shapes], grid=(-(-lists * (splits + 1) // groups),),
+        scratch=[plgpu.SMEM(x, jnp.float32) for x in scratch], groups=groups,
     )(
         parts.reshape(-1, dim), *packed, blocks.reshape(lists, listed), count.reshape(-1), last, *raw,
         *([] if owner is None else [owner]),
@@ -324,8 +324,7 @@ def packed_attention(parts, query, key, value, basis, blocks, count, last, recen
 
 
 def check(parts, query, key, value, basis, blocks, count, last, recent, *, scale, granule, span, owner):
-    """Raise ``NotImplementedError`` for other GPUs, head dims, dtypes and sizes than the kernel takes."""
-    arrays.check_hopper()
+    """Raise ``NotImplementedError`` for what ``TAKES`` does not say."""
     rows, heads, slots, rank = key[0].shape
     if value[0].shape[3] != rank or not blocks.shape[2] * rank or rows * heads * slots >= 2**31:
         raise NotImplementedError(f"got keys {key[0].shape}, values {value[0].shape}, expected fewer, the same, and some")

@@ -28,8 +28,8 @@ from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.steps import a_number, a_ref, numbers, scalar
 
 WARPS = t.THREADS // w.LANES
-GROUPS = 4  # programs of a block
-PROGRAMS = 132 * GROUPS  # that run on an H200 at once
+PROGRAMS = 132  # multiprocessors of an H200
+TAKES = SIZES
 
 
 def step_functions(n: Vectors, blocks: int, reduce):
@@ -45,13 +45,15 @@ def step_functions(n: Vectors, blocks: int, reduce):
         first = scalar(begin) + warp() * VECTORS + t.signed(w.lane() // 4)
         return [first, first + VECTORS // 2]
 
-    @plgpu.inline_mgpu(arg_types=((a_ref(),) * 2, (a_number(),) * 3), return_type=numbers(2 * (4 * n.loads + 1), jnp.int32))
+    @plgpu.inline_mgpu(
+        arg_types=((a_ref(),) * 2, (a_number(),) * 3), return_type=numbers(2 * (4 * n.loads + n.bits), jnp.int32)
+    )
     def load(ctx, refs, where):
         line, begin, count = map(scalar, where)
         seen = [x < count for x in rows(begin)]
         return t.made_of(load_vectors(n, *refs, [line * blocks + x for x in rows(begin)], seen))
 
-    types = tuple(t.own(x) for x in (2 * (4 * n.loads + 1), n.groups * n.terms // 2 * (n.channels // 2)))
+    types = tuple(t.own(x) for x in (2 * (4 * n.loads + n.bits), n.groups * n.terms // 2 * (n.channels // 2)))
 
     @plgpu.inline_mgpu(arg_types=(a_ref(), a_ref(), *types, t.own(2), (a_number(),) * 3))
     def score(ctx, ref, shared, loaded, query, mine, where):
@@ -78,13 +80,27 @@ def step_functions(n: Vectors, blocks: int, reduce):
 
 
 def _body(
-    parts_ref, values_ref, words_ref, count_ref, last_ref, *refs, n, heads, blocks, segments, span, unit, steps, reduce
+    parts_ref,
+    values_ref,
+    words_ref,
+    count_ref,
+    last_ref,
+    *refs,
+    n,
+    heads,
+    blocks,
+    segments,
+    span,
+    unit,
+    steps,
+    reduce,
+    groups,
 ):
     # parts [L * M * G * N, D]; values [L * P, r]; words [L * P, W]; count and last [B]; owner [B, P] if given; score [L, P],
     # or [L, G, P]. In shared memory the vectors of each warp.
     *owner_ref, score_ref, shared = refs
     line, shared = lax.axis_index("x"), shared.at[lax.axis_index("group")]
-    begin = (lax.axis_index("y") * GROUPS + lax.axis_index("group")) * (steps * WARPS * VECTORS)
+    begin = (lax.axis_index("y") * groups + lax.axis_index("group")) * (steps * WARPS * VECTORS)
     b = lax.div(line, heads)
     count, last = lax.div(arrays.scalar(count_ref, b), unit), arrays.scalar(last_ref, b)
     load, score = step_functions(n, blocks, reduce)
@@ -125,28 +141,34 @@ def packed_score(parts, values, bitmap, count, last, *, span, unit, owner, reduc
     blocks, lists = values.shape[2], rows * heads
     n = Vectors(dim=dim, rank=values.shape[3], group=group, stored=terms, terms=terms, dtype=values.dtype)
     tiles = -(-blocks // (WARPS * VECTORS))
-    steps = steps_of(lists, tiles, PROGRAMS)
+    groups = 4 if dim < 256 else 2
+    steps = steps_of(lists, tiles, PROGRAMS * groups)
     operands = [parts.reshape(-1, dim), *(x.reshape(lists * blocks, -1) for x in (values, bitmap)), count, last]
     body = functools.partial(
-        _body, n=n, heads=heads, blocks=blocks, segments=segments, span=span, unit=unit, steps=steps, reduce=reduce
+        _body,
+        n=n,
+        heads=heads,
+        blocks=blocks,
+        segments=segments,
+        span=span,
+        unit=unit,
+        steps=steps,
+        reduce=reduce,
+        groups=groups,
     )
     shape = (blocks,) if reduce is not None else (group, blocks)
     (score,) = arrays.program(
         body,
         [jax.ShapeDtypeStruct((lists, *shape), jnp.float32)],
-        grid=(lists, -(-tiles // (steps * GROUPS))),
-        scratch=[plgpu.SMEM((GROUPS, WARPS * n.room // 4), jnp.int32)],
-        groups=GROUPS,
+        grid=(lists, -(-tiles // (steps * groups))),
+        scratch=[plgpu.SMEM((groups, WARPS * n.room // 4), jnp.int32)],
+        groups=groups,
     )(*operands, *([] if owner is None else [owner]))
     return score.reshape(rows, heads, *shape)
 
 
-TAKES = f"{arrays.HOPPER}, {SIZES}"
-
-
 def check(parts, values, bitmap, count, last, *, span, unit, owner, reduce):
-    """Raise ``NotImplementedError`` for other GPUs, head dims, dtypes and groups than the kernel takes."""
-    arrays.check_hopper()
+    """Raise ``NotImplementedError`` for what ``TAKES`` does not say."""
     rows, heads, blocks, rank = values.shape
     if not blocks * rank or rows * heads * blocks * parts.shape[3] >= 2**31:
         raise NotImplementedError(f"got {parts.shape[3]} query heads, values {values.shape}, expected fewer, and some")
