@@ -1,12 +1,11 @@
 """Kernels of `pallas_kernels._mosaic_gpu.arrays` without a GPU: an array of registers is an array of JAX.
 
-Programs run one after the other, those of a cluster as threads that meet. What emits instructions is replaced by what it
-means. An index out of range is an error, and memory that nothing has written is poison. Instructions, and the barriers of a
-program, are tried on a card alone.
+Programs run one after the other, those of a cluster and their warpgroups as threads that meet. What emits instructions is
+replaced by what it means. An index out of range is an error, and memory that nothing has written is poison. Instructions, and
+barriers, are tried on a card alone.
 """
 
 import contextlib
-import functools
 import importlib
 import threading
 from unittest import mock
@@ -17,15 +16,16 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels._mosaic_gpu import arrays, products
+from pallas_kernels._mosaic_gpu import arrays, products, team
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.products import CHUNK
+from pallas_kernels._mosaic_gpu.team import BINS, Team
 from pallas_kernels._mosaic_gpu.threads import THREADS
 from pallas_kernels.formats.key_codes import CLUSTERS, LEVEL, estimate, parts_of_rows
 from pallas_kernels.formats.packed_vectors import unpack
 from pallas_kernels.machine import assume_machine
 
-HERE = threading.local()  # of a program: places on the axes, and its cluster
+HERE = threading.local()  # of a warpgroup: places on the axes, those it meets, what they say, shared memory of its cluster
 
 
 class Memory:
@@ -133,28 +133,101 @@ def wait(parts):
 def of_parts(numbers, peers, parts):
     HERE.numbers[HERE.axes["part"]] = numbers
     wait(parts)
-    found = [list(x) for x in HERE.numbers]
+    found = [list(x) for x in HERE.numbers] if parts > 1 else [numbers]
     wait(parts)
     return found
 
 
-def _run(body, refs, grid, names, scratch, parts):
-    def one(part, index, cluster, numbers, failures):
-        HERE.axes, HERE.cluster, HERE.numbers = dict(zip(names, index, strict=False)) | {"part": part}, cluster, numbers
+def _of_groups(x):
+    """What each warpgroup of the program has."""
+    HERE.said[HERE.axes["group"]] = x
+    HERE.block.wait()
+    found = [*HERE.said]
+    HERE.block.wait()
+    return found
+
+
+def team_load(self, ref, line, other=0):
+    slot = self.entries()
+    return load(ref, jnp.where(slot < ref.shape[1], slot, -1), other, (line, ref.shape[1]))
+
+
+def joined(self, sums, scratch):
+    folds = {"add": np.sum, "min": np.min, "max": np.max}
+    columns = zip(*_of_groups([x for x, _ in sums]), strict=True)
+    return [jnp.asarray(folds[fold](np.stack(x)), x[0].dtype) for x, (_, fold) in zip(columns, sums, strict=True)]
+
+
+def team_before(self, words, scratch, small=True):
+    places, counts = np.asarray(order(words.shape[0])), np.empty(words.shape, np.int32)
+    counts[places] = words
+    totals = [np.sum(x, dtype=np.int32) for x in _of_groups(words)]
+    earlier = np.cumsum(counts) - counts + sum(totals[: HERE.axes["group"]])
+    return jnp.asarray(earlier[places], jnp.int32), jnp.int32(sum(totals))
+
+
+def order(size):
+    each, chunk = size // THREADS, np.gcd(size // THREADS, 4)
+    number, (warp, lane) = np.arange(each)[:, None, None], np.indices((4, 32))[:, None]
+    place = warp * (32 * each) + number // chunk * (32 * chunk) + lane * chunk + number % chunk
+    return jnp.asarray(place.reshape(-1), jnp.int32)
+
+
+def maxima(self, key, each):
+    return jnp.max(key.reshape(-1, each * THREADS), axis=0)
+
+
+def clear(self, bins):
+    bins.x[...] = 0
+
+
+def tally(self, bins, first, key, low, high, shift):
+    offset = np.asarray(key).view(np.uint32) - np.asarray(low).view(np.uint32)
+    inside = offset < np.asarray(high).view(np.uint32) - np.asarray(low).view(np.uint32)
+    with HERE.lock:
+        np.add.at(bins.x, int(first) + (offset[inside] >> np.uint32(shift)), 1)
+
+
+def counts(self, bins, first):
+    each = BINS // self.groups
+    number = BINS - 1 - (HERE.axes["group"] * each + np.asarray(order(each)))
+    at = next(i for i, x in enumerate(HERE.memory[HERE.axes["part"]]) if x is bins)
+    found = sum(x[at].x[int(first) + number] for x in HERE.memory)
+    bins.x[BINS - int(first) + number] = 0
+    return jnp.asarray(found, jnp.int32), jnp.asarray(number)
+
+
+def team_meet(self):
+    HERE.cluster.wait()
+
+
+TEAM = {
+    "load": team_load, "joined": joined, "before": team_before, "maxima": maxima, "clear": clear, "tally": tally,
+    "counts": counts, "meet": team_meet, "begin": lambda *_: None,
+}  # fmt: skip
+
+
+def _run(body, refs, grid, names, scratch, parts, groups):
+    def one(part, group, failures, place, **shared):
+        vars(HERE).update(axes=dict(zip(names, place, strict=False)) | {"part": part, "group": group}, **shared)
         try:
             with jax.disable_jit():
-                body(*refs, *map(Memory.poison, scratch))
+                body(*refs, *shared["memory"][part])
         except BaseException as failure:
             failures.append(failure)
-            cluster.abort()
+            shared["cluster"].abort()
+            shared["block"].abort()
 
-    for index in np.ndindex(*grid):
-        cluster, numbers, failures = threading.Barrier(parts), [None] * parts, []
-        run = functools.partial(one, index=index, cluster=cluster, numbers=numbers, failures=failures)
-        others = [threading.Thread(target=run, args=(part,)) for part in range(1, parts)]
+    for place in np.ndindex(*grid):
+        failures, cluster = [], {"cluster": threading.Barrier(parts * groups), "numbers": [None] * parts}
+        memory, lock = [[*map(Memory.poison, scratch)] for _ in range(parts)], threading.Lock()
+        others = []
+        for part in range(parts):
+            block = {"block": threading.Barrier(groups), "said": [None] * groups, "memory": memory, "lock": lock}
+            given = cluster | block | {"failures": failures, "place": place}
+            others += [threading.Thread(target=one, args=(part, group), kwargs=given) for group in range(groups)]
         for x in others:
             x.start()
-        run(0)
         for x in others:
             x.join()
         for failure in sorted(failures, key=lambda x: isinstance(x, threading.BrokenBarrierError)):
@@ -163,8 +236,8 @@ def _run(body, refs, grid, names, scratch, parts):
 
 def program(body, out_type, *, grid, names=arrays.NAMES, scratch=(), parts=1, groups=1):
     def run(*operands):
-        results, names_of = [Memory.poison(x) for x in out_type], (*names[: len(grid)], "group")
-        _run(body, [*map(Memory, operands), *results], (*grid, groups), names_of, scratch, parts)
+        results = [Memory.poison(x) for x in out_type]
+        _run(body, [*map(Memory, operands), *results], grid, names, scratch, parts, groups)
         return [x[...] for x in results]
 
     return run
@@ -173,7 +246,7 @@ def program(body, out_type, *, grid, names=arrays.NAMES, scratch=(), parts=1, gr
 def in_place(body, states, *, grid, names=arrays.NAMES, out_type=(), scratch=(), parts=1):
     def run(*operands):
         written = [*map(Memory, states), *map(Memory.poison, out_type)]
-        _run(body, [*map(Memory, operands), *written], grid, names, scratch, parts)
+        _run(body, [*map(Memory, operands), *written], grid, names, scratch, parts, 1)
         return [x[...] for x in written]
 
     return run
@@ -304,6 +377,8 @@ def emulated():
             **dict.fromkeys(("meet", "arrive", "begin_parts"), lambda *_: None),
         },
         plgpu: {"load": lambda ref, **_: ref[...]},
+        Team: TEAM,
+        team: {"order": order},
         products.Products: {x: here[x] for x in ("queries", "chunks", "multiply", "largest")},
         lax: {"axis_index": lambda name: jnp.int32(HERE.axes[name])},
         **{importlib.import_module(f"pallas_kernels.{x}.pallas_mosaic_gpu"): names for x, names in KERNELS.items()},
