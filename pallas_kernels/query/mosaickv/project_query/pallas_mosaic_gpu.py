@@ -8,7 +8,8 @@ from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu.products import Products
-from pallas_kernels.formats.packed_vectors import check_format, split_terms
+from pallas_kernels._triton.packed_vectors import check_format
+from pallas_kernels.formats.packed_vectors import split_terms
 
 STEPS = 1  # rows of a basis that a thread reads a part of
 MOST_QUERIES = 16  # of a KV head, in registers
