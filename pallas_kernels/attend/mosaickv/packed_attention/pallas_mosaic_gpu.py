@@ -41,7 +41,7 @@ from pallas_kernels.numerics import LOG2_E, finite_or_zero
 WARPS = t.THREADS // w.LANES
 TOKENS = WARPS * VECTORS  # of a step of a program
 TERMS = 2  # of a query that meet keys: they have twice the bits that weights keep
-PROGRAMS = 132  # multiprocessors of an H200
+PROGRAMS, GROUPS = 132, 3  # blocks that run on an H200 at once, and programs of each
 JOINED = 16  # partials, or rows of a basis, that a thread reads together
 LEAST = 128  # programs that should join
 TAKES = SIZES
@@ -288,7 +288,7 @@ def packed_attention(parts, query, key, value, basis, blocks, count, last, recen
     rows, heads, segments, group, terms, dim = parts.shape
     lists, listed, slots = rows * heads, blocks.shape[2], key[0].shape[2]
     n = Vectors(dim=dim, rank=key[0].shape[3], group=group, stored=terms, terms=TERMS, dtype=key[0].dtype)
-    groups = 3 if dim < 256 else 2
+    groups = GROUPS if dim < 256 else 2  # of more registers
     steps = max(steps_of(lists, -(-listed * granule // TOKENS), PROGRAMS * groups), -(-granule // TOKENS))
     share = steps * TOKENS // granule
     splits = -(-listed // share)

@@ -28,7 +28,7 @@ from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.steps import a_number, a_ref, numbers, scalar
 
 WARPS = t.THREADS // w.LANES
-PROGRAMS = 132  # multiprocessors of an H200
+PROGRAMS, GROUPS = 132, 4  # blocks that run on an H200 at once, and programs of each
 TAKES = SIZES
 
 
@@ -141,7 +141,7 @@ def packed_score(parts, values, bitmap, count, last, *, span, unit, owner, reduc
     blocks, lists = values.shape[2], rows * heads
     n = Vectors(dim=dim, rank=values.shape[3], group=group, stored=terms, terms=terms, dtype=values.dtype)
     tiles = -(-blocks // (WARPS * VECTORS))
-    groups = 4 if dim < 256 else 2
+    groups = GROUPS if dim < 256 else 2  # of more registers
     steps = steps_of(lists, tiles, PROGRAMS * groups)
     operands = [parts.reshape(-1, dim), *(x.reshape(lists * blocks, -1) for x in (values, bitmap)), count, last]
     body = functools.partial(
