@@ -374,6 +374,7 @@ def emulated():
             "spread": lambda x, size, dtype=jnp.int32: jnp.broadcast_to(jnp.asarray(x, dtype), (size,)),
             "counted": lambda size: jnp.arange(size, dtype=jnp.int32),
             "repeated": jnp.tile,
+            "rounded": lambda x, dtype: x.astype(dtype).astype(jnp.float32),
             **dict.fromkeys(("meet", "arrive", "begin_parts"), lambda *_: None),
         },
         plgpu: {"load": lambda ref, **_: ref[...]},
