@@ -201,18 +201,6 @@ def scalar(ref, index: jax.Array) -> jax.Array:
     return run(ref, index)
 
 
-def rounded(x: jax.Array, dtype) -> jax.Array:
-    """Round float32 numbers [N] to ``dtype``, and return them as float32."""
-    if dtype == jnp.float32:
-        return x
-
-    @plgpu.inline_mgpu(arg_types=(_own(x.shape[0]),), return_type=_type(x.shape[0], jnp.float32))
-    def run(ctx, x):
-        return t.made_of([t.rounded(number, dtype) for number in t.numbers_of(x, floats=True)], floats=True)
-
-    return run(x)
-
-
 def put(ref, index: jax.Array, x: jax.Array) -> None:
     """Store one number in an array in global memory at a flat index, if that is not negative."""
     one = counted(t.THREADS)

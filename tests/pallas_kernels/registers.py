@@ -368,6 +368,7 @@ def add_votes(table, words, shared, at):
 KERNELS = {  # functions of kernels that emit instructions themselves
     "attend.mosaickv.packed_attention": {"load_queries": load_queries, "step_functions": attention_step},
     "score.mosaickv.packed_score": {"load_queries": load_queries, "step_functions": score_step},
+    "query.mosaickv.project_query": {"rounded": lambda x, dtype: x.astype(dtype).astype(jnp.float32)},
     "choose.pariskv.rerank": {"_estimates": estimates},
     "choose.pariskv.collision": {"_load_ids": load_ids, "_add_votes": add_votes},
 }
@@ -384,7 +385,6 @@ def emulated():
             "spread": lambda x, size, dtype=jnp.int32: jnp.broadcast_to(jnp.asarray(x, dtype), (size,)),
             "counted": lambda size: jnp.arange(size, dtype=jnp.int32),
             "repeated": jnp.tile,
-            "rounded": lambda x, dtype: x.astype(dtype).astype(jnp.float32),
             **dict.fromkeys(("meet", "arrive", "begin_parts"), lambda *_: None),
         },
         plgpu: {"load": lambda ref, **_: ref[...]},

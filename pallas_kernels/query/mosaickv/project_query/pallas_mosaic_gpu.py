@@ -7,13 +7,28 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays
+from pallas_kernels._mosaic_gpu import threads as t
+from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.products import Products
+from pallas_kernels._mosaic_gpu.steps import numbers
 from pallas_kernels._triton.packed_vectors import check_format
 from pallas_kernels.formats.packed_vectors import TERMS
 
 STEPS = 1  # rows of a basis that a thread reads a part of
 MOST_QUERIES = 16  # of a KV head, in registers
 TAKES = f"{arrays.HOPPER}, D of 32 to 256, G up to {MOST_QUERIES}"
+
+
+def rounded(x: jax.Array, dtype) -> jax.Array:
+    """Round float32 numbers [N] to ``dtype``, and return them as float32."""
+    if dtype == jnp.float32:
+        return x
+
+    @plgpu.inline_mgpu(arg_types=(t.own(x.shape[0] // t.THREADS),), return_type=numbers(x.shape[0] // t.THREADS, jnp.float32))
+    def run(ctx, x):
+        return t.made_of([t.rounded(number, dtype) for number in t.numbers_of(x, floats=True)], floats=True)
+
+    return run(x)
 
 
 def _body(query_ref, basis_ref, out_ref, *, n, segments):
@@ -28,7 +43,7 @@ def _body(query_ref, basis_ref, out_ref, *, n, segments):
     for term in range(terms):
         x = projected if term < 3 else arrays.spread(0.0, projected.shape[0], jnp.float32)  # see `split_terms`
         arrays.store(out_ref, jnp.where(writes, (at + term) * n.dim + channel, -1), x)
-        projected = projected - arrays.rounded(projected, out_ref.dtype)
+        projected = projected - rounded(projected, out_ref.dtype)
 
 
 def project_query(query, basis, *, dtype):
