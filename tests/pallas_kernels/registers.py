@@ -369,6 +369,7 @@ def add_votes(table, words, shared, at):
 KERNELS = {  # functions of kernels that emit instructions themselves
     "attend.mosaickv.packed_attention": {"load_queries": load_queries, "step_functions": attention_step},
     "score.mosaickv.packed_score": {"load_queries": load_queries, "step_functions": score_step},
+    "query.mosaickv.project_query": {"rounded": lambda x, dtype: x.astype(dtype).astype(jnp.float32)},
     "choose.pariskv.rerank": {"_estimates": estimates},
     "choose.pariskv.collision": {"_load_ids": load_ids, "_add_votes": add_votes},
 }
