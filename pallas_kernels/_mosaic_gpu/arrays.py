@@ -28,8 +28,8 @@ def check_hopper():
         raise NotImplementedError(f"got compute capability {capability}, expected (9, 0), where this kernel has run")
 
 
-def program(body, out_type, *, grid, names=NAMES, scratch=(), parts=1):
-    """Make a function that launches a program of 128 threads for each place of ``grid``.
+def program(body, out_type, *, grid, names=NAMES, scratch=(), parts=1, warpgroups=1):
+    """Make a function that launches a program of 128 threads, or of several warpgroups of so many, for each place of ``grid``.
 
     Args:
         body: the kernel, of refs of the operands, the results and the scratch memory.
@@ -38,6 +38,7 @@ def program(body, out_type, *, grid, names=NAMES, scratch=(), parts=1):
         names: of the axes of the grid.
         scratch: shared memory.
         parts: programs of a cluster, axis "part".
+        warpgroups: of a program, axis "warpgroup" if there are several.
     """
     return plgpu.kernel(
         body,
@@ -48,6 +49,7 @@ def program(body, out_type, *, grid, names=NAMES, scratch=(), parts=1):
         cluster=(parts,) if parts > 1 else (),
         cluster_names=("part",) if parts > 1 else (),
         kernel_name=_name_of(body),
+        **({"num_threads": warpgroups, "thread_name": "warpgroup"} if warpgroups > 1 else {}),
         compiler_params=plgpu.CompilerParams(approx_math=False, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
 

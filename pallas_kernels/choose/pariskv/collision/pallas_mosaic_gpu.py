@@ -1,99 +1,194 @@
-"""Collision votes through Mosaic GPU: a kernel for the tables of votes, and one for the votes and their best keys.
+"""Collision votes through Mosaic GPU, in one kernel: a cluster of programs shares the keys of a list.
 
-A list's keys lie in the registers of a cluster of up to 8 programs, as in `kth_select`. Each has the tables in shared memory.
+1. The programs of a list share its slices. A thread has two clusters of opposite signs, so of opposite scores, and compares
+   the better one with those of all other threads: keys in better clusters give the votes of both.
+2. A vote has four bits, so the votes of the clusters c and c + 128 share a byte, and a slice's table has one word in each
+   bank of shared memory: no look-up waits for another one. A key takes the byte and chooses its half by the id's highest bit.
+3. The votes stay in shared memory, where they are counted too. The counts of all programs say where the cut is, and where in
+   the list the candidates of each program go.
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._mosaic_gpu import arrays
+from pallas_kernels._mosaic_gpu import arrays, bins
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.key_codes import DIMS, rotated
-from pallas_kernels._mosaic_gpu.pallas import plgpu
-from pallas_kernels._mosaic_gpu.search import MOST, places
-from pallas_kernels._triton.kth_search import ALL, NEVER, hits_of, pair_of
+from pallas_kernels._mosaic_gpu.pallas import ir, mgpu, pl, plgpu
 from pallas_kernels.choose.pariskv.collision.votes import portion
 from pallas_kernels.formats.key_codes import CLUSTERS, SLICE
 
-ALONE = 2**11  # keys for which one program is enough
-PARTS = (1, 2, 4, 8)  # programs of a cluster
-TOGETHER = 8  # keys whose ids a thread loads together
 BYTES = 4  # of a word
+HALF = CLUSTERS // 2
+TOGETHER = 4  # keys of a thread whose ids are on their way together
+MOST_VOTES = 15  # of a cluster
+BLOCKS = 132  # programs that an H100 or H200 holds at once, one on each multiprocessor
+MOST_KEYS = 2**15  # of a program, which counts in halves of words and has their votes in shared memory
+EACH_BYTE = 0x01010101
 
 
-def _body_tables(query_ref, counts_ref, shares_ref, *refs, rotate, group, dim, slices, pieces, tiers, capacity):
-    # query [L, G, D]; counts [L * N, 256]; shares [P, 2 + Z]; signs [D] if rotated; rotated [L, D]; table [L * N, 64];
-    # count [L]. In shared memory: the query, and the scores and counts of the slice's clusters.
-    *signs_ref, rotated_ref, table_ref, count_ref, numbers, scores, counted = refs
-    line, part = lax.axis_index("x"), lax.axis_index("y")
-    channel, thread = arrays.counted(t.THREADS), arrays.counted(CLUSTERS) & (t.THREADS - 1)
-    inside = channel < dim
-    heads = [arrays.load(query_ref, jnp.where(inside, (line * group + g) * dim + channel, -1)) for g in range(group)]
-    query = functools.reduce(jnp.add, heads) / group
-    query = rotated(query, signs_ref[0], dim, numbers) if rotate else query
-    arrays.store(rotated_ref, jnp.where(inside & (part < 1), line * dim + channel, -1), query)
-    arrays.store_shared(numbers, channel, query)
-    arrays.meet()
-    cluster = arrays.counted(CLUSTERS)
-    score = arrays.spread(0.0, CLUSTERS, jnp.float32)
-    for i in range(SLICE):  # in the order of `votes.cluster_scores`
-        y = arrays.load_shared(numbers, arrays.spread(part * SLICE + i, CLUSTERS))
-        score = score + jnp.where((cluster >> i) & 1 > 0, y, -y)
-    count = arrays.load(counts_ref, (line * slices + part) * CLUSTERS + cluster)
-    zone = jnp.sum(arrays.load(counts_ref, line * slices * CLUSTERS + cluster))
-    width = 2 + tiers
-    first = [arrays.scalar(shares_ref, line * 0 + i * width) for i in range(pieces - 1)]
-    piece = sum(((zone >= x).astype(jnp.int32) for x in first), jnp.int32(0)) * width
-    cutoffs = [portion(arrays.scalar(shares_ref, piece + 2 + i), zone) for i in range(tiers)]
-    candidates = jnp.minimum(portion(arrays.scalar(shares_ref, piece + 1), zone), capacity)
-    arrays.put(count_ref, jnp.where(part < 1, line, -1), candidates)
-    arrays.store_shared(scores, cluster, score)
-    arrays.store_shared(counted, cluster, count)
-    arrays.meet()
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What a program is for: the shapes of its operands, the programs of a list, their warpgroups, keys of a thread."""
 
-    def add(step, before):
-        for i in range(TOGETHER):
-            at = step * TOGETHER + i
-            other, more = (arrays.load_shared(x, arrays.spread(at, CLUSTERS)) for x in (scores, counted))
-            better = (other > score) | ((other == score) & (cluster > at))  # of equal scores the lower cluster is first
-            before = before + jnp.where(better, more, 0)
-        return before
+    group: int
+    dim: int
+    heads: int
+    slots: int
+    slices: int
+    tiers: int
+    pieces: int
+    first: int
+    capacity: int
+    rotate: bool
+    parts: int
+    warpgroups: int
+    run: int
 
-    before = lax.fori_loop(0, CLUSTERS // TOGETHER, add, arrays.spread(0, CLUSTERS))
-    word = sum((before < x).astype(jnp.int32) for x in cutoffs) << (8 * (thread & (BYTES - 1)))
-    for distance in (1, 2):
-        word = word + arrays.exchanged(word, distance, None)
-    at = (line * slices + part) * (CLUSTERS // BYTES) + lax.div(cluster, BYTES)
-    arrays.store(table_ref, jnp.where((thread & (BYTES - 1)) < 1, at, -1), word)
+    @property
+    def threads(self) -> int:
+        return t.THREADS * self.warpgroups
 
 
-def _cut(votes, wanted, most, parts, peers):
-    """Find what `search.threshold_of` finds, of votes int32 [N] in 0..``most``, or below."""
+def _totals(counts_ref, line, slices):
+    """Sum up the first slice's counts of a line [L * N, 256]: an int32 scalar."""
+    splat = plgpu.Layout.WG_SPLAT
 
-    def count(left, right):
-        found = arrays.of_parts(list(pair_of(hits_of(votes, left, right))), peers, parts)
-        return [functools.reduce(jnp.add, column) for column in zip(*found, strict=True)]
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat))
+    def run(ctx, counts, line):
+        place = t.at(t.address(counts), t.element(t.number(t.value(line)), slices * CLUSTERS, t.number(0)), 4)
+        names = [f"x{i}" for i in range(8)]
+        text = f"{{ .reg .b64 at; .reg .b32 lane, {', '.join(names)}; mov.u32 lane, %laneid; mul.wide.u32 at, lane, 32; "
+        text += "add.s64 at, at, $1; ld.global.nc.v4.b32 {x0, x1, x2, x3}, [at]; ld.global.nc.v4.b32 {x4, x5, x6, x7}, [at + 16]; "
+        text += " ".join(f"add.s32 x0, x0, {x};" for x in names[1:]) + " redux.sync.add.s32 $0, x0, -1; }"
+        return t.number(mgpu.utils.inline_ptx(text, place, result_types=t.i32(), has_side_effects=True, convergent=True))
 
-    def unsettled(state):
-        low, high, reach, _ = state
-        return (reach > wanted) & (high > low + 1)
+    return run(counts_ref, line)
 
-    def narrow(state):  # to a third
-        low, high, reach, over = state
-        third = jnp.maximum(lax.div(high - low, 3), 1)
-        left, right = low + third, jnp.minimum(low + 2 * third, high - 1)
-        some, fewer = count(left, right)
-        enough, more = some >= wanted, fewer >= wanted
-        low, reach = (jnp.where(more, x, jnp.where(enough, y, z)) for x, y, z in ((right, left, low), (fewer, some, reach)))
-        high, over = (jnp.where(more, z, jnp.where(enough, x, y)) for x, y, z in ((right, left, high), (fewer, some, over)))
-        return low, high, reach, over
 
-    held, none = count(jnp.int32(0), jnp.int32(most + 1))
-    low, _, reach, over = lax.while_loop(unsettled, narrow, (jnp.int32(0), jnp.int32(most + 1), held, none))
-    return low, jnp.where(reach > wanted, wanted - over, ALL), jnp.minimum(held, wanted)
+def _place_rivals(rivals, key, order, better, worse):
+    """Write what `_compare` reads: int32 [128] each, of each thread's better cluster and the keys of its two clusters."""
+    own = t.own(1)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[own] * 4))
+    def run(ctx, rivals, *numbers):
+        text = "{ .reg .b32 at; .reg .f32 x, y; mov.u32 at, %tid.x; shl.b32 at, at, 4; add.s32 at, at, $0; "
+        text += "cvt.rn.f32.s32 x, $3; cvt.rn.f32.s32 y, $4; st.shared.v2.b32 [at], {$2, $1}; st.shared.v2.f32 [at + 8], {x, y}; }"
+        operands = [t.value(*t.numbers_of(x)) for x in numbers]
+        mgpu.utils.inline_ptx(text, t.address(rivals), *operands, has_side_effects=True)
+
+    run(rivals, key, order, better, worse)
+
+
+def _compare(rivals, key, order):
+    """Sum up keys of other threads' clusters, int32 [128] each.
+
+    Returns:
+        Of the better clusters that stand before this thread's, of their opposites, of all better clusters, and of all others.
+    """
+    own, unroll, size = t.own(1), 8, 16
+    result = plgpu.ShapeDtypeStruct((t.THREADS,), jnp.int32, layout=own)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), own, own), return_type=(result,) * 4)
+    def run(ctx, rivals, key, order):
+        lines = [".reg .pred p; .reg .b64 mine, other; .reg .b32 base, at, i, low, high, a, b; .reg .f32 x, y, sx, sy;"]
+        lines.append("mov.u32 base, %tid.x; shr.u32 base, base, 7; shl.b32 base, base, 11; add.s32 base, base, $4;")
+        lines.append("mov.b64 mine, {$6, $5}; mov.f32 sx, 0f00000000; mov.f32 sy, 0f00000000; mov.b32 at, base; mov.b32 i, 0;")
+        lines.append("RIVAL:")
+        for i in range(unroll):
+            lines.append(f"ld.shared.v4.b32 {{low, high, a, b}}, [at + {i * size}]; mov.b64 other, {{low, high}};")
+            lines.append("setp.gt.u64 p, other, mine; mov.b32 x, a; mov.b32 y, b; @p add.f32 sx, sx, x; @p add.f32 sy, sy, y;")
+        lines.append(f"add.s32 at, at, {unroll * size}; add.s32 i, i, {unroll}; setp.lt.s32 p, i, {t.THREADS}; @p bra RIVAL;")
+        lines.append("cvt.rzi.s32.f32 $0, sx; cvt.rzi.s32.f32 $1, sy; mov.f32 sx, 0f00000000; mov.f32 sy, 0f00000000;")
+        lines.append("mov.u32 at, %laneid; shl.b32 at, at, 4; add.s32 at, at, base;")
+        for i in range(4):
+            lines.append(f"ld.shared.v2.f32 {{x, y}}, [at + {i * 32 * size + 8}]; add.f32 sx, sx, x; add.f32 sy, sy, y;")
+        lines.append("cvt.rzi.s32.f32 a, sx; cvt.rzi.s32.f32 b, sy; redux.sync.add.s32 $2, a, -1; redux.sync.add.s32 $3, b, -1;")
+        operands = t.address(rivals), t.value(*t.numbers_of(key)), t.value(*t.numbers_of(order))
+        text = "{" + " ".join(lines) + "}"
+        found = mgpu.utils.inline_ptx(text, *operands, result_types=(t.i32(),) * 4, has_side_effects=True, convergent=True)
+        return tuple(t.made_of([t.number(x)]) for x in found)
+
+    return run(rivals, key, order)
+
+
+def _beside(rivals, x):
+    """Exchange an int32 [128] among the threads of a warpgroup: thread i gets that of thread 127 - i."""
+    own = t.own(1)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), own), return_type=plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=own))
+    def run(ctx, rivals, x):
+        mgpu.utils.warpgroup_barrier()
+        text = "{ .reg .b32 at; mov.u32 at, %tid.x; shl.b32 at, at, 4; add.s32 at, at, $0; st.shared.b32 [at], $1; }"
+        mgpu.utils.inline_ptx(text, t.address(rivals), t.value(*t.numbers_of(x)), has_side_effects=True)
+        mgpu.utils.warpgroup_barrier()
+        text = "{ .reg .b32 at; mov.u32 at, %tid.x; xor.b32 at, at, 127; shl.b32 at, at, 4; add.s32 at, at, $1; "
+        found = mgpu.utils.inline_ptx(text + "ld.shared.b32 $0, [at]; }", t.address(rivals), result_types=t.i32(), has_side_effects=True)
+        mgpu.utils.warpgroup_barrier()
+        return t.made_of([t.number(found)])
+
+    return run(rivals, x)
+
+
+def _aligned(table):
+    """Return the address of the tables: a multiple of 256, so that a byte of ids can be its lowest byte."""
+    return (t.number(t.address(table)) + 255) & -256
+
+
+def _share(table, at, word, parts):
+    """Write int32 [128] to the tables of all programs of the cluster, at int32 [128] unless that is negative."""
+    own = t.own(1)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), own, own))
+    def run(ctx, table, at, word):
+        (at,), (word,) = t.numbers_of(at), t.numbers_of(word)
+        place = _aligned(table) + at * 4
+        for peer in range(parts):
+            there, kind = place, ""
+            if parts > 1:
+                there, kind = t.number(t.ptx("mapa.shared::cluster.u32 $0, $1, $2;", place, t.number(peer), result=t.i32())), "::cluster"
+            t.ptx(f"st.shared{kind}.b32 [$0], $1;", there, word, where=at >= 0)
+
+    run(table, at, word)
+
+
+def _tables(n, refs, line, zone, cutoffs):
+    """Make the tables of this program's slices, and give them to all programs of the cluster."""
+    counts_ref, numbers, rivals, table = refs
+    part, team = lax.axis_index("part") if n.parts > 1 else jnp.int32(0), lax.axis_index("warpgroup")
+    mine = -(-n.slices // n.parts)  # slices of a program
+    cluster = arrays.counted(t.THREADS)
+
+    def one(i, carry):
+        slice_ = part * mine + i * n.warpgroups + team
+        score = arrays.spread(0.0, t.THREADS, jnp.float32)
+        for j in range(SLICE):  # in the order of `votes.cluster_scores`
+            y = arrays.load_shared(numbers, arrays.spread(slice_ * SLICE + j, t.THREADS))
+            score = score + jnp.where((cluster >> j) & 1 > 0, y, -y)
+        at = (line * n.slices + slice_) * CLUSTERS + cluster
+        held, opposite = arrays.load(counts_ref, at), arrays.load(counts_ref, at + (CLUSTERS - 1 - 2 * cluster))
+        turned = score < 0
+        better, worse = jnp.where(turned, opposite, held), jnp.where(turned, held, opposite)
+        # Of equal scores the lower cluster is first. The order of the worse clusters is the reverse of that of the better ones.
+        key, order = lax.bitcast_convert_type(jnp.abs(score), jnp.int32), jnp.where(turned, cluster, CLUSTERS - 1 - cluster)
+        _place_rivals(rivals, key, order, better, worse)
+        arrays.meet()
+        before, behind, over, under = _compare(rivals, key, order)
+        votes = [sum((x < y).astype(jnp.int32) for y in cutoffs) for x in (before, over + under - worse - behind)]
+        low, high = jnp.where(turned, votes[1], votes[0]), jnp.where(turned, votes[0], votes[1])  # of `cluster`, its opposite
+        word = (low + (_beside(rivals, high) << 4)) << (8 * (cluster & (BYTES - 1)))
+        for distance in (1, 2):
+            word = word + arrays.exchanged(word, distance, None)
+        at = slice_ * (HALF // BYTES) + lax.div(cluster, BYTES)
+        _share(table, jnp.where((cluster & (BYTES - 1)) < 1, at, -1), word, n.parts)
+        return carry
+
+    last = jnp.minimum(mine, n.slices - part * mine)
+    lax.fori_loop(0, lax.div(jnp.maximum(last - team + n.warpgroups - 1, 0), n.warpgroups), one, 0)
 
 
 def _load_ids(ids_ref, row, slices):
@@ -112,98 +207,217 @@ def _load_ids(ids_ref, row, slices):
     return run(ids_ref, row)
 
 
-def _add_votes(table, words, shared, at):
-    """Sum up the votes of keys, whose ids are ``words``, in ``table``, and write them to ``shared`` at int32 [N]."""
-    ref, own = plgpu.RefType(), t.own(at.shape[0] // t.THREADS)
+def _vote(table, counted, votes, words, key, asked):
+    """Sum up the votes of keys whose ids are ``words``, plus 1 or 0 where they are not ``asked``: write and count them.
 
-    @plgpu.inline_mgpu(arg_types=(ref, (own,) * len(words), ref, own))
-    def run(ctx, table, words, shared, at):
-        base, to = (t.number(t.address(x)) for x in (table, shared))
-        for place, *mine in zip(t.numbers_of(at), *map(t.numbers_of, words), strict=True):
-            votes = t.number(0)
-            for i in range(len(mine) * BYTES):
-                id_ = (mine[i // BYTES] >> (8 * (i % BYTES))) & (CLUSTERS - 1)
-                votes = votes + t.number(t.ptx("ld.shared.u8 $0, [$1];", base + id_ + i * CLUSTERS, result=t.i32()))
-            t.ptx("st.shared.b32 [$0], $1;", to + place * 4, votes)
+    Args:
+        table: the tables in shared memory.
+        counted: shared memory int32 [128].
+        votes: bytes of shared memory.
+        words: int32 [N], several.
+        key: int32 [N], where its votes go.
+        asked: int32 [N], 1 or 0.
+    """
+    own = t.own(key.shape[0] // t.THREADS)
 
-    run(table, tuple(words), shared, at)
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 3, (own,) * len(words), own, own))
+    def run(ctx, table, counted, votes, words, key, asked):
+        base, places = _aligned(table), [t.address(x) for x in (counted, votes)]
+        text = _vote_text(len(words))
+        for mine in zip(*map(t.numbers_of, (*words, key, asked)), strict=True):
+            mgpu.utils.inline_ptx(text, t.value(base), *places, *map(t.value, mine), has_side_effects=True)
+
+    run(table, counted, votes, tuple(words), key, asked)
 
 
-def _body(
-    table_ref, ids_ref, position_ref, stop_ref, count_ref, list_ref, table, votes, words, peers, *, heads, slots, slices,
-    capacity, first, size, parts, most,
-):  # fmt: skip
-    # table [L, N * 64]; ids [L * S, N]; position [L, S]; stop [B]; count [L]; list [L, C]. In shared memory: the table, the
-    # votes of this program's keys, and what the search takes.
-    line, part = lax.axis_index("x"), lax.axis_index("part") if parts > 1 else jnp.int32(0)
-    stop, wanted = arrays.scalar(stop_ref, lax.div(line, heads)), arrays.scalar(count_ref, line)
-    width = slices * CLUSTERS // BYTES
-    arrays.begin_parts(peers, parts)
-    table[...] = arrays.load(table_ref, line * width + arrays.counted(width))
-    arrays.meet()
-    entry = arrays.counted(t.THREADS * TOGETHER)
+def _vote_text(words):
+    """Write the instructions of `_vote` for a key: $0 to $2 are addresses, then come words, the key and whether it is asked."""
+    key, asked = f"${3 + words}", f"${4 + words}"
+    lines = [".reg .pred p; .reg .b32 m, at, sum, x, y, a, b, c, d; mov.b32 sum, 0;"]
+    for i in range(words):
+        word = f"${3 + i}"
+        lines.append(f"and.b32 m, {word}, 0x7f7f7f7f;")
+        for byte, name in enumerate("abcd"):
+            place = (i * BYTES + byte) * HALF
+            lines.append(f"prmt.b32 at, m, $0, {0x7650 + byte:#x}; ld.shared.u8 {name}, [at + {place}];")
+        # Four bytes of the tables, side by side; of each its upper half where the id's highest bit is set.
+        lines.append("mad.lo.s32 a, b, 256, a; mad.lo.s32 c, d, 256, c; mad.lo.s32 a, c, 65536, a;")
+        lines.append(f"prmt.b32 m, {word}, 0, 0xba98; shr.u32 b, a, 4; lop3.b32 a, m, b, a, 0xca; and.b32 a, a, 0x0f0f0f0f;")
+        lines.append("add.s32 sum, sum, a;")
+    lines.append(f"mov.b32 x, 1; dp4a.u32.u32 x, sum, {EACH_BYTE:#x}, x; setp.eq.s32 p, {asked}, 0; @p mov.b32 x, 0;")
+    lines.append(f"add.s32 at, {key}, $2; st.shared.u8 [at], x; shl.b32 at, x, 2; add.s32 at, at, $1; red.shared.add.u32 [at], 1;")
+    return "{" + " ".join(lines) + "}"
 
-    def place_of(entry):  # of its votes in shared memory: neither neighbours nor threads meet in a bank
-        turn = lax.rem(entry, size // t.THREADS)
-        return turn * t.THREADS + ((lax.div(entry, size // t.THREADS) + turn) & (t.THREADS - 1))
 
-    def load(step):
-        slot = jnp.minimum(part * size + step * entry.shape[0] + entry, slots - 1)
-        return tuple(_load_ids(ids_ref, line * slots + slot, slices))
+def _flags(votes, run, cut):
+    """Count the votes of this thread's ``run`` keys above the cut and at it, in the halves of a word: int32 [128]."""
+    own, splat = t.own(1), plgpu.Layout.WG_SPLAT
 
-    def add(step, ids):
-        ahead = load(step + 1)
-        _add_votes(table, ids, votes, place_of(step * entry.shape[0] + entry))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat), return_type=plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=own))
+    def run_(ctx, votes, cut):
+        text = ".reg .pred p; .reg .b32 at, x, y, i, up, down, above, level; " + _split_begin(run, "$1", "$2")
+        text += "mov.b32 above, 0; mov.b32 level, 0; FLAG: ld.shared.b32 x, [at]; " + _SPLIT
+        text += f"dp4a.u32.u32 above, x, {EACH_BYTE:#x}, above; dp4a.u32.u32 level, y, {EACH_BYTE:#x}, level; "
+        text += f"add.s32 at, at, 4; add.s32 i, i, 4; setp.lt.s32 p, i, {run}; @p bra FLAG; mad.lo.s32 $0, level, 65536, above;"
+        operands = t.address(votes), t.value(cut)
+        return t.made_of([t.number(mgpu.utils.inline_ptx("{" + text + "}", *operands, result_types=t.i32(), has_side_effects=True))])
+
+    return run_(votes, cut)
+
+
+def _split_begin(run, votes, cut):
+    text = f"mov.u32 at, %tid.x; mad.lo.s32 at, at, {run}, {votes}; mov.b32 i, 0; "
+    return text + f"sub.s32 up, 127, {cut}; mul.lo.s32 up, up, {EACH_BYTE:#x}; add.s32 down, up, {EACH_BYTE:#x}; "
+
+
+# The bytes of x above the cut become 1 in x, those at the cut 1 in y; all others 0. A byte is below 128.
+_SPLIT = f"add.s32 y, x, down; shr.u32 y, y, 7; and.b32 y, y, {EACH_BYTE:#x}; add.s32 x, x, up; shr.u32 x, x, 7; "
+_SPLIT += f"and.b32 x, x, {EACH_BYTE:#x}; sub.s32 y, y, x; "
+
+
+def _list(list_ref, votes, at, run, slot, cut, left, above, level):
+    """Write this thread's candidates: the keys above the cut, and of those at it the first ``left`` of the whole list.
+
+    Args:
+        list_ref: int32 [L, C].
+        votes: bytes of shared memory.
+        at: int32, where the list begins.
+        run: keys of a thread.
+        slot: int32, of the program's first key.
+        cut: int32.
+        left: int32.
+        above: int32 [128], candidates above the cut before this thread's keys.
+        level: int32 [128], keys at the cut before them.
+    """
+    own, splat = t.own(1), plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 2, *[splat] * 4, own, own))
+    def run_(ctx, list_ref, votes, at, slot, cut, left, above, level):
+        place = t.at(t.address(list_ref), t.number(t.value(at)), 4)
+        lines = [".reg .pred p, q, r; .reg .b64 to; .reg .b32 at, x, y, z, i, up, down, slot, above, level;"]
+        lines.append(_split_begin(run, "$1", "$3"))
+        lines.append(f"mov.u32 slot, %tid.x; mad.lo.s32 slot, slot, {run}, $2; mov.b32 above, $5; mov.b32 level, $6;")
+        lines.append("LIST: ld.shared.b32 x, [at]; " + _SPLIT + "or.b32 z, x, y; setp.eq.s32 p, z, 0; @p bra SKIP;")
+        for byte in range(BYTES):
+            bit = 1 << (8 * byte)
+            lines.append(f"min.s32 z, level, $4; add.s32 z, z, above; mad.wide.s32 to, z, 4, $0; and.b32 z, x, {bit};")
+            lines.append(f"setp.ne.s32 p, z, 0; @p add.s32 above, above, 1; and.b32 z, y, {bit}; setp.ne.s32 q, z, 0;")
+            lines.append(f"setp.lt.and.s32 r, level, $4, q; or.pred r, r, p; add.s32 z, slot, {byte}; @r st.global.b32 [to], z;")
+            lines.append("@q add.s32 level, level, 1;")
+        lines.append(f"SKIP: add.s32 at, at, 4; add.s32 slot, slot, 4; add.s32 i, i, 4; setp.lt.s32 p, i, {run}; @p bra LIST;")
+        operands = [place, t.address(votes), *map(t.value, (slot, cut, left))]
+        operands += [t.value(*t.numbers_of(x)) for x in (above, level)]
+        mgpu.utils.inline_ptx("{" + " ".join(lines) + "}", *operands, has_side_effects=True)
+
+    run_(list_ref, votes, at, slot, cut, left, above, level)
+
+
+def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *refs, n):
+    # query [L, G, D]; counts [L * N, 256]; shares [P, 2 + Z]; ids [L * S, N]; position [L, S]; stop [B]; signs [D] if rotated;
+    # rotated [L, D]; list [L, C]; count [L]. In shared memory: the query, rivals of each warpgroup, tables, counts of votes,
+    # votes, sums of warps.
+    *signs_ref, rotated_ref, list_ref, count_ref, numbers, rivals, table, counted, votes, sums = refs
+    line, team = lax.axis_index("x"), lax.axis_index("warpgroup")
+    part = lax.axis_index("part") if n.parts > 1 else jnp.int32(0)
+    bins.arrive_all(n.parts)
+    bins.clear(counted, bins.BINS, n.threads)
+    bins.clear(votes, n.threads * n.run // BYTES, n.threads)
+    zone = _totals(counts_ref, line, n.slices)
+    stop = jnp.minimum(arrays.scalar(stop_ref, lax.div(line, n.heads)), n.slots)
+    width = 2 + n.tiers
+    ends = [arrays.scalar(shares_ref, line * 0 + i * width) for i in range(n.pieces - 1)]
+    piece = sum(((zone >= x).astype(jnp.int32) for x in ends), jnp.int32(0)) * width
+    cutoffs = [portion(arrays.scalar(shares_ref, piece + 2 + i), zone) for i in range(n.tiers)]
+    wanted = jnp.minimum(portion(arrays.scalar(shares_ref, piece + 1), zone), n.capacity)
+
+    @pl.when(team < 1)
+    def _():
+        channel = arrays.counted(t.THREADS)
+        inside = channel < n.dim
+        places = [jnp.where(inside, (line * n.group + g) * n.dim + channel, -1) for g in range(n.group)]
+        query = functools.reduce(jnp.add, [arrays.load(query_ref, x) for x in places]) / n.group
+        query = rotated(query, signs_ref[0], n.dim, numbers) if n.rotate else query
+        arrays.store(rotated_ref, jnp.where(inside & (part < 1), line * n.dim + channel, -1), query)
+        arrays.store_shared(numbers, channel, query)
+        arrays.put(count_ref, jnp.where(part < 1, line, -1), wanted)
+
+    bins.wait_all(n.parts)
+    bins.meet_all(1)
+    _tables(n, (counts_ref, numbers, rivals, table), line, zone, cutoffs)
+    bins.meet_all(n.parts)
+
+    size, step = n.threads * n.run, n.threads * TOGETHER
+    begin, entry = part * size, arrays.counted(t.THREADS * TOGETHER)
+    holes = (zone != stop - n.first).astype(jnp.int32)  # some slot of the zone is empty: only then positions are read
+    thread = lax.shift_right_logical(entry, 7) * n.threads + team * t.THREADS + (entry & (t.THREADS - 1))
+
+    def ids(number):
+        return _load_ids(ids_ref, line * n.slots + jnp.minimum(begin + number * step + thread, n.slots - 1), n.slices)
+
+    def add(number, words):
+        ahead, key = ids(number + 1), number * step + thread
+        slot = begin + key
+        inside = (slot >= n.first) & (slot < stop)
+        position = arrays.load(position_ref, jnp.where(inside & (holes > 0), line * n.slots + slot, -1), 0)
+        _vote(table, counted, votes, words, key, (inside & (position >= 0)).astype(jnp.int32))
         return ahead
 
-    lax.fori_loop(0, size // entry.shape[0], add, load(jnp.int32(0)))
-    arrays.meet()
-    key_of = arrays.in_order(size)
-    slot = part * size + key_of
-    inside = (slot >= first) & (slot < jnp.minimum(stop, slots))
-    position = arrays.load_run(position_ref, line, part * size, size, -1)
-    key = jnp.where(inside & (position >= 0), arrays.load_shared(votes, place_of(key_of)), NEVER)
-    threshold, ties, chosen = _cut(key, wanted, most, parts, peers)
-    keep, place = places(key, threshold, ties, part, parts, words, peers)
-    listed = keep & (place < jnp.minimum(chosen, capacity))
-    arrays.store(list_ref, jnp.where(listed, line * capacity + place, -1), slot)
+    last = lax.div(jnp.clip(stop - begin, 0, size) + step - 1, step)
+    lax.fori_loop(0, last, add, ids(jnp.int32(0)))
+    bins.meet_all(n.parts)
+    cut = bins.cut(counted, wanted, part, n.parts, least=1)
+    word = bins.earlier(_flags(votes, n.run, cut.bin), sums, 4 * n.warpgroups)
+    above, level = cut.above_before + (word & 0xFFFF), cut.level_before + lax.shift_right_logical(word, 16)
+    _list(list_ref, votes, line * n.capacity, n.run, begin, cut.bin, cut.left, above, level)
+    if n.parts > 1:
+        bins.meet_all(n.parts)  # no program ends before all have read its counts
 
 
-def collision(query, signs, counts, ids, position, stop, shares, *, first, capacity, part=None):
-    """List the keys of the zone with the most votes."""
-    batch, heads, slots, slices = ids.shape
-    (group, dim), lists, unit, tiers = query.shape[2:], batch * heads, t.THREADS * TOGETHER, shares.shape[1] - 2
-    flat = query.reshape(lists, group, dim), counts.reshape(lists * slices, CLUSTERS), shares
-    shapes = ((lists, dim), jnp.float32), ((lists, slices * CLUSTERS // BYTES), jnp.int32), ((lists,), jnp.int32)
-    scratch = ((t.THREADS,), jnp.float32), ((CLUSTERS,), jnp.float32), ((CLUSTERS,), jnp.int32)
-    tables_of = functools.partial(
-        _body_tables, rotate=signs is not None, group=group, dim=dim, slices=slices, pieces=shares.shape[0], tiers=tiers,
-        capacity=capacity,
+def sizes_for(query, ids, shares, *, first, capacity, rotate, parts=None, warpgroups=None):
+    """Choose the programs of a list and their warpgroups: as many as the multiprocessors hold at once."""
+    (batch, heads, slots, slices), (group, dim) = ids.shape, query.shape[2:]
+    lists = batch * heads
+    least = -(-slots // MOST_KEYS)
+    if parts is None:
+        parts = next((n for n in (8, 4, 2) if n * lists <= BLOCKS and slots >= n * 512), 1)
+        parts = max(parts, next((n for n in (1, 2, 4, 8) if n >= least), 8))
+    if warpgroups is None:
+        warpgroups = next((n for n in (1, 2, 4) if slots <= parts * n * t.THREADS * 32), 8)
+        warpgroups = max(warpgroups, 2)
+    run = -(-slots // (parts * warpgroups * t.THREADS * BYTES)) * BYTES
+    return Sizes(
+        group=group, dim=dim, heads=heads, slots=slots, slices=slices, tiers=shares.shape[1] - 2, pieces=shares.shape[0], first=first,
+        capacity=capacity, rotate=rotate, parts=parts, warpgroups=warpgroups, run=run,
     )  # fmt: skip
-    query, tables, count = arrays.program(
-        tables_of, [jax.ShapeDtypeStruct(*x) for x in shapes], grid=(lists, slices), scratch=[plgpu.SMEM(*x) for x in scratch]
-    )(*flat, *(() if signs is None else (signs,)))
-    parts = next((n for n in PARTS if slots <= n * ALONE), PARTS[-1])
-    size = -(-slots // (parts * unit)) * unit
-    scratch = [(tables.shape[1],), (size,), (4,), (arrays.PEERS,)]
-    (listed,) = arrays.program(
-        functools.partial(
-            _body,
-            heads=heads,
-            slots=slots,
-            slices=slices,
-            capacity=capacity,
-            first=first,
-            size=size,
-            parts=parts,
-            most=tiers * slices,
-        ),
-        [jax.ShapeDtypeStruct((lists, capacity), jnp.int32)],
+
+
+def collision(query, signs, counts, ids, position, stop, shares, *, first, capacity, part=None, **choice):
+    """List the keys of the zone with the most votes."""
+    n = sizes_for(query, ids, shares, first=first, capacity=capacity, rotate=signs is not None, **choice)
+    batch, heads, slots, slices = ids.shape
+    lists = batch * heads
+    words = [4 * t.THREADS * n.warpgroups, slices * HALF // BYTES + 64, bins.BINS, n.threads * n.run // BYTES, 32]
+    query, listed, count = arrays.program(
+        functools.partial(_body, n=n),
+        [
+            jax.ShapeDtypeStruct((lists, n.dim), jnp.float32),
+            jax.ShapeDtypeStruct((lists, capacity), jnp.int32),
+            jax.ShapeDtypeStruct((lists,), jnp.int32),
+        ],
         grid=(lists,),
-        parts=parts,
-        scratch=[plgpu.SMEM(x, jnp.int32) for x in scratch],
-    )(tables, ids.reshape(lists * slots, slices), position.reshape(lists, slots), stop, count)
-    return query.reshape(batch, heads, dim), listed.reshape(batch, heads, capacity), count.reshape(batch, heads)
+        parts=n.parts,
+        warpgroups=n.warpgroups,
+        scratch=[plgpu.SMEM((t.THREADS,), jnp.float32), *(plgpu.SMEM((x,), jnp.int32) for x in words)],
+    )(
+        query.reshape(lists, n.group, n.dim),
+        counts.reshape(lists * slices, CLUSTERS),
+        shares,
+        ids.reshape(lists * slots, slices),
+        position.reshape(lists, slots),
+        stop,
+        *(() if signs is None else (signs,)),
+    )
+    return query.reshape(batch, heads, n.dim), listed.reshape(batch, heads, capacity), count.reshape(batch, heads)
 
 
 def check(query, signs, counts, ids, position, stop, shares, *, first, capacity, part=None):
@@ -215,6 +429,8 @@ def check(query, signs, counts, ids, position, stop, shares, *, first, capacity,
         raise NotImplementedError(
             f"got a part of each row, or {slices} slices, expected whole rows and {BYTES} to {DIMS[-1] // SLICE} slices"
         )
-    most = PARTS[-1] * MOST
+    tiers, most = shares.shape[1] - 2, 8 * MOST_KEYS
+    if tiers > MOST_VOTES or tiers * slices > bins.BINS - 2:
+        raise NotImplementedError(f"got {tiers} tiers and {slices} slices, expected at most {bins.BINS - 2} votes")
     if not 1 <= slots <= most or not 1 <= capacity <= most or batch * heads * slots >= 2**31:
         raise NotImplementedError(f"got {slots} slots and room for {capacity}, expected 1 to {most}")
