@@ -25,7 +25,6 @@ Nothing outside imports it, and it is in no wheel:
 
 * ``fidelity``: KL, top-1 agreement and perplexity beside Full, along texts through the decode path.
 * ``insight``: attention mass and recall by layer, head and step.
-* ``attention_peers``: one call of attention beside FlashInfer's.
 * ``fits``: the table of what fits.
 * ``goldens``: the numbers of transformers that tests compare with.
 * ``profile``: the kernels of a step on GPUs.

@@ -53,25 +53,18 @@ def operations() -> dict[str, str]:
 
 
 def make_record(
-    experiment: str,
-    settings: dict[str, Any],
-    metrics: Sequence[dict[str, Any]],
-    *,
-    device: Mapping[str, Any] | None = None,
-    packages: tuple[str, ...] = (),
+    experiment: str, settings: dict[str, Any], metrics: Sequence[dict[str, Any]], *, packages: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """Make a record of metrics with "name", "value" and "unit" each, with versions, device, commit and date.
 
-    JSON values. A measurement without JAX names its ``device`` ("platform", "kind", "count"), because JAX takes most of a
-    GPU's memory when it is asked. ``packages`` are further ones whose versions are kept.
+    JSON values. ``packages`` are further ones whose versions are kept.
     """
     for metric in metrics:
         missing = {"name", "value", "unit"} - metric.keys()
         if missing:
             raise ValueError(f"metric {metric} lacks {sorted(missing)}, expected name, value and unit")
-    if device is None:
-        devices = jax.devices()
-        device = {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}
+    devices = jax.devices()
+    device = {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}
     return {
         "experiment": experiment,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -81,8 +81,8 @@ def _plain(value: Any) -> Any:
 class Results:
     """The cells of an experiment in a file to which several processes may add; ``fresh`` begins anew with the first write.
 
-    A file that is no record, or that holds another experiment or cells of other settings, is refused. See `make_record` for
-    ``device`` and ``packages``.
+    A file that is no record, or that holds another experiment or cells of other settings, is refused. ``packages`` are
+    further ones whose versions are kept.
 
     Attributes:
         metrics: the cells, as of the last read or write.
@@ -98,11 +98,10 @@ class Results:
         settings: Mapping[str, Any],
         *,
         fresh: bool = False,
-        device: Mapping[str, Any] | None = None,
         packages: tuple[str, ...] = (),
     ) -> None:
         self.path, self._fresh = path, fresh
-        self._ran = {"device": device, "packages": packages}
+        self._packages = packages
         self._experiment, self.settings = experiment, dict(settings)
         self.metrics: list[dict[str, Any]] = []
         self.notes: dict[str, Any] = {}
@@ -164,7 +163,7 @@ class Results:
 
     def write(self) -> None:
         """Write the record."""
-        record = make_record(self._experiment, self.settings, self.metrics, **self._ran)
+        record = make_record(self._experiment, self.settings, self.metrics, packages=self._packages)
         self.devices = list(dict.fromkeys([*self.devices, record["device"]["kind"]]))
         write_record(self.path, {**record, "notes": self.notes, "devices": self.devices})
         self._fresh = False

@@ -146,15 +146,8 @@ class Reuse(Around):
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerStorage, Choice]:
         cache, inner = self.method.compress(cache, prompt, room)
-        batch, heads, group, _, dim = prompt.query.shape
-        query = jnp.zeros((batch, heads, group, 1, dim), prompt.query.dtype)
-        at = jnp.zeros((batch, 1), jnp.int32)
-        step = Step(query=query, position=at, tokens=at, shared=None, guess=query)
-        shapes = jax.eval_shape(self.method.select, cache, inner, step)
-        if shapes is None:  # a tree as at other sizes, or a saved cache could not be loaded
-            shapes = Selection(slots=jnp.zeros((batch, 1, 0), jnp.int32), mask=jnp.zeros((batch, 1, 0), bool))
-        chosen = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return cache, Choice(inner=inner, chosen=chosen, at=jnp.zeros((batch,), jnp.int32))
+        chosen = no_selection(self.method, cache, inner, prompt)
+        return cache, Choice(inner=inner, chosen=chosen, at=jnp.zeros((len(chosen.slots),), jnp.int32))
 
     def select(self, cache: LayerStorage, aux: Choice, step: Step) -> Selection | None:
         if aux.dense:
@@ -212,6 +205,18 @@ class Reuse(Around):
             mask=jnp.concatenate([chosen.mask, mask], axis=2),
             bias=bias,
         )
+
+
+def no_selection(method: SlotMethod, cache: LayerStorage, inner: Any, prompt: Prompt) -> Selection:
+    """Make a `Selection` in the shapes of ``method``'s that lists nothing; without entries if it attends to all slots."""
+    batch, heads, group, _, dim = prompt.query.shape
+    query = jnp.zeros((batch, heads, group, 1, dim), prompt.query.dtype)
+    at = jnp.zeros((batch, 1), jnp.int32)
+    step = Step(query=query, position=at, tokens=at, shared=None, guess=query)
+    shapes = jax.eval_shape(method.select, cache, inner, step)
+    if shapes is None:  # a tree as at other sizes, or a saved cache could not be loaded
+        shapes = Selection(slots=jnp.zeros((batch, 1, 0), jnp.int32), mask=jnp.zeros((batch, 1, 0), bool))
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def read_head_map(path: str | pathlib.Path, config: Model) -> tuple[tuple[int, ...], ...]:

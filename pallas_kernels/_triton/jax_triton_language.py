@@ -17,6 +17,15 @@ except ImportError:  # Triton is optional: without it these modules can be impor
 
 
 @jit
+def row(OPERAND: tl.constexpr, ROWS: tl.constexpr, MAPPED: tl.constexpr):
+    """Return the row of an operand that belongs to this program: the program's own, or the member's if it is not mapped."""
+    at = tl.program_id(0)
+    if (MAPPED >> OPERAND) % 2 == 0:
+        at = at % ROWS
+    return at.to(tl.int64)
+
+
+@jit
 def begin(ROWS: tl.constexpr, DIM: tl.constexpr):
     """Start a running softmax: denominator [ROWS], maximum [ROWS], sums of values [ROWS, DIM]."""
     return (tl.zeros((ROWS,), tl.float32), tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS, DIM), tl.float32))

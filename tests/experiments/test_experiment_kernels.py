@@ -7,10 +7,12 @@ import sys
 import numpy as np
 import pytest
 
+from experiments.records import Results
 from experiments.speed import Bandwidth, Seconds
 from experiments.speed.kernels import __main__ as kernels
-from experiments.speed.kernels import compare
+from experiments.speed.kernels import compare, peers
 from experiments.speed.kernels.cases import cases
+from experiments.speed.kernels.report import kernel_table
 from pallas_kernels.attend.merge_splits import MERGE_SPLITS
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -129,3 +131,25 @@ def test_a_kernel_from_outside_is_checked_beside_interpreted_kernels(my_kernels,
 def test_kernels_that_cannot_be_compared_are_refused(words, told, my_kernels, capsys):
     assert kernels.main([*(word.format(my_kernels) for word in words), "--out", "one.json"]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_peer_is_timed_beside_kvjax(monkeypatch, tmp_path):
+    monkeypatch.setattr(peers, "WORK", {"all": peers.Work(2, 64), "pages": peers.Work(1, 64, 2, 4)})
+    monkeypatch.setattr(peers, "_ITERATIONS", 1)
+    monkeypatch.setattr(peers, "PEERS", {"theirs": lambda work, repeats: ("their kernel", (1e-6, 2e-6, 3e-6), 0.5)})
+    results = Results(tmp_path / "r.json", "kernels", {})
+    assert peers.run_peer("theirs", results, FAST, "now", 1) == 2  # an error of a half is no attention
+    rows = results.metrics
+    assert [row["implementation"] for row in rows] == ["xla", "their kernel"] * 2
+    assert all(row["relative_error"] < 1e-2 for row in rows[::2]) and rows[2]["bytes_read"] == 2 * 2 * 8 * 8 * 128
+    np.testing.assert_allclose(rows[3]["ratio"], 2e-6 / (rows[3]["bytes_read"] / 1e9))
+    table = kernel_table(rows, {})
+    assert "| attention | pages | their kernel | 2.0 (1.0 - 3.0) |" in table
+
+
+def test_a_peer_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(ValueError, match="expected it beside kvjax, .* pip install .* flashinfer-python"):
+        peers.check_peer("flashinfer")
+    with pytest.raises(ValueError, match="shapes of its own, expected no --only"):
+        kernels.KernelSettings(peer="flashinfer", only=("merge_splits",))

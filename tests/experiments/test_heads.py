@@ -127,39 +127,38 @@ def test_anchors_are_the_best_of_all_sets():
 
 
 @pytest.mark.slow
-def test_agreement_of_layers_equals_float64():
-    """Of attention and selected tokens that a step has left; a layer agrees with itself, and with a list of everything."""
+def test_a_loss_of_sharing_is_that_of_reuse():
+    """A head that takes another layer's list loses what `Reuse` loses with these anchors and heads; with its own, nothing."""
     rng = np.random.default_rng(0)
-    params = random_params(CONFIG, jax.random.key(0))
-    prompts = rng.integers(0, 60, (2, 40)).tolist()
-    method = sharing.Paired(method=Quest(budget=12, page_size=4, num_dense_layers=1))
-    cache = kvjax.prefill(params, prompts, config=CONFIG, method=method, max_new_tokens=4, pad_multiple=1)
-    cache = kvjax.decode_step(params, cache, np.array([3, 5]))
-    got = np.asarray(sharing.agreements(cache))
-    weight, chosen = (np.stack([np.asarray(vars(state)[name]) for state in cache.layers]) for name in ("weight", "chosen"))
-    np.testing.assert_allclose(weight.sum(axis=-1), 1, atol=1e-5)
-    np.testing.assert_array_equal(chosen[1:].sum(axis=-1), 9)  # two pages and the newest token
-    assert chosen[0, :, :, :41].all() and not chosen[..., 41:].any()
-    for one, other, h, g in np.ndindex(*got.shape):
-        shares = [
-            weight[other, b, g][chosen[one, b, h]].sum() / weight[other, b, g][chosen[other, b, g]].sum() for b in (0, 1)
-        ]
-        assert got[one, other, h, g] == pytest.approx(np.mean(shares), abs=1e-4)
-    told = sharing.shared(got.astype(np.float64), np.ones(4), 2, [0])
-    assert told["anchors"][0] == 1 and len(told["anchors"]) == 2 and [len(row) for row in told["head_map"]] == [2] * 4
-    inner = Quest(budget=12, page_size=4, num_dense_layers=1)
-    reuse = Reuse(method=inner, anchors=tuple(told["anchors"]), head_map=tuple(map(tuple, told["head_map"])))
-    cache = kvjax.prefill(params, prompts, config=CONFIG, method=reuse, max_new_tokens=4, pad_multiple=1)
-    assert np.isfinite(kvjax.decode_step(params, cache, np.array([3, 5])).logits).all()
-    with pytest.raises(ValueError, match="keep every token .*SnapKV"):
-        sharing.Paired(method=SnapKV())
+    params, inner = random_params(CONFIG, jax.random.key(0)), Quest(budget=12, page_size=4, num_dense_layers=1)
+    prompts, answers = rng.integers(0, 60, (2, 40)).tolist(), [[3, 5, 8], [7, 2]]
+    anchors, heads = (1, 3), ((0, 1), (0, 1), (1, 0), (0, 1))
+
+    def lost(method, sources):
+        cache = kvjax.prefill(params, prompts, config=CONFIG, method=method, max_new_tokens=4, pad_multiple=1)
+        if sources is not None:
+            return sharing.losses(params, cache, answers, np.array(sources), rows=4)
+        logs = np.asarray(kvjax.score(params, cache, answers), np.float64)
+        return np.minimum(-logs, 6).sum(axis=1).mean()
+
+    own = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    follow = [own[0], own[1], [3, 2], own[3]]
+    got = lost(sharing.Swapped(method=inner, layers=4), [own, follow, own])
+    want = [lost(method, None) for method in (inner, Reuse(method=inner, anchors=anchors, head_map=heads))]
+    np.testing.assert_allclose(got, [*want, want[0]], rtol=1e-5)
+    assert got[0] != got[1]
+    cache = kvjax.prefill(params, prompts, config=CONFIG, method=sharing.Swapped(method=inner, layers=4), max_new_tokens=4)
+    loss = sharing.pair_losses(params, cache, answers, [1, 2, 3], apart=1, rows=4)
+    assert np.isinf(loss[1, 3]).all() and np.isfinite(loss[1, 2]).all() and np.isinf(loss[0]).all()
+    with pytest.raises(ValueError, match="every=4 .*SnapKV|SnapKV"):
+        sharing.Swapped(method=SnapKV())
 
 
 @pytest.mark.slow
 def test_sharing_is_measured_on_a_model(tmp_path, capsys):
     write_model(tmp_path / "model", dataclasses.replace(CONFIG, vocab_size=5120))
     given = ["--model", str(tmp_path / "model"), "--length", "256", "--samples", "2", "--steps", "2", "--every", "2"]
-    for method in ("quest(budget=64)", "tokenselect(budget=1/8)"):
+    for method in ("quest(budget=64)", "socket(budget=1/8)"):
         assert sharing.main([*given, "--method", method, "--out", str(tmp_path / "sharing.json")]) == 0
         assert "under layer -1" in capsys.readouterr().out
         told = json.loads((tmp_path / "sharing.json").read_text())
@@ -167,7 +166,7 @@ def test_sharing_is_measured_on_a_model(tmp_path, capsys):
         if "quest" in method:
             made = choices_of(text)[0].at(256, None, CONFIG).method
             assert made.anchors == (2, 3) and made.head_map == tuple(map(tuple, told["head_map"]))
-        assert len(told["agreement"]) == 4 and told["anchors"][0] == (2 if "quest" in method else 0)
+        assert len(told["loss"]) == 4 and told["anchors"][0] == (2 if "quest" in method else 0)
     assert sharing.main([*given, "--method", "full", "--out", str(tmp_path / "none.json")]) == 2
     assert "selects in a layer" in capsys.readouterr().err and not (tmp_path / "none.json").exists()
 
@@ -201,6 +200,6 @@ def test_layers_with_a_window_are_left_out(tmp_path, capsys):
     assert sharing.main([*given, "--method", "oracle(budget=16)", "--out", str(out)]) == 0
     assert re.findall(r"\| (\d) \| left out \|", capsys.readouterr().out) == ["0", "3"]
     told = json.loads(out.read_text())
-    assert told["anchors"] == [1] and len(told["head_map"]) == 4 and told["agreement"][1][3] == 0 < told["agreement"][1][2]
+    assert told["anchors"] == [1] and len(told["head_map"]) == 4 and told["loss"][1][3] is None is not told["loss"][1][2]
     reuse = choices_of(f"reuse(oracle(budget=16), anchors=(1,), head_map={out})")[0].at(256, None, config).method
     kvjax.prefill(random_params(config, jax.random.key(0)), [[1, 2, 3]], config=config, method=reuse)

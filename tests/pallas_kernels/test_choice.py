@@ -288,8 +288,12 @@ def package(monkeypatch):
     twice = Primitive("twice")  # without a batching rule, as the package's own
     twice.def_abstract_eval(lambda x, **_: x)
     mlir.register_lowering(twice, mlir.lower_fun(lambda x, **_: 2 * x, multiple_results=False))
-    call = types.SimpleNamespace(triton_call=lambda x, *, kernel, out_type: (twice.bind(x),))
-    monkeypatch.setitem(sys.modules, "jax_triton", call)
+
+    def triton_call(*operands, kernel, out_type, grid, ROWS, MAPPED):
+        read = [x if MAPPED >> i & 1 else jnp.tile(x, (grid[0] // ROWS, 1)) for i, x in enumerate(operands)]
+        return (twice.bind(sum(read)),)
+
+    monkeypatch.setitem(sys.modules, "jax_triton", types.SimpleNamespace(triton_call=triton_call))
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace())
     for module in [x for name, x in sys.modules.items() if name.startswith("pallas_kernels.") and hasattr(x, "plt")]:
         monkeypatch.setattr(module, "plt", None)
@@ -310,13 +314,19 @@ def test_where_pallas_has_no_triton_jax_triton_still_runs(name, package):
 
 
 def test_a_kernel_of_jax_triton_is_mapped(package):
-    def run(x, y):
-        (out,) = launch(None, (x,), (x,))
-        return out + y
+    """One launch has the rows of all members; an operand without the mapped axis is not repeated."""
 
-    x, y = jnp.arange(6.0).reshape(2, 3), jnp.ones(2)
-    np.testing.assert_array_equal(jax.vmap(run)(x, y), 2 * x + 1)
-    np.testing.assert_array_equal(jax.jit(jax.vmap(run, (None, 0)))(x[0], y), [2 * x[0] + 1] * 2)
+    def run(x, y):
+        return launch(None, (x, y), (x,), grid=(2,))[0]
+
+    x, y = jnp.arange(24.0).reshape(4, 2, 3), 100 * jnp.arange(30.0).reshape(5, 2, 3)
+    one = jax.jit(jax.vmap(run, (0, None)))
+    np.testing.assert_array_equal(one(x, y[0]), 2 * (x + y[0]))
+    assert str(jax.make_jaxpr(one)(x, y[0])).count("= twice") == 1
+    each = jax.jit(jax.vmap(lambda x: jax.vmap(run, (None, 0))(x, y)))  # an axis of each operand
+    np.testing.assert_array_equal(each(x), 2 * (x[:, None] + y))
+    both = jax.jit(jax.vmap(jax.vmap(run), (0, None)))(jnp.stack([x, 1 - x]), y[:4])  # one operand has both
+    np.testing.assert_array_equal(both, [2 * (x + y[:4]), 2 * (1 - x + y[:4])])
 
 
 # What arguments must be beyond what `test_signature.py` alters.

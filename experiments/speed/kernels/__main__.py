@@ -1,7 +1,7 @@
 """Checks and times every implementation of every kernel: `python -m experiments.speed.kernels [--only kth_select,...]`.
 
 ``--only gather_attention --with my_kernels:gather`` adds a kernel of one's own. ``--interpret`` runs kernels on a machine
-that has none of their devices.
+that has none of their devices. ``--peer flashinfer`` times decode attention beside FlashInfer's instead.
 
 Every implementation that runs on this platform is checked against a reference in the same run. It is timed inside a compiled
 loop (`experiments.speed.loop_seconds`), beside the time that reading its bytes would take. An implementation that fails has
@@ -19,6 +19,7 @@ from experiments.records import Results, commit, versions
 from experiments.speed.kernels.cases import cases
 from experiments.speed.kernels.compare import run_case
 from experiments.speed.kernels.outside import added
+from experiments.speed.kernels.peers import PEERS, check_peer, run_peer
 from experiments.speed.kernels.report import kernel_table
 from experiments.speed.roofline import measure_bandwidth
 from experiments.speed.rows import finish, note_run, now
@@ -38,9 +39,10 @@ class KernelSettings(Settings):
         tiny: sizes for a test; the times mean nothing
         interpret: run kernels interpreted, on any machine, in the sizes of --tiny: their errors, and no times, because Python
             runs each of their operations
+        peer: time decode attention beside this package's kernels, and nothing else
 
     Raises:
-        ValueError: a kernel of your own without exactly one operation.
+        ValueError: a kernel of your own without exactly one operation, or a peer beside what it does not run.
     """
 
     only: tuple[str, ...] = ()
@@ -48,10 +50,13 @@ class KernelSettings(Settings):
     repeats: PositiveInt = 7
     tiny: bool = False
     interpret: bool = False
+    peer: str | None = option(None, choices=tuple(PEERS))
 
     def __post_init__(self) -> None:
         if self.outside and len(self.only) != 1:
             raise ValueError(f"--with belongs to one operation, --only NAME; got {', '.join(self.only) or 'all operations'}")
+        if self.peer and (self.only or self.tiny or self.interpret):
+            raise ValueError(f"--peer {self.peer} has its own shapes, expected no --only, --tiny or --interpret beside it")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +82,15 @@ def _compare(settings: KernelSettings, command: KernelCommand) -> None:
         )
     device = jax.devices()[0].device_kind
     about_all = {"device": device, "tiny": small} | ({"interpret": True} if settings.interpret else {})
-    results = Results(command.out, "kernels", about_all)
+    about_all |= {"peer": settings.peer} if settings.peer else {}
+    packages = check_peer(settings.peer) if settings.peer else ()
+    results = Results(command.out, "kernels", about_all, packages=packages)
     bandwidth = None if settings.interpret else measure_bandwidth(2**20 if small else None)
     run_name = now()
-    about = {"commit": commit(), "versions": versions(), "device": device}
+    about = {"commit": commit(), "versions": versions(packages), "device": device}
     note_run(results, run_name, about | {"read_bandwidth": None if bandwidth is None else bandwidth.bytes_per_second})
-    failed = 0
-    for name in [name for name in known if name in only]:
+    failed = run_peer(settings.peer, results, bandwidth, run_name, settings.repeats) if settings.peer else 0
+    for name in [] if settings.peer else [name for name in known if name in only]:
         mine = [case for case in chosen if case.operation.name == name]
         with added(mine, settings.outside, settings.interpret):
             failed += sum(run_case(case, results, bandwidth, run_name, settings.repeats) for case in mine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pallas_kernels._triton.jax_triton_language import attend, begin, jit, store, tl
+from pallas_kernels._triton.jax_triton_language import attend, begin, jit, row, store, tl
 
 
 @jit
@@ -22,16 +22,20 @@ def _partial(
     SLOTS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    MAPPED: tl.constexpr,
 ):
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    cache = (b * HEADS + h).to(tl.int64) * SLOTS  # first row of this head; a long cache needs 64 bits
+    # The first row of this head in keys, values and positions.
+    of_key, of_value = (row(1, ROWS, MAPPED) * HEADS + h) * SLOTS, (row(2, ROWS, MAPPED) * HEADS + h) * SLOTS
+    of_position = (row(3, ROWS, MAPPED) * HEADS + h) * SLOTS
     head = tl.arange(0, FILLED)
     dim = tl.arange(0, DIM)
-    at = (b * HEADS + h) * GROUP + head
+    at = (row(0, ROWS, MAPPED) * HEADS + h) * GROUP + head
     q = tl.load(query + at[:, None] * DIM + dim[None, :], mask=head[:, None] < GROUP, other=0.0)
     total, maximum, sums = begin(FILLED, DIM)
     # The blocks below the row's limit, shared out evenly among the programs of a head.
-    end = tl.minimum(tl.maximum(tl.load(limit + b), 0), SLOTS)
+    end = tl.minimum(tl.maximum(tl.load(limit + row(4, ROWS, MAPPED)), 0), SLOTS)
     blocks = (end + BLOCK - 1) // BLOCK
     first = split * blocks // tl.num_programs(2)
     last = (split + 1) * blocks // tl.num_programs(2)
@@ -39,10 +43,9 @@ def _partial(
         # If the block size does not divide S, the last block starts early; slots that the block before had are hidden.
         start = tl.minimum(step * BLOCK, SLOTS - BLOCK)
         slot = start + tl.arange(0, BLOCK)
-        held = (tl.load(position + cache + slot) >= 0) & (slot >= step * BLOCK) & (slot < end)
-        row = cache + slot
-        k = tl.load(key + row[:, None] * DIM + dim[None, :])
-        v = tl.load(value + row[:, None] * DIM + dim[None, :])
+        held = (tl.load(position + of_position + slot) >= 0) & (slot >= step * BLOCK) & (slot < end)
+        k = tl.load(key + (of_key + slot)[:, None] * DIM + dim[None, :])
+        v = tl.load(value + (of_value + slot)[:, None] * DIM + dim[None, :])
         total, maximum, sums = attend(q, k, v, held, total, maximum, sums, SCALE, PRECISION)
     at = ((b * HEADS + h) * tl.num_programs(2) + split) * GROUP + head
     store(out, lse, at, head < GROUP, total, maximum, sums, DIM)

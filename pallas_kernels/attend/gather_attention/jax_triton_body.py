@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pallas_kernels._triton.jax_triton_language import attend, begin, jit, store, tl
+from pallas_kernels._triton.jax_triton_language import attend, begin, jit, row, store, tl
 
 
 @jit
@@ -28,13 +28,18 @@ def _partial(
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    MAPPED: tl.constexpr,
 ):
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    cache = (b * HEADS + h).to(tl.int64) * SLOTS  # first row of this head; a long cache needs 64 bits
-    list_of = (b * LISTS + (h if LISTS > 1 else 0)) * ITEMS  # the head's own list, or the one that all heads share
+    # The first row of this head in keys, values and positions.
+    of_key, of_value = (row(1, ROWS, MAPPED) * HEADS + h) * SLOTS, (row(2, ROWS, MAPPED) * HEADS + h) * SLOTS
+    of_position = (row(5, ROWS, MAPPED) * HEADS + h) * SLOTS
+    shared = h if LISTS > 1 else 0  # the head's own list, or the one that all heads share
+    of_list, of_mask = (row(3, ROWS, MAPPED) * LISTS + shared) * ITEMS, (row(4, ROWS, MAPPED) * LISTS + shared) * ITEMS
     head = tl.arange(0, FILLED)
     dim = tl.arange(0, DIM)
-    at = (b * HEADS + h) * GROUP + head
+    at = (row(0, ROWS, MAPPED) * HEADS + h) * GROUP + head
     q = tl.load(query + at[:, None] * DIM + dim[None, :], mask=head[:, None] < GROUP, other=0.0)
     total, maximum, sums = begin(FILLED, DIM)
     # Each program has a contiguous share of the list; the last one may have fewer blocks.
@@ -43,16 +48,16 @@ def _partial(
         entry = (split * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
         inside = entry < ITEMS * PAGE
         item = tl.where(inside, entry // PAGE, 0)
-        listed = inside & (tl.load(mask + list_of + item) != 0)
+        listed = inside & (tl.load(mask + of_mask + item) != 0)
         # A page number becomes a slot. Masked entries may hold anything: they read row 0, which is harmless.
-        row = tl.load(slots + list_of + item)
-        row = tl.minimum(tl.maximum(row, 0), (SLOTS - 1) // PAGE) * PAGE + entry % PAGE
-        listed = listed & (row < SLOTS)
-        row = cache + tl.where(listed, row, 0)
+        slot = tl.load(slots + of_list + item)
+        slot = tl.minimum(tl.maximum(slot, 0), (SLOTS - 1) // PAGE) * PAGE + entry % PAGE
+        listed = listed & (slot < SLOTS)
+        slot = tl.where(listed, slot, 0)
         if HAS_POSITION:
-            listed = listed & (tl.load(position + row) >= 0)
-        k = tl.load(key + row[:, None] * DIM + dim[None, :])
-        v = tl.load(value + row[:, None] * DIM + dim[None, :])
+            listed = listed & (tl.load(position + of_position + slot) >= 0)
+        k = tl.load(key + (of_key + slot)[:, None] * DIM + dim[None, :])
+        v = tl.load(value + (of_value + slot)[:, None] * DIM + dim[None, :])
         total, maximum, sums = attend(q, k, v, listed, total, maximum, sums, SCALE, PRECISION)
     at = ((b * HEADS + h) * tl.num_programs(2) + split) * GROUP + head
     store(out, lse, at, head < GROUP, total, maximum, sums, DIM)

@@ -5,7 +5,7 @@ Keys are made as `pallas_kernels._triton.kth_search.order_key` makes them.
 
 from __future__ import annotations
 
-from pallas_kernels._triton.jax_triton_language import jit, tl
+from pallas_kernels._triton.jax_triton_language import jit, row, tl
 
 
 @jit
@@ -53,16 +53,25 @@ def _rank(key, threshold, ties, over, equal):
 
 
 @jit
-def maxima(score, node, SLOTS: tl.constexpr, NODES: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr):
+def maxima(
+    score,
+    node,
+    SLOTS: tl.constexpr,
+    NODES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    MAPPED: tl.constexpr,
+):
     """Write the greatest key of each node to ``node`` [ROWS, NODES]: entry i of a row belongs to node i mod NODES."""
-    row = tl.program_id(0).to(tl.int64)
+    of_score = row(0, ROWS, MAPPED) * SLOTS
     here = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     best = tl.full((WIDTH,), -2147483648, tl.int32)
     for step in range(0, (SLOTS + NODES * DEPTH - 1) // (NODES * DEPTH)):
         at = ((step * DEPTH + tl.arange(0, DEPTH)) * NODES)[:, None] + here[None, :]
-        found = tl.load(score + row * SLOTS + at, mask=at < SLOTS, other=float("-inf"))
+        found = tl.load(score + of_score + at, mask=at < SLOTS, other=float("-inf"))
         best = tl.maximum(best, tl.max(_key(found), 0))
-    tl.store(node + row * NODES + here, best)
+    tl.store(node + tl.program_id(0) * NODES + here, best)
 
 
 @jit
@@ -79,28 +88,31 @@ def filter(
     NODES: tl.constexpr,
     TILE: tl.constexpr,
     STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    MAPPED: tl.constexpr,
 ):
     """List the candidates of one stretch: entries that reach a threshold which ``wanted`` to 9/8 ``wanted`` maxima reach."""
-    row, segment, segments = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    wanted = tl.minimum(tl.maximum(tl.load(budget + row), 1), MOST)
-    nodes = tl.load(node + row * NODES + tl.arange(0, NODES))
+    out, segment, segments = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    of_score = row(0, ROWS, MAPPED) * SLOTS
+    wanted = tl.minimum(tl.maximum(tl.load(budget + row(2, ROWS, MAPPED)), 1), MOST)
+    nodes = tl.load(node + row(1, ROWS, MAPPED) * NODES + tl.arange(0, NODES))
     may = nodes > -2147483648
     low, held = tl.min(tl.where(may, nodes, 2147483646), 0), tl.sum(may.to(tl.int32), 0)
     high = tl.maximum(tl.max(nodes, 0), low) + 1
     threshold, _, _ = _threshold(nodes, node, NODES, low, high, held, wanted, wanted >> 3, NODES)
     # With fewer maxima than wanted every entry is a candidate: take the key of the most negative finite number.
     threshold = tl.where(held < wanted, -2147483648 + (1 << 23), threshold)
-    tl.store(edge + row * 2, threshold)
-    tl.store(edge + row * 2 + 1, high)
-    begin, base = segment * STEPS * TILE, (row * segments + segment) * STEPS * TILE
+    tl.store(edge + out * 2, threshold)
+    tl.store(edge + out * 2 + 1, high)
+    begin, base = segment * STEPS * TILE, (out * segments + segment) * STEPS * TILE
     over, equal = held * 0, held * 0
     for step in range(0, tl.minimum(STEPS, (SLOTS - begin + TILE - 1) // TILE)):
         slot = begin + step * TILE + tl.arange(0, TILE)
-        key = _key(tl.load(score + row * SLOTS + slot, mask=slot < SLOTS, other=float("-inf")))
+        key = _key(tl.load(score + of_score + slot, mask=slot < SLOTS, other=float("-inf")))
         keep, place, over, equal = _rank(key, threshold, wanted, over, equal)
         tl.store(keys + base + place, key, mask=keep)
         tl.store(slots + base + place, slot, mask=keep)
-    tl.store(count + row * segments + segment, over + tl.minimum(equal, wanted))
+    tl.store(count + out * segments + segment, over + tl.minimum(equal, wanted))
 
 
 @jit
@@ -120,27 +132,31 @@ def choose(
     SEGMENTS: tl.constexpr,
     STRETCH: tl.constexpr,
     TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    MAPPED: tl.constexpr,
 ):
     """List the best of a row's candidates in ascending order."""
-    row = tl.program_id(0).to(tl.int64)
-    base, number = row * SEGMENTS * STRETCH, tl.program_id(0) * 0
+    out, number = tl.program_id(0).to(tl.int64), tl.program_id(0) * 0
+    of_count, base = row(0, ROWS, MAPPED) * SEGMENTS, out * SEGMENTS * STRETCH
+    of_key, of_slot = row(2, ROWS, MAPPED) * SEGMENTS * STRETCH, row(3, ROWS, MAPPED) * SEGMENTS * STRETCH
     for segment in tl.static_range(SEGMENTS):
-        number += tl.load(count + row * SEGMENTS + segment)
+        number += tl.load(count + of_count + segment)
     # Pack the candidates of all segments: each skips the unused ends of the segments before its own.
     for begin in range(0, number, TILE):
         at = begin + tl.arange(0, TILE)
         source, end = at, number * 0
         for segment in tl.static_range(SEGMENTS - 1):
-            found = tl.load(count + row * SEGMENTS + segment)
+            found = tl.load(count + of_count + segment)
             end += found
             source += tl.where(at >= end, STRETCH - found, 0)
-        tl.store(more_keys + base + at, tl.load(keys + base + source, mask=at < number), mask=at < number)
-        tl.store(more_slots + base + at, tl.load(slots + base + source, mask=at < number), mask=at < number)
+        tl.store(more_keys + base + at, tl.load(keys + of_key + source, mask=at < number), mask=at < number)
+        tl.store(more_slots + base + at, tl.load(slots + of_slot + source, mask=at < number), mask=at < number)
     tl.debug_barrier()  # what follows reads what other threads of this program wrote
     at = tl.arange(0, TILE)
     first = tl.load(more_keys + base + at, mask=at < number, other=-2147483648)
-    wanted = tl.minimum(tl.maximum(tl.load(budget + row), 0), MOST)
-    low, high = tl.load(edge + row * 2), tl.load(edge + row * 2 + 1)
+    wanted = tl.minimum(tl.maximum(tl.load(budget + row(4, ROWS, MAPPED)), 0), MOST)
+    of_edge = row(1, ROWS, MAPPED) * 2
+    low, high = tl.load(edge + of_edge), tl.load(edge + of_edge + 1)
     threshold, reach, above = _threshold(first, more_keys + base, number, low, high, number, wanted, 0, TILE)
     ties, end = tl.where(reach > wanted, wanted - above, number), tl.minimum(number, wanted)
     over, equal = number * 0, number * 0
@@ -149,10 +165,10 @@ def choose(
         key = tl.load(more_keys + base + at, mask=at < number, other=-2147483648)
         slot = tl.load(more_slots + base + at, mask=at < number, other=0)
         kept, place, over, equal = _rank(key, threshold, ties, over, equal)
-        tl.store(listed + row * K + place, slot, mask=kept & (place < end))
+        tl.store(listed + out * K + place, slot, mask=kept & (place < end))
     # Zeros behind the list, and its mask.
     for begin in range(0, K, TILE):
         at = begin + tl.arange(0, TILE)
-        tl.store(listed + row * K + at, tl.zeros((TILE,), tl.int32), mask=(at >= end) & (at < K))
-        tl.store(keep + row * K + at, at < end, mask=at < K)
-    tl.store(chosen + row, end)
+        tl.store(listed + out * K + at, tl.zeros((TILE,), tl.int32), mask=(at >= end) & (at < K))
+        tl.store(keep + out * K + at, at < end, mask=at < K)
+    tl.store(chosen + out, end)

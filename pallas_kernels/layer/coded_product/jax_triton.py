@@ -24,9 +24,9 @@ def coded_product(x, matrix, *, dtype, **_):
     span, spans = (math.gcd(width, _SPAN), 1) if flat.by_row else (GROUP, math.gcd(width // GROUP, _SPANS))
     (made,) = launch(
         jax_triton_body.product,
-        (rows, flat.codes, flat.scales, flat.scales if flat.minima is None else flat.minima),
-        (jax.ShapeDtypeStruct((len(rows), count), dtype),),
-        grid=(pl.cdiv(count, _BLOCK),),
+        tuple(x[None] for x in (rows, flat.codes, flat.scales, flat.scales if flat.minima is None else flat.minima)),
+        (jax.ShapeDtypeStruct((1, len(rows), count), dtype),),
+        grid=(1, pl.cdiv(count, _BLOCK)),
         num_warps=4,
         num_stages=4,
         VECTORS=len(rows),
