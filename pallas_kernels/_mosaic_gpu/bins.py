@@ -8,11 +8,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._mosaic_gpu import threads as t
-from pallas_kernels._mosaic_gpu.pallas import mgpu, plgpu
+from pallas_kernels._mosaic_gpu import arrays
 
 BINS = 128
-_EACH = BINS // 32  # bins of a lane
+_EACH = range(BINS // 32)  # bins of a lane
 
 
 class Cut(NamedTuple):
@@ -26,35 +25,28 @@ class Cut(NamedTuple):
     total: jax.Array  # all entries
 
 
+def arrive_all(parts: int) -> None:
+    """Begin to wait for all threads of the cluster, if it has several programs."""
+    if parts > 1:
+        arrays.assembly(["barrier.cluster.arrive.aligned;"])
+
+
+def wait_all(parts: int) -> None:
+    """Wait for all threads of the program or the cluster, of which each has called `arrive_all`."""
+    arrays.assembly(["barrier.cluster.wait.aligned;" if parts > 1 else "barrier.sync 0;"])
+
+
 def meet_all(parts: int) -> None:
     """Wait for all threads of the program, or of all programs of the cluster."""
     arrive_all(parts)
     wait_all(parts)
 
 
-def arrive_all(parts: int) -> None:
-    """Begin to wait for all threads of the cluster, if it has several programs."""
-    if parts > 1:
-        plgpu.inline_mgpu()(lambda ctx: t.ptx("barrier.cluster.arrive.aligned;"))()
-
-
-def wait_all(parts: int) -> None:
-    """Wait for all threads of the program or the cluster, of which each has called `arrive_all`."""
-    text = "barrier.cluster.wait.aligned;" if parts > 1 else "barrier.sync 0;"
-    plgpu.inline_mgpu()(lambda ctx: t.ptx(text))()
-
-
 def clear(ref, words: int, threads: int, first: jax.Array | int = 0) -> None:
     """Set ``words`` int32 of shared memory to 0 from ``first`` on, each thread its own."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
-    def run(ctx, ref, first):
-        text = "{ .reg .pred p; .reg .b32 i, at, x; mov.u32 i, %tid.x; add.s32 at, i, $1; shl.b32 at, at, 2; add.s32 at, at, $0; "
-        text += f"mov.b32 x, 0; CLEAR: setp.lt.s32 p, i, {words}; @p st.shared.b32 [at], x; "
-        text += f"add.s32 i, i, {threads}; add.s32 at, at, {4 * threads}; @p bra CLEAR; }}"
-        mgpu.utils.inline_ptx(text, t.address(ref), t.value(first), has_side_effects=True)
-
-    run(ref, jnp.int32(first))
+    lines = [".reg .pred p; .reg .b32 i, at, x; mov.u32 i, %tid.x; add.s32 at, i, $1; shl.b32 at, at, 2; add.s32 at, at, $0;"]
+    lines.append(f"mov.b32 x, 0; CLEAR: setp.lt.s32 p, i, {words}; @p st.shared.b32 [at], x; add.s32 i, i, {threads};")
+    arrays.assembly([*lines, f"add.s32 at, at, {4 * threads}; @p bra CLEAR;"], [ref], [jnp.int32(first)])
 
 
 def cut(ref, wanted: jax.Array, part: jax.Array, parts: int, first: jax.Array | int = 0, least: int = 0) -> Cut:
@@ -67,63 +59,41 @@ def cut(ref, wanted: jax.Array, part: jax.Array, parts: int, first: jax.Array | 
         parts: programs of the cluster.
         least: the lowest number that is counted.
     """
-    one = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * 3), return_type=(one,) * len(Cut._fields))
-    def run(ctx, ref, wanted, part, first):
-        operands = t.value(t.number(t.address(ref)) + t.number(t.value(first)) * 4), t.value(wanted), t.value(part)
-        found = mgpu.utils.inline_ptx(
-            _cut_text(parts, least), *operands, result_types=(t.i32(),) * len(Cut._fields), has_side_effects=True, convergent=True
-        )
-        return tuple(t.number(x) for x in found)
-
-    return Cut(*run(ref, wanted, part, jnp.int32(first)))
-
-
-def _cut_text(parts, least):
-    """Write the instructions of `cut`; a lane has four neighbouring bins, and every warp computes the same."""
-    each, base, wanted, part = range(_EACH), "$6", "$7", "$8"
-    names = [f"{x}{k}" for x in "atbr" for k in each]
-    lines = [f".reg .pred p; .reg .b32 {', '.join(names)}, lane, at, there, x, y, n, m, bin;"]
-    lines += ["mov.u32 lane, %laneid;", f"shl.b32 at, lane, 4; add.s32 at, at, {base};"]
-    lines += [f"mov.b32 {x}{k}, 0;" for x in "tb" for k in each]
+    base, wanted_, part_, first_ = "$6", "$7", "$8", "$9"
+    names = ", ".join(f"{x}{k}" for x in "atbr" for k in _EACH)
+    # A lane has four neighbouring bins, and every warp computes the same.
+    lines = [
+        f".reg .pred p; .reg .b32 {names}, lane, at, there, x, y, n, m, bin; mov.u32 lane, %laneid; shl.b32 bin, lane, 2;"
+    ]
+    lines += [f"add.s32 at, bin, {first_}; shl.b32 at, at, 2; add.s32 at, at, {base};"]
+    lines += [f"mov.b32 {x}{k}, 0;" for x in "tb" for k in _EACH]
     for peer in range(parts):
-        if parts > 1:
-            lines.append(f"mapa.shared::cluster.u32 there, at, {peer}; ld.shared::cluster.v4.b32 {{a0, a1, a2, a3}}, [there];")
-            lines.append(f"setp.gt.s32 p, {part}, {peer};")
-        else:
-            lines.append("ld.shared.v4.b32 {a0, a1, a2, a3}, [at]; setp.lt.s32 p, lane, 0;")
-        lines += [f"add.s32 t{k}, t{k}, a{k}; @p add.s32 b{k}, b{k}, a{k};" for k in each]
+        far = "::cluster" * (parts > 1)
+        lines.append(f"mapa.shared::cluster.u32 there, at, {peer};" if parts > 1 else "mov.b32 there, at;")
+        lines.append(f"ld.shared{far}.v4.b32 {{a0, a1, a2, a3}}, [there]; setp.gt.s32 p, {part_}, {peer};")
+        lines += [f"add.s32 t{k}, t{k}, a{k}; @p add.s32 b{k}, b{k}, a{k};" for k in _EACH]
     lines += ["mov.b32 r3, t3;", *(f"add.s32 r{k}, t{k}, r{k + 1};" for k in (2, 1, 0)), "mov.b32 x, r0;"]
     for step in (1, 2, 4, 8, 16):
         lines.append(f"shfl.sync.down.b32 y, x, {step}, 31, -1; setp.lt.s32 p, lane, {32 - step}; @p add.s32 x, x, y;")
     lines += ["redux.sync.max.s32 $5, x, -1; sub.s32 x, x, r0; mov.b32 n, 0;"]
-    lines += [f"add.s32 r{k}, r{k}, x; setp.ge.s32 p, r{k}, {wanted}; @p add.s32 n, n, 1;" for k in each]
-    lines += [f"redux.sync.add.s32 n, n, -1; sub.s32 n, n, 1; max.s32 n, n, {least}; mov.b32 $0, n; shl.b32 bin, lane, 2;"]
-    # Sums over the bins above the cut, and the numbers at the cut.
+    lines += [f"add.s32 r{k}, r{k}, x; setp.ge.s32 p, r{k}, {wanted_}; @p add.s32 n, n, 1;" for k in _EACH]
+    lines += [f"redux.sync.add.s32 n, n, -1; sub.s32 n, n, 1; max.s32 n, n, {least}; mov.b32 $0, n;"]
+    # Sums over the bins above the cut, and at the cut.
     for result, name, compare in (("m", "t", "gt"), ("$2", "t", "eq"), ("$3", "b", "gt"), ("$4", "b", "eq")):
         lines.append("mov.b32 x, 0;")
-        lines += [f"add.s32 y, bin, {k}; setp.{compare}.s32 p, y, n; @p add.s32 x, x, {name}{k};" for k in each]
+        lines += [f"add.s32 y, bin, {k}; setp.{compare}.s32 p, y, n; @p add.s32 x, x, {name}{k};" for k in _EACH]
         lines.append(f"redux.sync.add.s32 {result}, x, -1;")
-    lines.append(f"sub.s32 $1, {wanted}, m;")
-    return "{" + " ".join(lines) + "}"
+    lines.append(f"sub.s32 $1, {wanted_}, m;")
+    return Cut(*arrays.assembly(lines, [ref], [wanted, part, jnp.int32(first)], [None] * len(Cut._fields)))
 
 
-def earlier(word: jax.Array, ref, warps: int) -> jax.Array:
+def earlier(word: jax.Array, ref) -> jax.Array:
     """Sum up int32 [128] of the threads before each thread of the program; ``ref`` int32 [32] in shared memory, used once."""
-    own = t.own(1)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), own), return_type=plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=own))
-    def run(ctx, ref, word):
-        lines = [".reg .pred p; .reg .b32 lane, warp, at, x, y; mov.u32 lane, %laneid; mov.u32 warp, %tid.x;"]
-        lines.append("shr.u32 warp, warp, 5; mov.b32 x, $2;")
-        for step in (1, 2, 4, 8, 16):
-            lines.append(f"shfl.sync.up.b32 y, x, {step}, 0, -1; setp.ge.s32 p, lane, {step}; @p add.s32 x, x, y;")
-        lines.append("shl.b32 at, warp, 2; add.s32 at, at, $1; setp.eq.s32 p, lane, 31; @p st.shared.b32 [at], x;")
-        lines.append("barrier.sync 0; shl.b32 at, lane, 2; add.s32 at, at, $1; mov.b32 y, 0; setp.lt.s32 p, lane, warp;")
-        lines.append("@p ld.shared.b32 y, [at]; redux.sync.add.s32 y, y, -1; add.s32 y, y, x; sub.s32 $0, y, $2;")
-        text, operands = "{" + " ".join(lines) + "}", (t.address(ref), t.value(*t.numbers_of(word)))
-        found = mgpu.utils.inline_ptx(text, *operands, result_types=t.i32(), has_side_effects=True, convergent=True)
-        return t.made_of([t.number(found)])
-
-    return run(ref, word)
+    lines = [".reg .pred p; .reg .b32 lane, warp, at, x, y; mov.u32 lane, %laneid; mov.u32 warp, %tid.x;"]
+    lines.append("shr.u32 warp, warp, 5; mov.b32 x, $2;")
+    for step in (1, 2, 4, 8, 16):
+        lines.append(f"shfl.sync.up.b32 y, x, {step}, 0, -1; setp.ge.s32 p, lane, {step}; @p add.s32 x, x, y;")
+    lines.append("shl.b32 at, warp, 2; add.s32 at, at, $1; setp.eq.s32 p, lane, 31; @p st.shared.b32 [at], x;")
+    lines.append("barrier.sync 0; shl.b32 at, lane, 2; add.s32 at, at, $1; mov.b32 y, 0; setp.lt.s32 p, lane, warp;")
+    lines.append("@p ld.shared.b32 y, [at]; redux.sync.add.s32 y, y, -1; add.s32 y, y, x; sub.s32 $0, y, $2;")
+    return arrays.assembly(lines, [ref], [word], [jnp.int32])[0]

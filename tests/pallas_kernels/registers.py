@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels._mosaic_gpu import arrays, products
+from pallas_kernels._mosaic_gpu import arrays, bins, products
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.products import CHUNK
 from pallas_kernels._mosaic_gpu.threads import THREADS
 from pallas_kernels.attend.dense_decode import dense_decode
-from pallas_kernels.formats.key_codes import CLUSTERS, LEVEL, estimate, parts_of_rows
 from pallas_kernels.formats.packed_vectors import unpack
 from pallas_kernels.machine import assume_machine
+from tests.pallas_kernels import instructions
 
 HERE = threading.local()  # of a program: places on the axes, and its cluster
 
@@ -128,33 +128,37 @@ def of_parts(numbers, peers, parts):
     return found
 
 
-def _run(body, refs, grid, names, scratch, parts):
-    def one(part, index, cluster, numbers, failures):
-        HERE.axes, HERE.cluster, HERE.numbers = dict(zip(names, index, strict=False)) | {"part": part}, cluster, numbers
+def _run(body, refs, grid, names, scratch, parts, groups=1):
+    def one(part, team, index, blocks, memory, numbers, failures):
+        HERE.axes = dict(zip(names, index, strict=False)) | {"part": part, "group": team}
+        HERE.cluster, HERE.block, HERE.numbers, HERE.refs, HERE.memory = blocks[0], blocks[1 + part], numbers, refs, memory
         try:
             with jax.disable_jit():
-                body(*refs, *map(Memory.poison, scratch))
+                body(*refs, *memory[part])
         except BaseException as failure:
             failures.append(failure)
-            cluster.abort()
+            for x in blocks:
+                x.abort()
 
     for index in np.ndindex(*grid):
-        cluster, numbers, failures = threading.Barrier(parts), [None] * parts, []
-        run = functools.partial(one, index=index, cluster=cluster, numbers=numbers, failures=failures)
-        others = [threading.Thread(target=run, args=(part,)) for part in range(1, parts)]
+        blocks = [threading.Barrier(parts * groups), *(threading.Barrier(groups) for _ in range(parts))]
+        memory, numbers, failures = [[*map(Memory.poison, scratch)] for _ in range(parts)], [None] * parts, []
+        options = {"index": index, "blocks": blocks, "memory": memory, "numbers": numbers, "failures": failures}
+        run = functools.partial(one, **options)
+        others = [threading.Thread(target=run, args=x) for x in np.ndindex(parts, groups) if any(x)]
         for x in others:
             x.start()
-        run(0)
+        run(0, 0)
         for x in others:
             x.join()
         for failure in sorted(failures, key=lambda x: isinstance(x, threading.BrokenBarrierError)):
             raise failure
 
 
-def program(body, out_type, *, grid, names=arrays.NAMES, scratch=(), parts=1):
+def program(body, out_type, *, grid, names=arrays.NAMES, scratch=(), parts=1, groups=1):
     def run(*operands):
         results = [Memory.poison(x) for x in out_type]
-        _run(body, [*map(Memory, operands), *results], grid, names, scratch, parts)
+        _run(body, [*map(Memory, operands), *results], grid, names, scratch, parts, groups)
         return [x[...] for x in results]
 
     return run
@@ -223,26 +227,38 @@ def add_weighted(sums, refs, rows, weights, first, steps):
     return jnp.asarray(added.reshape(-1))
 
 
-def estimates(query, rows, line, row, dim):
-    coded = parts_of_rows(jnp.asarray(rows.x[np.asarray(row)])[None, None])
-    return estimate(jnp.asarray(query.x[int(line)])[None, None], *coded, 1 / LEVEL)[0, 0]
+def address(ref):
+    """Return where memory is: an int of the program's own shared memory, or behind it of all that it shares."""
+    mine = HERE.memory[HERE.axes["part"]]
+    return next((1 + i) << 16 for i, x in enumerate(mine) if x is ref) if any(x is ref for x in mine) else _far(ref)
 
 
-def load_ids(ids, row, slices):
-    return tuple(jnp.asarray(x) for x in np.ascontiguousarray(ids.x[np.asarray(row)]).view(np.int32).T)
+def _far(ref):
+    return next((1 + i) << 40 for i, x in enumerate(HERE.refs) if x is ref)
 
 
-def add_votes(table, words, shared, at):
-    ids = np.stack(words, axis=-1).view(np.uint8).astype(int)
-    votes = table.x.view(np.uint8).reshape(-1, CLUSTERS)[np.arange(ids.shape[-1]), ids]
-    shared.x[np.asarray(at)] = votes.sum(axis=-1)
+def _memory(place, shared):
+    peer, place = divmod(place, 1 << 24) if shared else (0, place)
+    all_ = HERE.memory[peer - 1 if peer else HERE.axes["part"]] if shared else HERE.refs
+    number, at = divmod(place, 1 << (16 if shared else 40))
+    return all_[number - 1].x.reshape(-1).view(np.uint8), at
+
+
+def assembly(lines, refs=(), numbers=(), results=()):
+    threads = instructions.Threads(HERE.axes["group"], _memory, HERE.block.wait)
+    count = max((x.shape[0] // THREADS for x in numbers if x.ndim), default=1)
+    columns = [np.asarray(x).reshape(-1, THREADS if x.ndim else 1) for x in numbers]
+    kinds = ["s32" if x is None or not jnp.issubdtype(x, jnp.floating) else "f32" for x in results]
+    rounds = [[*map(address, refs), *(x[i % len(x)] for x in columns)] for i in range(count)]
+    found = [*zip(*(threads.run(" ".join(lines), x, kinds) for x in rounds), strict=True)]
+    for x, dtype in zip(found, results, strict=True):
+        assert dtype is not None or (x[0] == x[0][0]).all(), "got a scalar that is not the same in all threads"
+    return [jnp.concatenate(x) if dtype is not None else jnp.int32(x[0][0]) for x, dtype in zip(found, results, strict=True)]
 
 
 KERNELS = {  # functions of kernels that emit instructions themselves
     "attend.mosaickv.packed_attention": {"products": packed_products, "add_weighted": add_weighted},
     "score.mosaickv.packed_score": {"products": packed_products},
-    "choose.pariskv.rerank": {"_estimates": estimates},
-    "choose.pariskv.collision": {"_load_ids": load_ids, "_add_votes": add_votes},
     "attend.dense_decode": {"dense_decode": functools.partial(dense_decode, implementation="xla")},
 }
 
@@ -254,13 +270,17 @@ def emulated():
     changed = {
         arrays: {
             **{x: here[x] for x in (*"load store scalar put load_shared store_shared load_run before ballots".split(),)},
-            **{x: here[x] for x in ("exchanged", "wait", "of_parts", "program", "in_place")},
+            **{x: here[x] for x in ("exchanged", "wait", "of_parts", "program", "in_place", "assembly")},
             "spread": lambda x, size, dtype=jnp.int32: jnp.broadcast_to(jnp.asarray(x, dtype), (size,)),
             "counted": lambda size: jnp.arange(size, dtype=jnp.int32),
             "repeated": jnp.tile,
             **dict.fromkeys(("meet", "arrive", "begin_parts"), lambda *_: None),
         },
         plgpu: {"load": lambda ref, **_: ref[...]},
+        bins: {
+            "arrive_all": lambda parts: None,
+            "wait_all": lambda parts: (HERE.cluster if parts > 1 else HERE.block).wait(),
+        },
         products.Products: {x: here[x] for x in ("queries", "chunks", "multiply", "largest")},
         lax: {"axis_index": lambda name: jnp.int32(HERE.axes[name])},
         **{importlib.import_module(f"pallas_kernels.{x}.pallas_mosaic_gpu"): names for x, names in KERNELS.items()},

@@ -18,7 +18,7 @@ from jax import lax
 from pallas_kernels._mosaic_gpu import arrays, bins
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.key_codes import DIMS, rotated
-from pallas_kernels._mosaic_gpu.pallas import ir, mgpu, pl, plgpu
+from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
 from pallas_kernels.choose.pariskv.collision.votes import portion
 from pallas_kernels.formats.key_codes import CLUSTERS, SLICE
 
@@ -26,6 +26,7 @@ BYTES = 4  # of a word
 HALF = CLUSTERS // 2
 TOGETHER = 4  # keys of a thread whose ids are on their way together
 MOST_VOTES = 15  # of a cluster
+RIVAL = 4  # words of a cluster that is compared: its order among equals, its score, its keys, those of its opposite
 BLOCKS = 132  # programs that an H100 or H200 holds at once, one on each multiprocessor
 MOST_KEYS = 2**15  # of a program, which counts in halves of words and has their votes in shared memory
 EACH_BYTE = 0x01010101
@@ -46,42 +47,22 @@ class Sizes:
     capacity: int
     rotate: bool
     parts: int
-    warpgroups: int
+    groups: int
     run: int
 
     @property
     def threads(self) -> int:
-        return t.THREADS * self.warpgroups
+        return t.THREADS * self.groups
 
 
 def _totals(counts_ref, line, slices):
     """Sum up the first slice's counts of a line [L * N, 256]: an int32 scalar."""
-    splat = plgpu.Layout.WG_SPLAT
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat))
-    def run(ctx, counts, line):
-        place = t.at(t.address(counts), t.element(t.number(t.value(line)), slices * CLUSTERS, t.number(0)), 4)
-        names = [f"x{i}" for i in range(8)]
-        text = f"{{ .reg .b64 at; .reg .b32 lane, {', '.join(names)}; mov.u32 lane, %laneid; mul.wide.u32 at, lane, 32; "
-        text += "add.s64 at, at, $1; ld.global.nc.v4.b32 {x0, x1, x2, x3}, [at]; ld.global.nc.v4.b32 {x4, x5, x6, x7}, [at + 16]; "
-        text += " ".join(f"add.s32 x0, x0, {x};" for x in names[1:]) + " redux.sync.add.s32 $0, x0, -1; }"
-        return t.number(mgpu.utils.inline_ptx(text, place, result_types=t.i32(), has_side_effects=True, convergent=True))
-
-    return run(counts_ref, line)
-
-
-def _place_rivals(rivals, key, order, better, worse):
-    """Write what `_compare` reads: int32 [128] each, of each thread's better cluster and the keys of its two clusters."""
-    own = t.own(1)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[own] * 4))
-    def run(ctx, rivals, *numbers):
-        text = "{ .reg .b32 at; .reg .f32 x, y; mov.u32 at, %tid.x; shl.b32 at, at, 4; add.s32 at, at, $0; "
-        text += "cvt.rn.f32.s32 x, $3; cvt.rn.f32.s32 y, $4; st.shared.v2.b32 [at], {$2, $1}; st.shared.v2.f32 [at + 8], {x, y}; }"
-        operands = [t.value(*t.numbers_of(x)) for x in numbers]
-        mgpu.utils.inline_ptx(text, t.address(rivals), *operands, has_side_effects=True)
-
-    run(rivals, key, order, better, worse)
+    names = [f"x{i}" for i in range(8)]
+    lines = [f".reg .b64 at, to; .reg .b32 lane, {', '.join(names)}; mov.u32 lane, %laneid; mul.wide.u32 to, lane, 32;"]
+    lines.append(f"mad.wide.s32 at, $2, {4 * slices * CLUSTERS}, $1; add.s64 at, at, to;")
+    lines += [f"ld.global.nc.v4.b32 {{{', '.join(names[i : i + 4])}}}, [at + {4 * i}];" for i in (0, 4)]
+    lines += [*(f"add.s32 x0, x0, {x};" for x in names[1:]), "redux.sync.add.s32 $0, x0, -1;"]
+    return arrays.assembly(lines, [counts_ref], [line], [None])[0]
 
 
 def _compare(rivals, key, order):
@@ -90,81 +71,48 @@ def _compare(rivals, key, order):
     Returns:
         Of the better clusters that stand before this thread's, of their opposites, of all better clusters, and of all others.
     """
-    own, unroll, size = t.own(1), 8, 16
-    result = plgpu.ShapeDtypeStruct((t.THREADS,), jnp.int32, layout=own)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), own, own), return_type=(result,) * 4)
-    def run(ctx, rivals, key, order):
-        lines = [".reg .pred p; .reg .b64 mine, other; .reg .b32 base, at, i, low, high, a, b; .reg .f32 x, y, sx, sy;"]
-        lines.append("mov.u32 base, %tid.x; shr.u32 base, base, 7; shl.b32 base, base, 11; add.s32 base, base, $4;")
-        lines.append("mov.b64 mine, {$6, $5}; mov.f32 sx, 0f00000000; mov.f32 sy, 0f00000000; mov.b32 at, base; mov.b32 i, 0;")
-        lines.append("RIVAL:")
-        for i in range(unroll):
-            lines.append(f"ld.shared.v4.b32 {{low, high, a, b}}, [at + {i * size}]; mov.b64 other, {{low, high}};")
-            lines.append("setp.gt.u64 p, other, mine; mov.b32 x, a; mov.b32 y, b; @p add.f32 sx, sx, x; @p add.f32 sy, sy, y;")
-        lines.append(f"add.s32 at, at, {unroll * size}; add.s32 i, i, {unroll}; setp.lt.s32 p, i, {t.THREADS}; @p bra RIVAL;")
-        lines.append("cvt.rzi.s32.f32 $0, sx; cvt.rzi.s32.f32 $1, sy; mov.f32 sx, 0f00000000; mov.f32 sy, 0f00000000;")
-        lines.append("mov.u32 at, %laneid; shl.b32 at, at, 4; add.s32 at, at, base;")
-        for i in range(4):
-            lines.append(f"ld.shared.v2.f32 {{x, y}}, [at + {i * 32 * size + 8}]; add.f32 sx, sx, x; add.f32 sy, sy, y;")
-        lines.append("cvt.rzi.s32.f32 a, sx; cvt.rzi.s32.f32 b, sy; redux.sync.add.s32 $2, a, -1; redux.sync.add.s32 $3, b, -1;")
-        operands = t.address(rivals), t.value(*t.numbers_of(key)), t.value(*t.numbers_of(order))
-        text = "{" + " ".join(lines) + "}"
-        found = mgpu.utils.inline_ptx(text, *operands, result_types=(t.i32(),) * 4, has_side_effects=True, convergent=True)
-        return tuple(t.made_of([t.number(x)]) for x in found)
-
-    return run(rivals, key, order)
+    unroll, size = 8, 4 * RIVAL
+    lines = [".reg .pred p; .reg .b64 mine, other; .reg .b32 base, at, i, low, high, a, b; .reg .f32 x, y, sx, sy;"]
+    lines.append(f"mov.u32 base, %tid.x; shr.u32 base, base, 7; mad.lo.s32 base, base, {t.THREADS * size}, $4;")
+    lines.append("mov.b64 mine, {$6, $5}; mov.f32 sx, 0f00000000; mov.f32 sy, 0f00000000; mov.b32 at, base; mov.b32 i, 0;")
+    lines.append("RIVAL:")
+    for i in range(unroll):
+        lines.append(f"ld.shared.v4.b32 {{low, high, a, b}}, [at + {i * size}]; mov.b64 other, {{low, high}};")
+        lines.append("setp.gt.u64 p, other, mine; mov.b32 x, a; mov.b32 y, b; @p add.f32 sx, sx, x; @p add.f32 sy, sy, y;")
+    lines.append(f"add.s32 at, at, {unroll * size}; add.s32 i, i, {unroll}; setp.lt.s32 p, i, {t.THREADS}; @p bra RIVAL;")
+    lines.append("cvt.rzi.s32.f32 $0, sx; cvt.rzi.s32.f32 $1, sy; mov.f32 sx, 0f00000000; mov.f32 sy, 0f00000000;")
+    lines.append(f"mov.u32 at, %laneid; mad.lo.s32 at, at, {size}, base;")
+    for i in range(4):
+        lines.append(f"ld.shared.v2.f32 {{x, y}}, [at + {i * 32 * size + 8}]; add.f32 sx, sx, x; add.f32 sy, sy, y;")
+    lines.append("cvt.rzi.s32.f32 a, sx; cvt.rzi.s32.f32 b, sy; redux.sync.add.s32 $2, a, -1; redux.sync.add.s32 $3, b, -1;")
+    return arrays.assembly(lines, [rivals], [key, order], [jnp.int32] * 4)
 
 
-def _beside(rivals, x):
-    """Exchange an int32 [128] among the threads of a warpgroup: thread i gets that of thread 127 - i."""
-    own = t.own(1)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), own), return_type=plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=own))
-    def run(ctx, rivals, x):
-        mgpu.utils.warpgroup_barrier()
-        text = "{ .reg .b32 at; mov.u32 at, %tid.x; shl.b32 at, at, 4; add.s32 at, at, $0; st.shared.b32 [at], $1; }"
-        mgpu.utils.inline_ptx(text, t.address(rivals), t.value(*t.numbers_of(x)), has_side_effects=True)
-        mgpu.utils.warpgroup_barrier()
-        text = "{ .reg .b32 at; mov.u32 at, %tid.x; xor.b32 at, at, 127; shl.b32 at, at, 4; add.s32 at, at, $1; "
-        found = mgpu.utils.inline_ptx(text + "ld.shared.b32 $0, [at]; }", t.address(rivals), result_types=t.i32(), has_side_effects=True)
-        mgpu.utils.warpgroup_barrier()
-        return t.made_of([t.number(found)])
-
-    return run(rivals, x)
-
-
-def _aligned(table):
-    """Return the address of the tables: a multiple of 256, so that a byte of ids can be its lowest byte."""
-    return (t.number(t.address(table)) + 255) & -256
+_ALIGN = (
+    "add.s32 table, table, 255; and.b32 table, table, -256;"  # so that a byte of ids can be the lowest byte of an address
+)
 
 
 def _share(table, at, word, parts):
     """Write int32 [128] to the tables of all programs of the cluster, at int32 [128] unless that is negative."""
-    own = t.own(1)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), own, own))
-    def run(ctx, table, at, word):
-        (at,), (word,) = t.numbers_of(at), t.numbers_of(word)
-        place = _aligned(table) + at * 4
-        for peer in range(parts):
-            there, kind = place, ""
-            if parts > 1:
-                there, kind = t.number(t.ptx("mapa.shared::cluster.u32 $0, $1, $2;", place, t.number(peer), result=t.i32())), "::cluster"
-            t.ptx(f"st.shared{kind}.b32 [$0], $1;", there, word, where=at >= 0)
-
-    run(table, at, word)
+    lines = [
+        f".reg .pred p; .reg .b32 table, to; mov.b32 table, $0; {_ALIGN} mad.lo.s32 table, $1, 4, table; setp.ge.s32 p, $1, 0;"
+    ]
+    for peer in range(parts):
+        there = f"mapa.shared::cluster.u32 to, table, {peer}; @p st.shared::cluster.b32 [to], $2;"
+        lines.append(there if parts > 1 else "@p st.shared.b32 [table], $2;")
+    arrays.assembly(lines, [table], [at, word])
 
 
 def _tables(n, refs, line, zone, cutoffs):
     """Make the tables of this program's slices, and give them to all programs of the cluster."""
     counts_ref, numbers, rivals, table = refs
-    part, team = lax.axis_index("part") if n.parts > 1 else jnp.int32(0), lax.axis_index("warpgroup")
+    part, team = lax.axis_index("part") if n.parts > 1 else jnp.int32(0), lax.axis_index("group")
     mine = -(-n.slices // n.parts)  # slices of a program
-    cluster = arrays.counted(t.THREADS)
+    cluster, room = arrays.counted(t.THREADS), team * (t.THREADS * RIVAL)
 
     def one(i, carry):
-        slice_ = part * mine + i * n.warpgroups + team
+        slice_ = part * mine + i * n.groups + team
         score = arrays.spread(0.0, t.THREADS, jnp.float32)
         for j in range(SLICE):  # in the order of `votes.cluster_scores`
             y = arrays.load_shared(numbers, arrays.spread(slice_ * SLICE + j, t.THREADS))
@@ -173,14 +121,21 @@ def _tables(n, refs, line, zone, cutoffs):
         held, opposite = arrays.load(counts_ref, at), arrays.load(counts_ref, at + (CLUSTERS - 1 - 2 * cluster))
         turned = score < 0
         better, worse = jnp.where(turned, opposite, held), jnp.where(turned, held, opposite)
-        # Of equal scores the lower cluster is first. The order of the worse clusters is the reverse of that of the better ones.
+        # Of equal scores the lower cluster is first. The order of the worse clusters is the reverse of the better ones'.
         key, order = lax.bitcast_convert_type(jnp.abs(score), jnp.int32), jnp.where(turned, cluster, CLUSTERS - 1 - cluster)
-        _place_rivals(rivals, key, order, better, worse)
+        floats = [lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) for x in (better, worse)]
+        for number, x in enumerate((order, key, *floats)):
+            arrays.store_shared(rivals, room + cluster * RIVAL + number, x)
         arrays.meet()
         before, behind, over, under = _compare(rivals, key, order)
         votes = [sum((x < y).astype(jnp.int32) for y in cutoffs) for x in (before, over + under - worse - behind)]
         low, high = jnp.where(turned, votes[1], votes[0]), jnp.where(turned, votes[0], votes[1])  # of `cluster`, its opposite
-        word = (low + (_beside(rivals, high) << 4)) << (8 * (cluster & (BYTES - 1)))
+        arrays.meet()
+        arrays.store_shared(rivals, room + cluster, high)
+        arrays.meet()
+        word = low + (arrays.load_shared(rivals, room + (HALF - 1 - cluster)) << 4)  # of cluster + 128
+        arrays.meet()
+        word = word << (8 * (cluster & (BYTES - 1)))
         for distance in (1, 2):
             word = word + arrays.exchanged(word, distance, None)
         at = slice_ * (HALF // BYTES) + lax.div(cluster, BYTES)
@@ -188,23 +143,15 @@ def _tables(n, refs, line, zone, cutoffs):
         return carry
 
     last = jnp.minimum(mine, n.slices - part * mine)
-    lax.fori_loop(0, lax.div(jnp.maximum(last - team + n.warpgroups - 1, 0), n.warpgroups), one, 0)
+    lax.fori_loop(0, lax.div(jnp.maximum(last - team + n.groups - 1, 0), n.groups), one, 0)
 
 
 def _load_ids(ids_ref, row, slices):
     """Load the ids of keys ``row`` int32 [N], as words: a list of int32 [N]."""
-    ref, own, count = plgpu.RefType(), t.own(row.shape[0] // t.THREADS), slices // BYTES
-    one = plgpu.ShapeDtypeStruct(row.shape, jnp.int32, layout=own)
-
-    @plgpu.inline_mgpu(arg_types=(ref, own), return_type=(one,) * count)
-    def run(ctx, ids, row):
-        base, found = t.address(ids), []
-        for x in t.numbers_of(row):
-            place = t.at(base, t.element(x, slices, t.number(0)), 1)
-            found.append([x for i in range(0, count, BYTES) for x in t.load_words(place, 4 * i, min(BYTES, count - i))])
-        return tuple(t.made_of(list(x)) for x in zip(*found, strict=True))
-
-    return run(ids_ref, row)
+    count = slices // BYTES
+    many, names = ("", "$0") if count == 1 else (f".v{count}", "{" + ", ".join(f"${i}" for i in range(count)) + "}")
+    lines = [f".reg .b64 at; mad.wide.s32 at, ${count + 1}, {slices}, ${count}; ld.global.nc{many}.b32 {names}, [at];"]
+    return arrays.assembly(lines, [ids_ref], [row], [jnp.int32] * count)
 
 
 def _vote(table, counted, votes, words, key, asked):
@@ -218,106 +165,78 @@ def _vote(table, counted, votes, words, key, asked):
         key: int32 [N], where its votes go.
         asked: int32 [N], 1 or 0.
     """
-    own = t.own(key.shape[0] // t.THREADS)
-
-    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 3, (own,) * len(words), own, own))
-    def run(ctx, table, counted, votes, words, key, asked):
-        base, places = _aligned(table), [t.address(x) for x in (counted, votes)]
-        text = _vote_text(len(words))
-        for mine in zip(*map(t.numbers_of, (*words, key, asked)), strict=True):
-            mgpu.utils.inline_ptx(text, t.value(base), *places, *map(t.value, mine), has_side_effects=True)
-
-    run(table, counted, votes, tuple(words), key, asked)
-
-
-def _vote_text(words):
-    """Write the instructions of `_vote` for a key: $0 to $2 are addresses, then come words, the key and whether it is asked."""
-    key, asked = f"${3 + words}", f"${4 + words}"
-    lines = [".reg .pred p; .reg .b32 m, at, sum, x, y, a, b, c, d; mov.b32 sum, 0;"]
-    for i in range(words):
-        word = f"${3 + i}"
+    lines = [f".reg .pred p; .reg .b32 table, m, at, sum, x, a, b, c, d; mov.b32 sum, 0; mov.b32 table, $0; {_ALIGN}"]
+    for i in range(len(words)):
+        word = f"${5 + i}"
         lines.append(f"and.b32 m, {word}, 0x7f7f7f7f;")
         for byte, name in enumerate("abcd"):
             place = (i * BYTES + byte) * HALF
-            lines.append(f"prmt.b32 at, m, $0, {0x7650 + byte:#x}; ld.shared.u8 {name}, [at + {place}];")
+            lines.append(f"prmt.b32 at, m, table, {0x7650 + byte:#x}; ld.shared.u8 {name}, [at + {place}];")
         # Four bytes of the tables, side by side; of each its upper half where the id's highest bit is set.
         lines.append("mad.lo.s32 a, b, 256, a; mad.lo.s32 c, d, 256, c; mad.lo.s32 a, c, 65536, a;")
         lines.append(f"prmt.b32 m, {word}, 0, 0xba98; shr.u32 b, a, 4; lop3.b32 a, m, b, a, 0xca; and.b32 a, a, 0x0f0f0f0f;")
         lines.append("add.s32 sum, sum, a;")
-    lines.append(f"mov.b32 x, 1; dp4a.u32.u32 x, sum, {EACH_BYTE:#x}, x; setp.eq.s32 p, {asked}, 0; @p mov.b32 x, 0;")
-    lines.append(f"add.s32 at, {key}, $2; st.shared.u8 [at], x; shl.b32 at, x, 2; add.s32 at, at, $1; red.shared.add.u32 [at], 1;")
-    return "{" + " ".join(lines) + "}"
+    lines.append(f"mov.b32 x, 1; dp4a.u32.u32 x, sum, {EACH_BYTE:#x}, x; setp.eq.s32 p, $4, 0; @p mov.b32 x, 0;")
+    lines.append(
+        "add.s32 at, $3, $2; st.shared.u8 [at], x; shl.b32 at, x, 2; add.s32 at, at, $1; red.shared.add.u32 [at], 1;"
+    )
+    arrays.assembly(lines, [table, counted, votes], [key, asked, *words])
+
+
+def _parted(run, votes, cut):
+    """Write instructions: what begins a loop over this thread's ``run`` votes, and what parts four of them, in x.
+
+    Votes above the cut become 1 in a byte of x, those at the cut 1 in y, all others 0. A byte is below 128.
+    """
+    begin = f"mov.u32 at, %tid.x; mad.lo.s32 at, at, {run}, {votes}; mov.b32 i, 0; sub.s32 up, 127, {cut}; "
+    begin += f"mul.lo.s32 up, up, {EACH_BYTE:#x}; add.s32 down, up, {EACH_BYTE:#x};"
+    step = f"ld.shared.b32 x, [at]; add.s32 y, x, down; shr.u32 y, y, 7; and.b32 y, y, {EACH_BYTE:#x}; "
+    return begin, step + f"add.s32 x, x, up; shr.u32 x, x, 7; and.b32 x, x, {EACH_BYTE:#x}; sub.s32 y, y, x;"
 
 
 def _flags(votes, run, cut):
     """Count the votes of this thread's ``run`` keys above the cut and at it, in the halves of a word: int32 [128]."""
-    own, splat = t.own(1), plgpu.Layout.WG_SPLAT
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat), return_type=plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=own))
-    def run_(ctx, votes, cut):
-        text = ".reg .pred p; .reg .b32 at, x, y, i, up, down, above, level; " + _split_begin(run, "$1", "$2")
-        text += "mov.b32 above, 0; mov.b32 level, 0; FLAG: ld.shared.b32 x, [at]; " + _SPLIT
-        text += f"dp4a.u32.u32 above, x, {EACH_BYTE:#x}, above; dp4a.u32.u32 level, y, {EACH_BYTE:#x}, level; "
-        text += f"add.s32 at, at, 4; add.s32 i, i, 4; setp.lt.s32 p, i, {run}; @p bra FLAG; mad.lo.s32 $0, level, 65536, above;"
-        operands = t.address(votes), t.value(cut)
-        return t.made_of([t.number(mgpu.utils.inline_ptx("{" + text + "}", *operands, result_types=t.i32(), has_side_effects=True))])
-
-    return run_(votes, cut)
+    begin, step = _parted(run, "$1", "$2")
+    lines = [".reg .pred p; .reg .b32 at, x, y, i, up, down, above, level; mov.b32 above, 0; mov.b32 level, 0;", begin]
+    lines.append(f"FLAG: {step} dp4a.u32.u32 above, x, {EACH_BYTE:#x}, above; dp4a.u32.u32 level, y, {EACH_BYTE:#x}, level;")
+    lines.append(
+        f"add.s32 at, at, 4; add.s32 i, i, 4; setp.lt.s32 p, i, {run}; @p bra FLAG; mad.lo.s32 $0, level, 65536, above;"
+    )
+    return arrays.assembly(lines, [votes], [cut], [jnp.int32])[0]
 
 
-def _split_begin(run, votes, cut):
-    text = f"mov.u32 at, %tid.x; mad.lo.s32 at, at, {run}, {votes}; mov.b32 i, 0; "
-    return text + f"sub.s32 up, 127, {cut}; mul.lo.s32 up, up, {EACH_BYTE:#x}; add.s32 down, up, {EACH_BYTE:#x}; "
-
-
-# The bytes of x above the cut become 1 in x, those at the cut 1 in y; all others 0. A byte is below 128.
-_SPLIT = f"add.s32 y, x, down; shr.u32 y, y, 7; and.b32 y, y, {EACH_BYTE:#x}; add.s32 x, x, up; shr.u32 x, x, 7; "
-_SPLIT += f"and.b32 x, x, {EACH_BYTE:#x}; sub.s32 y, y, x; "
-
-
-def _list(list_ref, votes, at, run, slot, cut, left, above, level):
-    """Write this thread's candidates: the keys above the cut, and of those at it the first ``left`` of the whole list.
+def _list(list_ref, votes, run, at, slot, cut, above, level):
+    """Write this thread's candidates: the keys above the cut, and of those at it the first ones of the whole list.
 
     Args:
         list_ref: int32 [L, C].
         votes: bytes of shared memory.
-        at: int32, where the list begins.
         run: keys of a thread.
+        at: int32, where the list begins.
         slot: int32, of the program's first key.
-        cut: int32.
-        left: int32.
+        cut: of the votes.
         above: int32 [128], candidates above the cut before this thread's keys.
         level: int32 [128], keys at the cut before them.
     """
-    own, splat = t.own(1), plgpu.Layout.WG_SPLAT
-
-    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 2, *[splat] * 4, own, own))
-    def run_(ctx, list_ref, votes, at, slot, cut, left, above, level):
-        place = t.at(t.address(list_ref), t.number(t.value(at)), 4)
-        lines = [".reg .pred p, q, r; .reg .b64 to; .reg .b32 at, x, y, z, i, up, down, slot, above, level;"]
-        lines.append(_split_begin(run, "$1", "$3"))
-        lines.append(f"mov.u32 slot, %tid.x; mad.lo.s32 slot, slot, {run}, $2; mov.b32 above, $5; mov.b32 level, $6;")
-        lines.append("LIST: ld.shared.b32 x, [at]; " + _SPLIT + "or.b32 z, x, y; setp.eq.s32 p, z, 0; @p bra SKIP;")
-        for byte in range(BYTES):
-            bit = 1 << (8 * byte)
-            lines.append(f"min.s32 z, level, $4; add.s32 z, z, above; mad.wide.s32 to, z, 4, $0; and.b32 z, x, {bit};")
-            lines.append(f"setp.ne.s32 p, z, 0; @p add.s32 above, above, 1; and.b32 z, y, {bit}; setp.ne.s32 q, z, 0;")
-            lines.append(f"setp.lt.and.s32 r, level, $4, q; or.pred r, r, p; add.s32 z, slot, {byte}; @r st.global.b32 [to], z;")
-            lines.append("@q add.s32 level, level, 1;")
-        lines.append(f"SKIP: add.s32 at, at, 4; add.s32 slot, slot, 4; add.s32 i, i, 4; setp.lt.s32 p, i, {run}; @p bra LIST;")
-        operands = [place, t.address(votes), *map(t.value, (slot, cut, left))]
-        operands += [t.value(*t.numbers_of(x)) for x in (above, level)]
-        mgpu.utils.inline_ptx("{" + " ".join(lines) + "}", *operands, has_side_effects=True)
-
-    run_(list_ref, votes, at, slot, cut, left, above, level)
+    begin, step = _parted(run, "$1", "$4")
+    lines = [".reg .pred p, q, r; .reg .b64 to, list; .reg .b32 at, x, y, z, i, up, down, slot, above, level;", begin]
+    lines.append(f"mad.wide.s32 list, $2, 4, $0; mov.u32 slot, %tid.x; mad.lo.s32 slot, slot, {run}, $3;")
+    lines.append(f"mov.b32 above, $6; mov.b32 level, $7; LIST: {step} or.b32 z, x, y; setp.eq.s32 p, z, 0; @p bra SKIP;")
+    for byte in range(BYTES):
+        bit = 1 << (8 * byte)
+        lines.append(f"min.s32 z, level, $5; add.s32 z, z, above; mad.wide.s32 to, z, 4, list; and.b32 z, x, {bit};")
+        lines.append(f"setp.ne.s32 p, z, 0; @p add.s32 above, above, 1; and.b32 z, y, {bit}; setp.ne.s32 q, z, 0;")
+        lines.append(f"setp.lt.and.s32 r, level, $5, q; or.pred r, r, p; add.s32 z, slot, {byte}; @r st.global.b32 [to], z;")
+        lines.append("@q add.s32 level, level, 1;")
+    lines.append(f"SKIP: add.s32 at, at, 4; add.s32 slot, slot, 4; add.s32 i, i, 4; setp.lt.s32 p, i, {run}; @p bra LIST;")
+    arrays.assembly(lines, [list_ref, votes], [at, slot, cut.bin, cut.left, above, level])
 
 
 def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *refs, n):
     # query [L, G, D]; counts [L * N, 256]; shares [P, 2 + Z]; ids [L * S, N]; position [L, S]; stop [B]; signs [D] if rotated;
-    # rotated [L, D]; list [L, C]; count [L]. In shared memory: the query, rivals of each warpgroup, tables, counts of votes,
-    # votes, sums of warps.
+    # rotated [L, D]; list [L, C]; count [L]. In shared memory: the query, rivals, tables, counts, votes, sums of warps.
     *signs_ref, rotated_ref, list_ref, count_ref, numbers, rivals, table, counted, votes, sums = refs
-    line, team = lax.axis_index("x"), lax.axis_index("warpgroup")
+    line, team = lax.axis_index("x"), lax.axis_index("group")
     part = lax.axis_index("part") if n.parts > 1 else jnp.int32(0)
     bins.arrive_all(n.parts)
     bins.clear(counted, bins.BINS, n.threads)
@@ -366,14 +285,14 @@ def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *r
     lax.fori_loop(0, last, add, ids(jnp.int32(0)))
     bins.meet_all(n.parts)
     cut = bins.cut(counted, wanted, part, n.parts, least=1)
-    word = bins.earlier(_flags(votes, n.run, cut.bin), sums, 4 * n.warpgroups)
+    word = bins.earlier(_flags(votes, n.run, cut.bin), sums)
     above, level = cut.above_before + (word & 0xFFFF), cut.level_before + lax.shift_right_logical(word, 16)
-    _list(list_ref, votes, line * n.capacity, n.run, begin, cut.bin, cut.left, above, level)
+    _list(list_ref, votes, n.run, line * n.capacity, begin, cut, above, level)
     if n.parts > 1:
         bins.meet_all(n.parts)  # no program ends before all have read its counts
 
 
-def sizes_for(query, ids, shares, *, first, capacity, rotate, parts=None, warpgroups=None):
+def sizes_for(query, ids, shares, *, first, capacity, rotate, parts=None, groups=None):
     """Choose the programs of a list and their warpgroups: as many as the multiprocessors hold at once."""
     (batch, heads, slots, slices), (group, dim) = ids.shape, query.shape[2:]
     lists = batch * heads
@@ -381,13 +300,13 @@ def sizes_for(query, ids, shares, *, first, capacity, rotate, parts=None, warpgr
     if parts is None:
         parts = next((n for n in (8, 4, 2) if n * lists <= BLOCKS and slots >= n * 512), 1)
         parts = max(parts, next((n for n in (1, 2, 4, 8) if n >= least), 8))
-    if warpgroups is None:
-        warpgroups = next((n for n in (1, 2, 4) if slots <= parts * n * t.THREADS * 32), 8)
-        warpgroups = max(warpgroups, 2)
-    run = -(-slots // (parts * warpgroups * t.THREADS * BYTES)) * BYTES
+    if groups is None:
+        groups = next((n for n in (1, 2, 4) if slots <= parts * n * t.THREADS * 32), 8)
+        groups = max(groups, 2)
+    run = -(-slots // (parts * groups * t.THREADS * BYTES)) * BYTES
     return Sizes(
-        group=group, dim=dim, heads=heads, slots=slots, slices=slices, tiers=shares.shape[1] - 2, pieces=shares.shape[0], first=first,
-        capacity=capacity, rotate=rotate, parts=parts, warpgroups=warpgroups, run=run,
+        group=group, dim=dim, heads=heads, slots=slots, slices=slices, tiers=shares.shape[1] - 2, pieces=shares.shape[0],
+        first=first, capacity=capacity, rotate=rotate, parts=parts, groups=groups, run=run,
     )  # fmt: skip
 
 
@@ -396,7 +315,7 @@ def collision(query, signs, counts, ids, position, stop, shares, *, first, capac
     n = sizes_for(query, ids, shares, first=first, capacity=capacity, rotate=signs is not None, **choice)
     batch, heads, slots, slices = ids.shape
     lists = batch * heads
-    words = [4 * t.THREADS * n.warpgroups, slices * HALF // BYTES + 64, bins.BINS, n.threads * n.run // BYTES, 32]
+    words = [RIVAL * n.threads, slices * HALF // BYTES + 64, bins.BINS, n.threads * n.run // BYTES, 32]
     query, listed, count = arrays.program(
         functools.partial(_body, n=n),
         [
@@ -406,7 +325,7 @@ def collision(query, signs, counts, ids, position, stop, shares, *, first, capac
         ],
         grid=(lists,),
         parts=n.parts,
-        warpgroups=n.warpgroups,
+        groups=n.groups,
         scratch=[plgpu.SMEM((t.THREADS,), jnp.float32), *(plgpu.SMEM((x,), jnp.int32) for x in words)],
     )(
         query.reshape(lists, n.group, n.dim),

@@ -11,11 +11,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays, bins
 from pallas_kernels._mosaic_gpu import threads as t
-from pallas_kernels._mosaic_gpu.pallas import mgpu, plgpu
+from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._triton.kth_search import NEVER, order_key
 from pallas_kernels.formats.key_codes import LEVEL, LEVELS, SLICE
 
@@ -39,12 +40,12 @@ class Sizes:
     dim: int
     scale: float
     parts: int
-    warpgroups: int
+    groups: int
     run: int
 
     @property
     def threads(self) -> int:
-        return t.THREADS * self.warpgroups
+        return t.THREADS * self.groups
 
     @property
     def size(self) -> int:
@@ -57,136 +58,83 @@ class Sizes:
         return self.dim // LANES
 
 
-def _looked_up(query_ref, line, n):
+def _quarter(n, size):
+    """Write instructions: ``at`` becomes the place of what this warp reads of ``size`` bytes for all warps of a candidate."""
+    return f"mov.u32 x, %tid.x; shr.u32 x, x, 5; and.b32 x, x, {n.quarters - 1}; mul.wide.u32 at, x, {size // n.quarters};"
+
+
+def _products(query_ref, line, n):
     """Multiply 32 channels of the query with the level of each code: a register for each, float32 [128]."""
-    own = t.own(1)
-    one = plgpu.ShapeDtypeStruct((t.THREADS,), jnp.float32, layout=own)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=(one,) * LANES)
-    def run(ctx, query, line):
-        place = t.at(t.address(query), t.element(t.number(t.value(line)), n.dim, t.number(0)), 4)
-        out = LANES
-        lines = [".reg .pred p; .reg .b64 at; .reg .b32 x, code; .reg .f32 level, y, a, b, c, d;"]
-        lines.append(f"mov.u32 x, %tid.x; shr.u32 x, x, 5; and.b32 x, x, {n.quarters - 1}; mul.wide.u32 at, x, {LANES * 4};")
-        lines.append(f"add.s64 at, at, ${out}; mov.u32 code, %laneid; and.b32 x, code, 7; mov.f32 level, 0f00000000;")
-        for i, level in enumerate(LEVELS):
-            lines.append(f"setp.eq.s32 p, x, {i}; @p mov.f32 level, {_hex(level)};")
-        lines.append("and.b32 x, code, 8; setp.eq.s32 p, x, 0; neg.f32 y, level; @p mov.f32 level, y;")
-        for i in range(0, LANES, 4):
-            lines.append(f"ld.global.nc.v4.f32 {{a, b, c, d}}, [at + {4 * i}];")
-            lines += [f"mul.f32 ${i + j}, level, {x};" for j, x in enumerate("abcd")]
-        found = mgpu.utils.inline_ptx("{" + " ".join(lines) + "}", place, result_types=(_f32(),) * LANES, has_side_effects=True)
-        return tuple(t.made_of([t.number(x, None)], floats=True) for x in found)
-
-    return run(query_ref, line)
+    lines = [".reg .pred p; .reg .b64 at; .reg .b32 x, code; .reg .f32 level, y, a, b, c, d; mov.f32 level, 0f00000000;"]
+    lines.append(f"{_quarter(n, 4 * n.dim)} add.s64 at, at, ${LANES}; mad.wide.s32 at, ${LANES + 1}, {4 * n.dim}, at;")
+    lines.append("mov.u32 code, %laneid; and.b32 x, code, 7;")
+    for i, level in enumerate(LEVELS):
+        lines.append(f"setp.eq.s32 p, x, {i}; @p mov.f32 level, 0f{np.float32(level).view(np.uint32):08X};")
+    lines.append("and.b32 x, code, 8; setp.eq.s32 p, x, 0; neg.f32 y, level; @p mov.f32 level, y;")
+    for i in range(0, LANES, 4):
+        lines.append(f"ld.global.nc.v4.f32 {{a, b, c, d}}, [at + {4 * i}];")
+        lines += [f"mul.f32 ${i + j}, level, {x};" for j, x in enumerate("abcd")]
+    return arrays.assembly(lines, [query_ref], [line], [jnp.float32] * LANES)
 
 
-def _f32():
-    return t.ir.F32Type.get()
-
-
-def _hex(x):
-    return f"0f{jnp.float32(x).view(jnp.uint32).item():08X}"
-
-
-def _rows(rows_ref, row, n):
+def _codes(rows_ref, row, n):
     """Load this warp's part of the codes of ``row`` int32 [N], nothing where it is negative: 8 words, int32 [N] each."""
-    own = t.own(row.shape[0] // t.THREADS)
-    one = plgpu.ShapeDtypeStruct(row.shape, jnp.int32, layout=own)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), own), return_type=(one,) * WORDS)
-    def run(ctx, rows, row):
-        names = [f"${i}" for i in range(WORDS)]
-        text = "{ .reg .pred p; .reg .b64 at; .reg .b32 x; " + " ".join(f"mov.b32 {x}, 0;" for x in names)
-        text += f" mov.u32 x, %tid.x; shr.u32 x, x, 5; and.b32 x, x, {n.quarters - 1}; mul.wide.u32 at, x, {LANES}; "
-        text += f"add.s64 at, at, ${WORDS}; mad.wide.s32 at, ${WORDS + 1}, {n.dim}, at; setp.ge.s32 p, ${WORDS + 1}, 0; "
-        for i in (0, 4):
-            text += f"@p ld.global.nc.L2::128B.v4.b32 {{{', '.join(names[i : i + 4])}}}, [at + {4 * i}]; "
-        base, found = t.address(rows), []
-        for x in t.numbers_of(row):
-            words = mgpu.utils.inline_ptx(text + "}", base, t.value(x), result_types=(t.i32(),) * WORDS, has_side_effects=True)
-            found.append([t.number(x) for x in words])
-        return tuple(t.made_of(list(x)) for x in zip(*found, strict=True))
-
-    return run(rows_ref, row)
+    names, row_ = [f"${i}" for i in range(WORDS)], f"${WORDS + 1}"
+    lines = [".reg .pred p; .reg .b64 at; .reg .b32 x;", *(f"mov.b32 {x}, 0;" for x in names), _quarter(n, n.dim)]
+    lines.append(f"add.s64 at, at, ${WORDS}; mad.wide.s32 at, {row_}, {n.dim}, at; setp.ge.s32 p, {row_}, 0;")
+    for i in (0, 4):
+        lines.append(f"@p ld.global.nc.L2::128B.v4.b32 {{{', '.join(names[i : i + 4])}}}, [at + {4 * i}];")
+    return arrays.assembly(lines, [rows_ref], [row], [jnp.int32] * WORDS)
 
 
-def _estimate(table, words):
-    """Sum up weight times (levels . query) over 32 channels: ``table`` of `_looked_up`, ``words`` of `_rows`; float32 [N]."""
-    own, one = t.own(words[0].shape[0] // t.THREADS), t.own(1)
-    result = plgpu.ShapeDtypeStruct(words[0].shape, jnp.float32, layout=own)
-
-    @plgpu.inline_mgpu(arg_types=((one,) * LANES, (own,) * WORDS), return_type=result)
-    def run(ctx, table, words):
-        table = [t.value(*t.numbers_of(x, floats=True)) for x in table]
-        lines = [".reg .b32 at, x; .reg .f32 v, sum, total; mov.f32 total, 0f00000000;"]
-        for i in range(LANES):
-            levels, weight = (f"${1 + LANES + i // SLICE * 2 + j}" for j in (0, 1))
-            number = i % SLICE
-            lines.append(f"shr.u32 at, {levels}, {4 * number};" if number else f"mov.b32 at, {levels};")
-            lines.append(f"mov.b32 x, ${1 + i}; shfl.sync.idx.b32 x, x, at, 31, -1; mov.b32 v, x;")
-            lines.append("add.f32 sum, sum, v;" if number else "mov.f32 sum, v;")
-            if number == SLICE - 1:
-                lines.append(f"shl.b32 x, {weight}, 16; mov.b32 v, x; fma.rn.f32 total, sum, v, total;")
-        text, found = "{" + " ".join(lines) + " mov.f32 $0, total; }", []
-        for mine in zip(*map(t.numbers_of, words), strict=True):
-            x = mgpu.utils.inline_ptx(
-                text, *table, *map(t.value, mine), result_types=_f32(), has_side_effects=True, convergent=True
-            )
-            found.append(t.number(x, None))
-        return t.made_of(found, floats=True)
-
-    return run(tuple(table), tuple(words))
+def _estimate(products, words):
+    """Sum up weight times (levels . query) over 32 channels, of `_products` and `_codes`: float32 [N]."""
+    lines = [".reg .b32 at, x; .reg .f32 v, sum, total; mov.f32 total, 0f00000000;"]
+    for i in range(LANES):
+        levels, weight = (f"${1 + LANES + i // SLICE * 2 + j}" for j in (0, 1))
+        number = i % SLICE
+        lines.append(
+            f"shr.u32 at, {levels}, {4 * number}; mov.b32 x, ${1 + i}; shfl.sync.idx.b32 x, x, at, 31, -1; mov.b32 v, x;"
+        )
+        lines.append("add.f32 sum, sum, v;" if number else "mov.f32 sum, v;")
+        if number == SLICE - 1:
+            lines.append(f"shl.b32 x, {weight}, 16; mov.b32 v, x; fma.rn.f32 total, sum, v, total;")
+    return arrays.assembly([*lines, "mov.f32 $0, total;"], (), [*products, *words], [jnp.float32])[0]
 
 
 def _count(counted, keys, low, width, shift, first, n):
     """Count the keys from ``low`` to ``low + width``, all without signs, by their bits from ``shift`` on."""
-    splat = plgpu.Layout.WG_SPLAT
-
-    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 2, *[splat] * 4))
-    def run(ctx, counted, keys, low, width, shift, first):
-        place = t.number(t.address(counted)) + t.number(t.value(first)) * 4
-        text = "{ .reg .pred p, q; .reg .b32 at, x, i; mov.u32 at, %tid.x; shl.b32 at, at, 2; add.s32 at, at, $1; mov.b32 i, 0; "
-        text += "KEY: ld.shared.b32 x, [at]; setp.ne.s32 q, x, 0; sub.s32 x, x, $2; setp.lt.and.u32 p, x, $3, q; "
-        text += "shr.u32 x, x, $4; shl.b32 x, x, 2; add.s32 x, x, $0; @p red.shared.add.u32 [x], 1; "
-        text += f"add.s32 at, at, {4 * n.threads}; add.s32 i, i, 1; setp.lt.s32 p, i, {n.run}; @p bra KEY; }}"
-        operands = t.value(place), t.address(keys), *map(t.value, (low, width, shift))
-        mgpu.utils.inline_ptx(text, *operands, has_side_effects=True)
-
-    run(counted, keys, low, width, shift, first)
+    lines = [".reg .pred p, q; .reg .b32 at, x, i, bins; mov.u32 at, %tid.x; mad.lo.s32 at, at, 4, $1; mov.b32 i, 0;"]
+    lines.append("mad.lo.s32 bins, $5, 4, $0; KEY: ld.shared.b32 x, [at]; setp.ne.s32 q, x, 0; sub.s32 x, x, $2;")
+    lines.append("setp.lt.and.u32 p, x, $3, q; shr.u32 x, x, $4; mad.lo.s32 x, x, 4, bins; @p red.shared.add.u32 [x], 1;")
+    lines.append(f"add.s32 at, at, {4 * n.threads}; add.s32 i, i, 1; setp.lt.s32 p, i, {n.run}; @p bra KEY;")
+    arrays.assembly(lines, [counted, keys], [low, width, shift, first])
 
 
-def _kind(key, low, width):
-    """Write instructions: p, the key is above those that may tie; q, it is one of these. ``key`` becomes its distance."""
-    text = f"setp.ne.s32 q, {key}, 0; setp.ge.u32 p, {key}, {low}; sub.s32 {key}, {key}, {low}; "
-    return text + f"setp.ge.and.u32 p, {key}, {width}, p; setp.lt.and.u32 q, {key}, {width}, q; "
+def _parted(n, keys, low, width):
+    """Write instructions: what begins a loop over this thread's keys, and what loads one.
+
+    p tells then whether it is above those that may tie, and q whether it is one of them.
+    """
+    begin = f"mov.u32 at, %tid.x; mad.lo.s32 at, at, {4 * n.run}, {keys}; mov.b32 i, 0;"
+    step = f"ld.shared.b32 x, [at]; setp.ne.s32 q, x, 0; setp.ge.u32 p, x, {low}; sub.s32 x, x, {low}; "
+    return begin, step + f"setp.ge.and.u32 p, x, {width}, p; setp.lt.and.u32 q, x, {width}, q;"
 
 
 def _flags(keys, low, width, n):
     """Count this thread's keys above those that may tie, and these, in the halves of a word: int32 [128]."""
-    own, splat = t.own(1), plgpu.Layout.WG_SPLAT
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), splat, splat), return_type=plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=own)
-    )
-    def run(ctx, keys, low, width):
-        text = f"{{ .reg .pred p, q; .reg .b32 at, x, i, sum; mov.u32 at, %tid.x; mad.lo.s32 at, at, {4 * n.run}, $1; mov.b32 sum, 0; "
-        text += f"mov.b32 i, 0; FLAG: ld.shared.b32 x, [at]; {_kind('x', '$2', '$3')} "
-        text += "@p add.s32 sum, sum, 1; @q add.s32 sum, sum, 65536; "
-        text += f"add.s32 at, at, 4; add.s32 i, i, 1; setp.lt.s32 p, i, {n.run}; @p bra FLAG; mov.b32 $0, sum; }}"
-        operands = t.address(keys), *map(t.value, (low, width))
-        return t.made_of([t.number(mgpu.utils.inline_ptx(text, *operands, result_types=t.i32(), has_side_effects=True))])
-
-    return run(keys, low, width)
+    begin, step = _parted(n, "$1", "$2", "$3")
+    lines = [f".reg .pred p, q; .reg .b32 at, x, i, sum; {begin} mov.b32 sum, 0; FLAG: {step}"]
+    lines.append("@p add.s32 sum, sum, 1; @q add.s32 sum, sum, 65536; add.s32 at, at, 4; add.s32 i, i, 1;")
+    lines.append(f"setp.lt.s32 p, i, {n.run}; @p bra FLAG; mov.b32 $0, sum;")
+    return arrays.assembly(lines, [keys], [low, width], [jnp.int32])[0]
 
 
-def _list(list_ref, mask_ref, slots_ref, keys, at, entry, low, width, left, above, level, n):
+def _list(refs, keys, at, entry, low, width, left, above, level, n):
     """Write this thread's best candidates: those above, and the first ``left`` of those that may tie.
 
     Args:
-        list_ref: int32 [L, K].
-        mask_ref: bool [L, K].
-        slots_ref: int32 [L, C].
+        refs: list int32 [L, K], mask bool [L, K], slots int32 [L, C].
         keys: of the program's candidates, in shared memory.
         at: int32, where the best begin in the list.
         entry: int32, the program's first candidate.
@@ -196,30 +144,29 @@ def _list(list_ref, mask_ref, slots_ref, keys, at, entry, low, width, left, abov
         above: int32 [128], candidates above before this thread's.
         level: int32 [128], candidates that may tie before them.
     """
-    own, splat = t.own(1), plgpu.Layout.WG_SPLAT
-
-    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, *[splat] * 5, own, own))
-    def run(ctx, list_ref, mask_ref, slots_ref, keys, at, entry, low, width, left, above, level):
-        at, entry = (t.number(t.value(x)) for x in (at, entry))
-        places = t.at(t.address(list_ref), at, 4), t.at(t.address(mask_ref), at, 1), t.at(t.address(slots_ref), entry, 4)
-        text = "{ .reg .pred p, q, r; .reg .b64 to, mask, from; .reg .b32 at, x, i, above, level, slot; mov.u32 at, %tid.x; "
-        text += f"mul.wide.u32 from, at, {4 * n.run}; add.s64 from, from, $2; mad.lo.s32 at, at, {4 * n.run}, $3; mov.b32 i, 0; "
-        text += f"mov.b32 above, $7; mov.b32 level, $8; KEY: ld.shared.b32 x, [at]; {_kind('x', '$4', '$5')} "
-        text += "setp.lt.and.s32 r, level, $6, q; or.pred r, r, p; min.s32 x, level, $6; add.s32 x, x, above; "
-        text += "@p add.s32 above, above, 1; @q add.s32 level, level, 1; mad.wide.s32 to, x, 4, $0; mad.wide.s32 mask, x, 1, $1; "
-        text += "@r ld.global.b32 slot, [from]; @r st.global.b32 [to], slot; mov.b32 x, 1; @r st.global.u8 [mask], x; "
-        text += "add.s64 from, from, 4; "
-        text += f"add.s32 at, at, 4; add.s32 i, i, 1; setp.lt.s32 p, i, {n.run}; @p bra KEY; }}"
-        operands = [*places, t.address(keys), *map(t.value, (low, width, left))]
-        operands += [t.value(*t.numbers_of(x)) for x in (above, level)]
-        mgpu.utils.inline_ptx(text, *operands, has_side_effects=True)
-
-    run(list_ref, mask_ref, slots_ref, keys, at, entry, low, width, left, above, level)
+    begin, step = _parted(n, "$3", "$6", "$7")
+    lines = [
+        ".reg .pred p, q, r; .reg .b64 to, from, list, mask; .reg .b32 at, x, i, above, level, slot, one; mov.b32 one, 1;",
+        begin,
+    ]
+    lines.append(
+        f"mov.u32 x, %tid.x; mad.lo.s32 x, x, {n.run}, $5; mad.wide.s32 from, x, 4, $2; mad.wide.s32 list, $4, 4, $0;"
+    )
+    lines.append(f"mad.wide.s32 mask, $4, 1, $1; mov.b32 above, $9; mov.b32 level, $10; KEY: {step}")
+    lines.append("setp.lt.and.s32 r, level, $8, q; or.pred r, r, p; min.s32 x, level, $8; add.s32 x, x, above;")
+    lines.append(
+        "@p add.s32 above, above, 1; @q add.s32 level, level, 1; @r ld.global.b32 slot, [from]; add.s64 from, from, 4;"
+    )
+    lines.append(
+        "mad.wide.s32 to, x, 4, list; @r st.global.b32 [to], slot; mad.wide.s32 to, x, 1, mask; @r st.global.u8 [to], one;"
+    )
+    lines.append(f"add.s32 at, at, 4; add.s32 i, i, 1; setp.lt.s32 p, i, {n.run}; @p bra KEY;")
+    arrays.assembly(lines, [*refs, keys], [at, entry, low, width, left, above, level])
 
 
 def _estimates(n, query_ref, slots_ref, rows_ref, sums, line, begin, live):
     """Write the parts of the estimates of this program's first ``live`` candidates to ``sums`` float32 [Q, N]."""
-    team, table = lax.axis_index("warpgroup"), _looked_up(query_ref, line, n)
+    team, table = lax.axis_index("group"), _products(query_ref, line, n)
     entry = arrays.counted(t.THREADS * TOGETHER)
     warp = team * 4 + (lax.shift_right_logical(entry, 5) & 3)
     step = n.threads // n.quarters * TOGETHER  # candidates of all warps
@@ -230,7 +177,7 @@ def _estimates(n, query_ref, slots_ref, rows_ref, sums, line, begin, live):
         return arrays.load(slots_ref, jnp.where(at < live, line * n.candidates + begin + at, -1), -1)
 
     def rows(slot):
-        return _rows(rows_ref, jnp.where(slot >= 0, line * n.slots + jnp.minimum(slot, n.slots - 1), -1), n)
+        return _codes(rows_ref, jnp.where(slot >= 0, line * n.slots + jnp.minimum(slot, n.slots - 1), -1), n)
 
     def add(number, ahead):
         words, slot = ahead
@@ -260,7 +207,7 @@ def _begin(n, count_ref):
 
 def _numbers(n, i):
     """Return the candidates that the threads of a warpgroup work on in round ``i``."""
-    return i * n.threads + lax.axis_index("warpgroup") * t.THREADS + arrays.counted(t.THREADS)
+    return i * n.threads + lax.axis_index("group") * t.THREADS + arrays.counted(t.THREADS)
 
 
 def _body_estimates(query_ref, slots_ref, count_ref, rows_ref, out_ref, sums, *, n):
@@ -282,8 +229,8 @@ def _search(n, keys, counted, wanted, part):
     """Find the best ``wanted`` keys, digit by digit, of those that are not 0.
 
     Returns:
-        The least key that they may have, how many keys from there on count as equal, and what `bins.Cut` has of the last digit,
-        but of all keys above and all that are counted.
+        The least key that they may have, how many keys from there on may tie, and the cut of the last digit, with all keys
+        above before this program's and all that are counted.
     """
 
     def unsettled(state):
@@ -311,8 +258,8 @@ def _body(
     query_ref, slots_ref, count_ref, rows_ref, position_ref, cursor_ref, stop_ref, limits_ref, list_ref, mask_ref, sums, keys,
     counted, totals, *, n, regions,
 ):  # fmt: skip
-    # query [L, D]; slots [L, C]; count [L]; rows [L * S, D]; position [L, S]; cursor, stop [B]; limits: budget and enough; list
-    # and mask [L, size]. In shared memory: parts of the estimates, keys, two counts of digits, sums of warps.
+    # query [L, D]; slots [L, C]; count [L]; rows [L * S, D]; position [L, S]; cursor, stop [B]; limits: budget and enough;
+    # list and mask [L, size]. In shared memory: parts of the estimates, keys, two counts of digits, sums of warps.
     line, part, begin, live = _begin(n, count_ref)
     bins.clear(counted, 2 * bins.BINS, n.threads)
     cursor, stop = (arrays.scalar(ref, lax.div(line, n.heads)) for ref in (cursor_ref, stop_ref))
@@ -329,17 +276,19 @@ def _body(
     lax.fori_loop(0, n.run, order, 0)
     bins.meet_all(n.parts)
     low, width, cut = _search(n, keys, counted, wanted, part)
-    word = bins.earlier(_flags(keys, low, width, n), totals, 4 * n.warpgroups)
+    word = bins.earlier(_flags(keys, low, width, n), totals)
     above, level = cut.above_before + (word & 0xFFFF), cut.level_before + lax.shift_right_logical(word, 16)
     at, entry = line * regions.size + regions.sinks, line * n.candidates + begin
-    _list(list_ref, mask_ref, slots_ref, keys, at, entry, low, width, cut.left, above, level, n)
+    _list((list_ref, mask_ref, slots_ref), keys, at, entry, low, width, cut.left, above, level, n)
 
     # The chosen stand behind the sinks. All programs share out the rest: sinks, the tail, entries that nothing fills.
-    share = arrays.size_of(-(-regions.size // (n.parts * n.warpgroups)))
-    at = (part * n.warpgroups + lax.axis_index("warpgroup")) * share + arrays.counted(share)
+    share = arrays.size_of(-(-regions.size // (n.parts * n.groups)))
+    at = (part * n.groups + lax.axis_index("group")) * share + arrays.counted(share)
     behind = at - (regions.sinks + regions.best)
     slot = jnp.where(dense, at, jnp.where(behind >= 0, stop + behind, jnp.minimum(at, regions.sinks)))
-    listed = (dense | (at < regions.sinks) | ((behind >= 0) & (behind < regions.tail))) & (slot < jnp.minimum(cursor, n.slots))
+    listed = (dense | (at < regions.sinks) | ((behind >= 0) & (behind < regions.tail))) & (
+        slot < jnp.minimum(cursor, n.slots)
+    )
     rest = (at < regions.size) & ((at < regions.sinks) | (at >= regions.sinks + jnp.minimum(wanted, cut.total)))
     listed, where, slot = listed & rest, jnp.where(rest, line * regions.size + at, -1), jnp.clip(slot, 0, n.slots - 1)
     held = arrays.load(position_ref, jnp.where(listed, line * n.slots + slot, -1), -1) >= 0
@@ -349,18 +298,16 @@ def _body(
         bins.meet_all(n.parts)  # no program ends before all have read its counts
 
 
-def sizes_for(slots, rows, scale, parts=None, warpgroups=None):
+def sizes_for(slots, rows, scale, parts=None, groups=None):
     """Choose the programs of a list and their warpgroups: as many as the multiprocessors hold at once."""
     (batch, heads, candidates), (stored, dim) = slots.shape, rows.shape[2:]
     if parts is None:
         parts = next((n for n in (8, 4, 2) if n * batch * heads <= BLOCKS and candidates >= n * 256), 1)
         parts = max(parts, next((n for n in (1, 2, 4) if candidates * dim <= n * LANES * ROOM), 8))
-    if warpgroups is None:
-        warpgroups = 2 if candidates <= parts * 1024 else 4
-    run = -(-candidates // (parts * warpgroups * t.THREADS * 2)) * 2
-    return Sizes(
-        heads=heads, candidates=candidates, slots=stored, dim=dim, scale=scale, parts=parts, warpgroups=warpgroups, run=run
-    )
+    if groups is None:
+        groups = 2 if candidates <= parts * 1024 else 4
+    run = -(-candidates // (parts * groups * t.THREADS * 2)) * 2
+    return Sizes(heads=heads, candidates=candidates, slots=stored, dim=dim, scale=scale, parts=parts, groups=groups, run=run)
 
 
 def _launch(body, n, out, *operands, more=()):
@@ -370,7 +317,7 @@ def _launch(body, n, out, *operands, more=()):
         out,
         grid=(operands[0].shape[0],),
         parts=n.parts,
-        warpgroups=n.warpgroups,
+        groups=n.groups,
         scratch=[plgpu.SMEM((n.quarters * n.size,), jnp.float32), *(plgpu.SMEM((x,), jnp.int32) for x in more)],
     )(*operands)
 
@@ -394,7 +341,9 @@ def rerank(query, slots, count, rows, position, cursor, stop, budget, enough, *,
     lists, limits = len(operands[0]), jnp.stack([jnp.asarray(x, jnp.int32) for x in (budget, enough)])
     out = [jax.ShapeDtypeStruct((lists, regions.size), dtype) for dtype in (jnp.int32, jnp.bool_)]
     body = functools.partial(_body, regions=regions)
-    made = _launch(body, n, out, *operands, position.reshape(lists, -1), cursor, stop, limits, more=(n.size, 2 * bins.BINS, 32))
+    made = _launch(
+        body, n, out, *operands, position.reshape(lists, -1), cursor, stop, limits, more=(n.size, 2 * bins.BINS, 32)
+    )
     return tuple(x.reshape(*slots.shape[:2], -1) for x in made)
 
 
