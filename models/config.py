@@ -79,6 +79,20 @@ class ModelConfig(Architecture):
         """Run one layer on hidden states [B, T, d]; return those behind the layer, and the layer's new state."""
         return self._run(params, layer, hidden, attend, state, method="run_layer")
 
+    def alone(self, params: Any, layer: int) -> tuple[ModelConfig, Any] | None:
+        """Return ``layer`` as a model of one layer, and its parameters; None with layers of linear attention."""
+        if self.linear is not None:
+            return None
+        experts = self.experts if self.experts is not None and layer in self.experts.layers else None
+        model = dataclasses.replace(
+            self,
+            num_layers=1,
+            windows=self.windows[layer : layer + 1],
+            ropes=self.ropes[layer : layer + 1],
+            experts=None if experts is None else dataclasses.replace(experts, layers=(0,)),
+        )
+        return model, None if params is None else {"layers_0": params[f"layers_{layer}"]}
+
     def head(self, params: Any, hidden: jax.Array) -> jax.Array:
         """Compute the logits float32 [B, V] of hidden states [B, d] behind the last layer."""
         return self._run(params, hidden, method="end")

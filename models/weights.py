@@ -222,6 +222,8 @@ def _load(
     else:
         tensors = gguf_files.GGUFTensors.of(file, config, table)
         coder = None if weight_dtype is None else gguf_files.coder(tensors, weight_dtype)
+        if weight_dtype is None and mesh is None:
+            coder = functools.partial(gguf_files.decoded, tensors, dtype=config.dtype)
     return _assemble(config, table, tensors.parts, mesh, path.name, weight_dtype, coder), config
 
 
@@ -232,7 +234,7 @@ def _assemble(
     mesh: Mesh | None,
     name: str,
     weight_dtype: str | None,
-    coder: Callable[[Leaf], CodedMatrix] | None,
+    coder: Callable[[Leaf], CodedMatrix | jax.Array | None] | None,
 ) -> dict[str, Any]:
     """Load the parameters of ``table`` in the config's dtype, on the default device or on ``mesh``, one after the other.
 
@@ -243,7 +245,8 @@ def _assemble(
         mesh: see `from_pretrained`.
         name: the model's name beside the progress of a model that takes long to load.
         weight_dtype: see `from_pretrained`.
-        coder: makes the codes of a parameter; None rounds its numbers.
+        coder: makes the codes of a parameter, or without a ``weight_dtype`` its numbers. None, or where it returns None:
+            numbers come from ``parts``.
     """
     dtype, params = HOST_DTYPES[config.dtype], {}
     total = sum(math.prod(leaf.shape) for leaf in table) * dtype.itemsize
@@ -253,8 +256,11 @@ def _assemble(
 
         def read(leaf: AnyLeaf) -> Any:
             whole = (slice(None),) * len(leaf.shape)
+            own = coder(cast("Leaf", leaf)) if coder and (weight_dtype is None or leaf.has_codes) else None
+            if own is not None:
+                return own
             if weight_dtype is not None and leaf.has_codes:
-                return coder(cast("Leaf", leaf)) if coder else coded(leaf.path, parts(leaf, dtype)(whole), weight_dtype)
+                return coded(leaf.path, parts(leaf, dtype)(whole), weight_dtype)
             return parts(leaf, dtype)(whole) if mesh is None else None
 
         for leaf, found in zip(table, _ahead(read, table), strict=True):

@@ -12,6 +12,8 @@ import jax
 
 def check(query: jax.Array, key: jax.Array, value: jax.Array, **_: Any) -> None:
     """Raise ``NotImplementedError`` for dtypes and head sizes that cuDNN does not take on every supported GPU."""
+    if not key.shape[2]:
+        raise NotImplementedError("got no slots, expected at least one")
     dtypes = {str(x.dtype) for x in (query, key, value)}
     if dtypes not in ({"bfloat16"}, {"float16"}):
         raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected all bfloat16 or all float16")

@@ -105,12 +105,14 @@ class Implementation:
         check: a function of the same arguments that reads only shapes and dtypes. Where ``run`` cannot take them, it raises
             ``NotImplementedError`` that names got and expected.
         derivative: whether ``run`` has one; it is asked of kernels alone.
+        takes: what ``check`` lets pass, for the operation's docstring, or "" where that says so itself.
     """
 
     run: Callable[..., Any]
     platforms: tuple[str, ...] = ()
     check: Callable[..., None] = accept
     derivative: bool = False
+    takes: str = ""
 
 
 @contextlib.contextmanager
@@ -234,13 +236,16 @@ class Operation:
     def of(cls, name: str, *modules: ModuleType, logits: bool = False, in_place: bool = False) -> Operation:
         """Make an operation of the files in its folder, fastest first, of which the last is its ``reference``.
 
-        A file has a function of the operation's name, and a back end's has a function ``check``, and ``DERIVATIVE = True``
-        if it is a kernel with a derivative. The table names it as the file, and the reference "xla".
+        A file has a function of the operation's name, and a back end's has a function ``check``, ``TAKES``, which says what
+        that lets pass, and ``DERIVATIVE = True`` if it is a kernel with a derivative. The table names it as the file, and
+        the reference "xla".
         """
         *kernels, reference = modules
         names = {module.__name__.rpartition(".")[2]: module for module in kernels}
         rows = {
-            end: Implementation(getattr(x, name), BACK_ENDS[end], x.check, getattr(x, "DERIVATIVE", False))
+            end: Implementation(
+                getattr(x, name), BACK_ENDS[end], x.check, getattr(x, "DERIVATIVE", False), getattr(x, "TAKES", "")
+            )
             for end, x in names.items()
         }
         return cls(name, {**rows, XLA: Implementation(getattr(reference, name))}, logits, in_place)

@@ -247,6 +247,19 @@ def paper_method(name: str, length: int, *, tokenizer: Any, config: Any, given: 
     return dataclasses.replace(setting, name=registry.canonical_name(name))
 
 
+def method_with_files(text: str, config: Any) -> Method:
+    """Make a method as `kvjax.make` does, of a text with knobs whose files are read: shares of a length stay shares."""
+    name, knobs = registry.parse_method(text)
+    inner = registry.inner_fields(registry.find(name))
+
+    def value_of(knob: str, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        return method_with_files(value, config) if knob in inner else _FILES.get(knob, lambda text, _: text)(value, config)
+
+    return registry.make(name, **{knob: value_of(knob, value) for knob, value in knobs.items()})
+
+
 def knobs_by_method(
     pairs: Sequence[str], parse: Callable[[str, Sequence[str]], dict[str, Any]] = registry.parse_knobs
 ) -> dict[str, dict[str, Any]]:

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import models
+from experiments.answering.choice import method_with_files
 from experiments.cli.settings import nearest
 from kvjax.accounting import longest_prompt, most_rows
 from kvjax.accounting.fits import SPARE
 from kvjax.accounting.memory import memory_needed
 from kvjax.accounting.phases import gib
 from kvjax.mesh.sharding import bytes_on_device
-from kvjax.registry import builtin, find, make
+from kvjax.registry import builtin, find
 from models import ModelConfig, shapes
 
 SIZES = {
@@ -118,7 +119,7 @@ def _say(text: str) -> None:
 
 
 def _row(name: str, config: ModelConfig, have: int, length: int, given: dict[str, Any]) -> dict[str, Any]:
-    method = make(name)
+    method = method_with_files(name, config)
     needed = memory_needed(method, config, batch=1, prompt_slots=length, **given)
     longest = longest_prompt(method, config, batch=1, device_bytes=have, step=_STEP, **given)
     rows = most_rows(method, config, prompt_slots=length, device_bytes=have, **given)

@@ -152,7 +152,7 @@ def parse(
         parsed = parser.parse_args(argv, namespace=before.clone())
     except argparse.ArgumentError as error:
         flags = [flag_of(field) for field in fields.values()]
-        first = next((flag_of(fields[name]) for name in kinds[0].__annotations__ if name in fields), "")
+        first = next((flag_of(fields[name]) for kind in kinds[:1] for name in kind.__annotations__ if name in fields), "")
         raise argparse.ArgumentError(None, _sentence(str(error), flags, first)) from error
     for name in values:
         if option_of(fields[name]).positional and parsed[name] in (None, []):  # argparse gives it, absent or not

@@ -33,7 +33,7 @@ from kvjax.attention.over_cache import Selection
 from kvjax.cache import Cache, LayerCache, LayerStorage
 from kvjax.protocol.method import LayerMethod, Prompt, Step
 from kvjax.protocol.slots import SlotMethod, SlotState
-from kvjax.protocol.typing import method_layers, pytree, static, traced
+from kvjax.protocol.typing import method_layers, not_none, pytree, static, traced
 from kvjax.wrappers import Reuse
 from kvjax.wrappers.compose import Around, answers, inner_of_layer
 from kvjax.wrappers.reuse import no_selection
@@ -110,7 +110,8 @@ class Swapped(Around):
         return cache, Lists(inner=inner, lists=lists, source=jnp.broadcast_to(own, chosen.slots.shape[:2]))
 
     def select(self, cache: LayerStorage, aux: Lists, step: Step) -> Selection:
-        own, earlier = self.method.select(cache, aux.inner, step), step.signal or aux.lists
+        own = not_none("a list at this size", self.method.select(cache, aux.inner, step))
+        earlier = aux.lists if step.signal is None else step.signal
         row, heads = jnp.arange(len(own.slots))[:, None], jnp.arange(own.slots.shape[1])
         plain = dataclasses.replace(own, select_aux=None)
         lists = jax.tree.map(lambda x, y: x.at[:, self.layer * len(heads) + heads].set(y), earlier, plain)
@@ -231,7 +232,7 @@ def _sharing(settings: SharingSettings) -> None:
     if not selecting:
         raise ValueError(f"expected a method that selects in a layer of {settings.model}, got {settings.method}")
     prompts = encode_prompts(model, settings).wholes
-    swapped = Swapped(method=method, layers=count)
+    swapped = Swapped(method=cast("SlotMethod", method), layers=count)
     cache = kvjax.prefill(model.params, prompts, config=model.config, method=swapped, max_new_tokens=settings.steps)
     answers = kvjax.generate(model.params, kvjax.fork(cache), max_new_tokens=settings.steps).rows()
     loss = pair_losses(model.params, cache, answers, selecting, 2 * settings.every, settings.rows)

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 import models
+from experiments.cli import Job
 from kvjax.accounting import longest_prompt, most_rows
 from kvjax.accounting.fits import SPARE
 from kvjax.mesh.sharding import bytes_on_device
@@ -60,6 +61,13 @@ def lines() -> Iterator[str]:
                 yield f"| {model} | {card} | " + " | ".join(cell(model, method, card) for method in METHODS) + " |"
 
 
-if __name__ == "__main__":
+def _print() -> None:
     for line in lines():
         print(line, flush=True)
+
+
+main = Job(_print)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

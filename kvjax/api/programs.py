@@ -6,7 +6,7 @@ program.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,11 +16,12 @@ from jax.stages import Lowered
 
 from kvjax.api import shard_map
 from kvjax.cache import Cache
+from kvjax.decoding import one_layer
 from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.reading_order import By
 from kvjax.decoding.sampling import Sampler
 from kvjax.mesh.sharding import plan_of
-from kvjax.protocol.describe import is_known, tracing
+from kvjax.protocol.describe import is_known, on_device, tracing
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model
 
@@ -36,6 +37,15 @@ generate_program = _loop(shard_map.decode_and_measure)
 score_program = jax.jit(shard_map.score, static_argnames="stop_early")
 cost_program = jax.jit(shard_map.cost)
 repeat_program = jax.jit(shard_map.repeat, static_argnames="copies")
+_OF_LAYERS = {  # the programs of `one_layer.read_by_layer`, by what they compute
+    one_layer.begin: jax.jit(one_layer.begin, static_argnames=("model", "order")),
+    one_layer.each_layer: jax.jit(one_layer.each_layer, static_argnames="model"),
+    one_layer.empty: jax.jit(one_layer.empty, static_argnames="layer"),
+    one_layer.end: jax.jit(one_layer.end, static_argnames="model", donate_argnames="logits"),
+    one_layer.observed: jax.jit(one_layer.observed),
+    one_layer.padded_to: jax.jit(one_layer.padded_to, static_argnames="slots"),
+    one_layer.read: jax.jit(one_layer.read, static_argnames="layer", donate_argnames=("hidden", "states")),
+}
 _KEEP = {  # the same programs, which do not consume their cache
     step_program: jax.jit(shard_map.step),
     extend_program: jax.jit(shard_map.extend),
@@ -49,6 +59,11 @@ def consuming(program: Any, *args: Any) -> Any:
     A mapped or differentiated function may close over its cache, and is then called again.
     """
     return _KEEP[program] if tracing() or not is_known(args) else program
+
+
+def run_of_layers(function: Any, *args: Any, **static: Any) -> Any:
+    """Run a program of `one_layer.read_by_layer`."""
+    return _OF_LAYERS[function](*args, **static)
 
 
 def lower_programs(
@@ -98,21 +113,25 @@ def lower_programs(
 
     count = by_row(_integers(rows))
     once = share_storage and plan is None
-    shapes, lowered = _lower(
-        prefill_once_program if once else prefill_program,
-        params,
-        by_row(_integers(rows, padded)),
-        by_row(_integers(rows)),
-        tuple(methods),
-        model=config,
-        max_new_tokens=room,
-        chunk_size=chunk_size,
-        plan=plan,
-        kv_dtype=kv_dtype,
-        order=order,
-    )
-    yield lowered
-    for cache in shapes.caches if once else shapes:
+    given = params, by_row(_integers(rows, padded)), by_row(_integers(rows)), on_device(tuple(methods))
+    static: dict[str, Any] = {"model": config, "max_new_tokens": room, "chunk_size": chunk_size}
+    static |= {"kv_dtype": kv_dtype, "order": order}
+    found: dict[Hashable, tuple[Any, Lowered]] = {}
+
+    def lower(function: Any, *args: Any, **static: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        kind = function, structure, tuple((x.shape, x.dtype) for x in leaves), tuple(static.values())
+        if kind not in found:
+            found[kind] = _lower(_OF_LAYERS[function], *args, **static)
+        return found[kind][0]
+
+    caches = one_layer.read_by_layer(lower, *given, **static) if once else None
+    yield from (lowered for _, lowered in found.values())
+    if caches is None:
+        shapes, lowered = _lower(prefill_once_program if once else prefill_program, *given, **static, plan=plan)
+        caches = shapes.caches if once else shapes
+        yield lowered
+    for cache in caches:
         cache = _placed(cache)
         if question_length:
             cache, lowered = _lower(extend_program, params, cache, by_row(_integers(rows, question_length)), count)

@@ -99,7 +99,7 @@ def run_prefill_each(
     each = tuple(layer_methods(method, model) for method in methods)
     sizes = {"max_new_tokens": max_new_tokens, "parts": parts, "kv_dtype": kv_dtype}
     chosen = chosen_order(methods, each, model, batch, padded, **sizes, chunk_size=chunk_size, order=order)
-    run = _Run(params, tuple(methods), each, model, padded, tuple(sizes.values()), chosen)
+    run = Run(params, tuple(methods), each, model, padded, tuple(sizes.values()), chosen)
     tokens = jnp.pad(tokens, ((0, 0), (0, run.order.slots - padded)))
     every = run.sized(batch)
     with soft_cap(attention_soft_cap(model)):
@@ -124,7 +124,7 @@ def run_prefill_each(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sized:
+class Sized:
     """Per-batch-size data of a prefill: layer specs and shared state."""
 
     rows: int
@@ -134,7 +134,7 @@ class _Sized:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
+class Run:
     """One prefill of a batch. States are tuples ``[layer][method]``, whose leaves have axis B first."""
 
     params: Any
@@ -153,23 +153,23 @@ class _Run:
         """
         return [self.order.chunks == 1 and not method.reread_tokens(self.padded) for method in self.methods]
 
-    def sized(self, rows: int) -> _Sized:
+    def sized(self, rows: int) -> Sized:
         specs = tuple(layer_specs(layers, self.model, rows, self.order.slots, *self.sizes) for layers in self.each)
         shared = tuple(init_shared(method, self.model, own) for method, own in zip(self.methods, specs, strict=True))
         common = common_storage(self.each, specs, [stored_alone(method, self.padded) for method in self.methods])
-        return _Sized(rows=rows, specs=specs, shared=shared, common=common)
+        return Sized(rows=rows, specs=specs, shared=shared, common=common)
 
-    def begun(self, sized: _Sized) -> tuple:
+    def begun(self, sized: Sized) -> tuple:
         """Make empty states, stripped."""
         return tuple(self._begun_layer(layer, sized) for layer in range(self.model.num_layers))
 
-    def _begun_layer(self, layer: int, sized: _Sized) -> tuple:
+    def _begun_layer(self, layer: int, sized: Sized) -> tuple:
         # Where only one layer is read at a time, the device holds its keys and values until its end, offloaded or not.
         specs = tuple(reading_spec(own[layer], self.order) for own in sized.specs)
         empty = tuple(layers[layer].init(spec) for layers, spec in zip(self.each, specs, strict=True))
         return sized.common.strip_layer(layer, empty)
 
-    def whole(self, tokens: Array, length: Array, sized: _Sized) -> tuple[tuple, Array]:
+    def whole(self, tokens: Array, length: Array, sized: Sized) -> tuple[tuple, Array]:
         """Prefill rows together; return their finished states and their logits float32 [B, V]."""
         if self.order.by == "layers":
             waiting = self.order.waiting
@@ -179,14 +179,14 @@ class _Run:
         states, logits = self.read(tokens, length, self.begun(sized), sized)
         return self.finished(tokens, length, states, sized, logits), logits
 
-    def in_groups(self, tokens: Array, length: Array, every: _Sized) -> tuple[tuple, Array]:
+    def in_groups(self, tokens: Array, length: Array, every: Sized) -> tuple[tuple, Array]:
         """Prefill all rows group by group, rows of similar length in one group; return finished states and logits."""
         order = self.order
         by_length = jnp.argsort(length, descending=True).astype(jnp.int32)
         logits = jnp.zeros((len(length), self.model.vocab_size), jnp.float32)
         group = self.sized(order.rows)
         if order.apart:
-            blank, kept = self._blank(every)
+            blank, kept = self.blank(every)
             states = kept.strip(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), blank))
         else:
             states = self.begun(every)
@@ -213,7 +213,7 @@ class _Run:
         return kept.restore(states) if order.apart else self.finished(tokens, length, states, every, logits), logits
 
     def in_layers(
-        self, tokens: Array, length: Array, sized: _Sized, put: Callable[[int, tuple], tuple]
+        self, tokens: Array, length: Array, sized: Sized, put: Callable[[int, tuple], tuple]
     ) -> tuple[tuple, Array]:
         """Prefill rows layer by layer: each layer reads all chunks, and is finished before the next layer begins.
 
@@ -233,10 +233,10 @@ class _Run:
         if self.order.offloaded:
             hidden = to_host(hidden)
         for layer in range(model.num_layers):
-            hidden, states = self._read_layer(layer, hidden, tokens, length, sized)
+            hidden, states = self.read_layer(layer, hidden, tokens, length, sized, layer == 0)
             if layer == model.num_layers - 1:
                 last = jnp.maximum(length - 1, 0)
-                hidden = jnp.concatenate([_piece(hidden, last[row], 1, row) for row in range(len(tokens))])
+                hidden = jnp.concatenate([piece_of(hidden, last[row], 1, row) for row in range(len(tokens))])
             states = sized.common.restore_layer(layer, states)
             made = zip(self.each, states, sized.specs, strict=True)
             kept = put(layer, tuple(finish(layers[layer], state, own[layer]) for layers, state, own in made))
@@ -247,15 +247,20 @@ class _Run:
         logits, states = checked(self.model, len(tokens), len(stored), (logits, tuple(stored)))
         return states, jnp.where((length > 0)[:, None], logits, 0)
 
-    def _read_layer(self, layer: int, hidden: Array, tokens: Array, length: Array, sized: _Sized) -> tuple[Array, tuple]:
-        """Run one layer on all chunks of hidden states [R, S, E]; return those behind it, and its states, stripped."""
+    def read_layer(
+        self, layer: int, hidden: Array, tokens: Array, length: Array, sized: Sized, embeds: bool
+    ) -> tuple[Array, tuple]:
+        """Run one layer on all chunks of hidden states [R, S, E]; return those behind it, and its states, stripped.
+
+        With ``embeds`` the layer reads the tokens, and the hidden states are those behind it alone.
+        """
         chunk, model = self.order.chunk, not_none("model", layered(self.model))
 
         def body(index: Array | int, carry: tuple, operands: tuple) -> tuple:
             (hidden, states), (params, each, shared, length, tokens) = carry, operands
-            piece, part = (_piece(x, index * chunk, chunk) for x in (tokens, hidden))
+            piece, part = (piece_of(x, index * chunk, chunk) for x in (tokens, hidden))
             now = Pass.at(index * chunk, piece, length, each, shared)
-            if layer == 0:
+            if embeds:
                 part = model.embed(params, piece, **position_option(model, now.position))
             else:  # what is written must not be computed from what it takes the place of
                 hidden, part = barrier((hidden, part))
@@ -281,7 +286,7 @@ class _Run:
         count = -(-axes.most(jnp.max(length), axes.DATA) // self.order.chunk)
         return bounded_loop(body, most, count, carry, operands)
 
-    def _blank(self, sized: _Sized) -> tuple[tuple, Common]:
+    def blank(self, sized: Sized) -> tuple[tuple, Common]:
         """Return the shapes of finished states, and the storage that they have in common."""
         found: list[Common] = []
 
@@ -294,7 +299,7 @@ class _Run:
         return jax.eval_shape(blank), found[0]
 
     def read(
-        self, tokens: Array, length: Array, states: tuple, sized: _Sized, rows: Array | None = None
+        self, tokens: Array, length: Array, states: tuple, sized: Sized, rows: Array | None = None
     ) -> tuple[tuple, Array]:
         """Run all passes over tokens int32 [R, T] of length int32 [R] of some rows; return their states and logits.
 
@@ -344,7 +349,7 @@ class _Run:
 
         return self._each_chunk(body, (states, logits), operands, length)
 
-    def finished(self, tokens: Array, length: Array, states: tuple, sized: _Sized, logits: Array) -> tuple:
+    def finished(self, tokens: Array, length: Array, states: tuple, sized: Sized, logits: Array) -> tuple:
         """Complete the states after the last token: reread the prompt where a method does, then finish unfinished states."""
         if self.order.chunks > 1:
             states = sized.common.restore(states)
@@ -356,7 +361,7 @@ class _Run:
         states = tuple(zip(*every, strict=True))
         return states if all(self.within) else self._compressed(states, sized, self.within)
 
-    def _compressed(self, states: tuple, sized: _Sized, done: list[bool], in_turn: bool = True) -> tuple:
+    def _compressed(self, states: tuple, sized: Sized, done: list[bool], in_turn: bool = True) -> tuple:
         """Finish the states, except for the methods that are ``done``; one layer after the other if ``in_turn``."""
         finished: list[tuple] = []
         for layer, state in enumerate(states):
@@ -371,7 +376,7 @@ class _Run:
         return tuple(finished)
 
 
-def _piece(x: Array, start: Array | int, size: int, row: int | None = None) -> Array:
+def piece_of(x: Array, start: Array | int, size: int, row: int | None = None) -> Array:
     """Slice ``size`` tokens from ``start`` on out of x [B, S, ...] in either memory, of one row or of all."""
     rows = (0, len(x)) if row is None else (row, 1)
     begin = (rows[0], start, *(0 for _ in x.shape[2:]))

@@ -197,6 +197,13 @@ class LayeredModel(Model, Protocol):
         """Return the hidden states behind ``layer``, and its new state; ``attend`` is called as in `apply`."""
         ...
 
+    def alone(self, params: Any, layer: int) -> tuple[Any, Any] | None:
+        """Return ``layer`` as a model of one layer, the same for equal layers, and its parameters, or None without any.
+
+        So equal layers share a program. A model need not have this function; None means that it cannot do it.
+        """
+        ...
+
     def head(self, params: Any, hidden: jax.Array) -> jax.Array:
         """Return the logits float32 [B, V] of hidden states [B, E] behind the last layer."""
         ...

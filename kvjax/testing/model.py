@@ -90,6 +90,10 @@ class TinyModel:
         out = out.reshape(len(out), self.num_q_heads, -1, self.head_dim).swapaxes(1, 2).reshape(*hidden.shape[:2], -1)
         return hidden + out.astype(hidden.dtype) @ params["layers"][layer]["out"], state
 
+    def alone(self, params: Any, layer: int) -> tuple["TinyModel", Any]:
+        """Return one layer as a model; see `kvjax.protocol.typing.LayeredModel`."""
+        return dataclasses.replace(self, num_layers=1), None if params is None else {"layers": [params["layers"][layer]]}
+
     def head(self, params: Any, hidden: jax.Array) -> jax.Array:
         """Compute logits; see `kvjax.protocol.typing.LayeredModel`."""
         return (_normed(hidden) @ params["head"]).astype(jnp.float32)

@@ -22,6 +22,9 @@ MOST_PARTS = 8  # programs of a cluster
 PEERS = 4 + 2 * 4 * MOST_PARTS  # int32 numbers of shared memory that `of_parts` takes
 
 
+HOPPER = "a Hopper GPU"  # the only cards where these kernels have run
+
+
 def check_hopper():
     """Raise ``NotImplementedError`` for other GPUs than those of compute capability 9.0."""
     if (capability := current_machine().capability) != (9, 0):

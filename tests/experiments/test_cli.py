@@ -329,6 +329,11 @@ def test_ls_says_what_fits_a_device(capsys, tmp_path, fails):
     assert main(["ls", "full", "headkv", "keydiff", *given, "--model", "llama-3.2-1b"]) == 0
     told = capsys.readouterr().out
     assert re.search(r"full +[\d,]+ +\d+ ", told) and re.search(r"keydiff +any ", told) and "headkv: HeadKV: scores" in told
+    (kept := tmp_path / "kept.json").write_text(json.dumps({"head_factor": [1.5] * 16}))
+    methods = [f"kvzip(budget=1/8, head_factor={factor})" for factor in (kept, 1.5)]
+    assert main(["ls", *methods, *given, "--model", "llama-3.2-1b", "--json"]) == 0
+    by_layer, alike = json.loads(capsys.readouterr().out)
+    assert by_layer["after_bytes"] == alike["after_bytes"] and by_layer["method"] == methods[0]
     longest = 32768
     for expected in (0, 1):  # of the longest prompt one row fits, whatever the step of the search
         assert main(["ls", "quest", "--fits", "24GB", "--model", "qwen3-8b", "--json", "--length", str(longest)]) == 0

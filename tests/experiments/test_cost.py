@@ -25,7 +25,7 @@ CONFIG = models.ModelConfig(
     vocab_size=5120, hidden_size=32, intermediate_size=64, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=16,
     max_position_embeddings=512, tie_word_embeddings=True, eos_token_ids=(0,), rope_theta=1e4,
 )  # fmt: skip
-LARGE = ("prefill", "extend", "decode_and_measure")
+LARGE = ("read", "extend", "decode_and_measure")
 
 
 @contextlib.contextmanager

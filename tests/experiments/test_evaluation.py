@@ -549,6 +549,9 @@ def test_a_table_as_csv_has_the_papers_names_and_a_budget_in_every_row(tmp_path,
         rows = list(csv.DictReader(io.StringIO(out.read_text())))
         assert len(rows) == len(read_record(folder)["metrics"])
         assert all(int(row["budget"]) > 0 and row["title"] and float(row["score"]) >= 0 for row in rows)
+        assert all(
+            row[cost].isdigit() for row in rows for cost in ("tokens_attended", "tokens", "bytes_read", "bytes_resident")
+        )
         assert {"CHESS", "R-KV", "Ada-KV", "Expected Attention"} <= {row["title"] for row in rows} or name != "qwen-16k"
         assert all(json.loads(row["knobs"]).keys() or row["method"] == "full" for row in rows if row["knobs"])
     assert main(["compare", str(folder), "--format", "tsv"]) == 2 and "--format" in capsys.readouterr().err

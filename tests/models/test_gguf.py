@@ -192,6 +192,27 @@ def test_decoded_numbers_lie_within_a_step(kind, tmp_path):
     np.testing.assert_array_equal(file.read("a", bfloat), read.astype(bfloat))
 
 
+@pytest.mark.parametrize(
+    ("kind", "halves"), [(QUANTS.Q8_0, (0,)), (QUANTS.Q4_K, (0, 2)), (QUANTS.Q5_K, (0, 2)), (QUANTS.Q6_K, (208,))]
+)
+def test_a_compiled_program_decodes_the_same_bits(kind, halves):
+    blocks = np.random.default_rng(0).integers(0, 256, (64, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
+    for at in halves:
+        blocks[:, at + 1] &= 0xBB  # a scale is a finite number
+    got = gguf_files.blocks.DECODE[kind](jnp.asarray(blocks)).reshape(64, -1)
+    np.testing.assert_array_equal(np.asarray(got).view(np.int32), gguf.dequantize(blocks, kind).view(np.int32))
+
+
+def test_parameters_of_a_compiled_program_are_those_of_the_file(tmp_path, monkeypatch):
+    write_both(tmp_path, "qwen2_bias", QUANTS.Q8_0)
+    wanted, _ = models.from_pretrained(tmp_path, "bfloat16")
+    monkeypatch.setattr(gguf_files.blocks, "LEAST", 0)
+    got, _ = models.from_pretrained(tmp_path, "bfloat16")
+    for (path, value), other in zip(flatten_dict(wanted, sep="/").items(), flatten_dict(got, sep="/").values(), strict=True):
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(other), err_msg=path)
+    assert gguf_files.blocks.joined._cache_size() >= 4
+
+
 def test_rows_are_decoded_in_pieces(tmp_path, monkeypatch):
     value = np.random.default_rng(0).normal(size=(7, 64)).astype(np.float32)
     gguf_writing.write(tmp_path / "x.gguf", {"general.architecture": "llama"}, {"a": value}, {"a": QUANTS.Q4_1})

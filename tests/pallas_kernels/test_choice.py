@@ -321,10 +321,10 @@ def test_a_kernel_of_jax_triton_is_mapped(package):
 
     x, y = jnp.arange(24.0).reshape(4, 2, 3), 100 * jnp.arange(30.0).reshape(5, 2, 3)
     one = jax.jit(jax.vmap(run, (0, None)))
-    np.testing.assert_array_equal(one(x, y[0]), 2 * (x + y[0]))
+    np.testing.assert_array_equal(one(x, y[0]), 2 * (x + y[:1]))
     assert str(jax.make_jaxpr(one)(x, y[0])).count("= twice") == 1
     each = jax.jit(jax.vmap(lambda x: jax.vmap(run, (None, 0))(x, y)))  # an axis of each operand
-    np.testing.assert_array_equal(each(x), 2 * (x[:, None] + y))
+    np.testing.assert_array_equal(each(x), 2 * (x[:, None] + y[None]))
     both = jax.jit(jax.vmap(jax.vmap(run), (0, None)))(jnp.stack([x, 1 - x]), y[:4])  # one operand has both
     np.testing.assert_array_equal(both, [2 * (x + y[:4]), 2 * (1 - x + y[:4])])
 

@@ -62,6 +62,8 @@ def test_an_operation_has_a_function_a_table_and_a_reference(name):
     assert [*operation.implementations][-1] == XLA and not operation.implementations[XLA].platforms
     assert importlib.util.find_spec(f"{PLACES[name]}.reference") is not None
     assert set(re.findall(r"``(\w+)``", statement(name).partition("through")[2])) <= {*operation.implementations}
+    said = inspect.getdoc(public(name)).partition("    implementation: ")[2].partition("    platform: ")[0]
+    assert "pallas_mosaic_gpu" not in operation.implementations or '"pallas_mosaic_gpu"' in said, "what does it take?"
 
 
 @every_operation

@@ -6,6 +6,7 @@ Sources: the GGUF specification (``docs/gguf.md`` in the ggml repository); for w
 llama.cpp's ``convert_hf_to_gguf.py``, which writes such files.
 """
 
+from .blocks import decoded
 from .codes import coder
 from .config import read_config
 from .conversion import convert, save_tokenizer
@@ -14,6 +15,6 @@ from .tensors import GGUFTensors
 from .tokenizer import build_tokenizer, chat_templates, special_tokens
 
 __all__ = [
-    "GGUFFile", "GGUFTensors", "build_tokenizer", "chat_templates", "coder", "convert", "open_file", "read_config",
+    "GGUFFile", "GGUFTensors", "build_tokenizer", "chat_templates", "coder", "convert", "decoded", "open_file", "read_config",
     "save_tokenizer", "special_tokens",
 ]  # fmt: skip

@@ -80,12 +80,12 @@ class Leaf:
         return self.transpose or self.path.endswith("embedding")
 
     def join(self, tensors: list[np.ndarray]) -> np.ndarray:
-        """Join the file tensors into the parameter: a view or one copy, in the file's dtype."""
+        """Join the file tensors, of NumPy or JAX, into the parameter: a view or one copy, in the file's dtype."""
         parts = [self._own(tensor, index) for index, tensor in enumerate(tensors)]
         folded = [self._ordered(part.reshape(fold), i) for i, (part, fold) in enumerate(zip(parts, self.folds, strict=True))]
         if self.offset:
             folded = [(part.astype(np.float32) + self.offset).astype(part.dtype) for part in folded]
-        whole = folded[0] if len(folded) == 1 else np.concatenate(folded, axis=self.axis)
+        whole = folded[0] if len(folded) == 1 else folded[0].__array_namespace__().concat(folded, axis=self.axis)
         if self.is_taps:
             return whole.reshape(-1, whole.shape[-1])
         if not self.transpose:

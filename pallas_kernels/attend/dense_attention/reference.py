@@ -13,6 +13,8 @@ FEW_BYTES = 1 << 23  # of keys that a decode step reads in one piece
 def dense_attention(query, key, value, *, query_position, key_position, query_first, scale, limit, block, turn=None):
     """Attend to all tokens that each query sees, one block of keys at a time, in plain JAX; ``turn`` as in `block_logits`."""
     rows, heads, group, length, dim = query.shape
+    if not key.shape[2]:
+        return jnp.zeros((*query.shape[:4], value.shape[-1]), query.dtype), jnp.full(query.shape[:4], -jnp.inf, jnp.float32)
     flat = query.reshape(rows, heads, group * length, dim)
     precision = product_precision(query.dtype)
     # A small part of the keys: a block of values is copied, without those of empty slots, and a CPU's caches hold it.

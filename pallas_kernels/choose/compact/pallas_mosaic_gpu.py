@@ -14,6 +14,7 @@ from pallas_kernels._mosaic_gpu.search import MOST
 PARTS = (1, 2, 4, 8)  # programs of a cluster
 UNIT = 2**11  # entries of which a thread loads 16 together
 ALONE = 2**12  # entries of a row for which one program is enough
+TAKES = f"{arrays.HOPPER}, rows and lists of up to {PARTS[-1] * MOST} entries"
 
 
 def _body(mask_ref, list_ref, keep_ref, words, peers, *, capacity, size, parts):

@@ -16,6 +16,7 @@ from pallas_kernels._triton.kth_search import order_key
 from pallas_kernels.numerics import finite_or_zero
 
 ALONE = 2**13  # entries of a row for which one program is enough
+TAKES = f"{arrays.HOPPER}, rows and lists of up to {arrays.MOST_PARTS * MOST} entries"
 
 
 def _body(*refs, joining, budget, traced, most, capacity, heads, size, parts):

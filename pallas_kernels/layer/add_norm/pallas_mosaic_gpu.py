@@ -13,6 +13,7 @@ from pallas_kernels._mosaic_gpu.threads import THREADS
 
 MOST_ROWS = 1024  # enough for a decode step; for the many rows of a prompt XLA is as good
 MOST_WIDTH = 2**14  # one program holds a row in registers
+TAKES = f"{arrays.HOPPER}, up to {MOST_ROWS} rows of a multiple of {THREADS} up to {MOST_WIDTH}"
 
 
 def _vector(width, dtype):

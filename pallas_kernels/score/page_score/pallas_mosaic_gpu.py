@@ -17,6 +17,7 @@ STEPS = 8  # vectors of a block that a thread reads a part of; as many are on th
 FEW = 1056  # blocks that have a program each, eight for each streaming multiprocessor
 PROGRAMS = 396  # three for each streaming multiprocessor of an H100 or H200
 MOST_QUERIES = 8  # of a KV head, in registers; 16 where a page has one vector
+TAKES = f"{arrays.HOPPER}, D a power of two from {CHUNK} to {32 * CHUNK}, G up to {MOST_QUERIES}"
 
 
 def _body(*refs, n, vectors, added, held, pages, share, page_size, newest, first, joined, programs):

@@ -15,6 +15,7 @@ from pallas_kernels._mosaic_gpu.search import MOST
 from pallas_kernels._triton.quantised import refuse_codes
 
 NEVER = jnp.iinfo(jnp.int32).max
+TAKES = f"{arrays.HOPPER}, S up to {MOST}, no codes"
 
 
 def _body(limits_ref, *refs, heads, slots, dim, shared, gained, owned, first, any_age):

@@ -15,6 +15,7 @@ from pallas_kernels._triton.quantised import refuse_codes
 from pallas_kernels.host import copy_row, sinks_of
 
 MOST = 2**15  # elements of a row's queries, keys and values, in registers
+TAKES = f"{arrays.HOPPER}, D a power of two up to {2 * THREADS}, H * (G + 2) * D up to {MOST}, no codes"
 
 
 def _body(packed_ref, place_ref, *refs, shape, slots, rotating, sinks):

@@ -70,6 +70,8 @@ def check_equal(methods, config=TINY, weights=None, **options):
     both = [read(methods, order, config, weights, **options) for order in ("layers", "chunks")]
     for one, other in zip(*both, strict=True):
         equal(one, other)
+    for one, other in zip(read(methods, None, config, weights, share_storage=True, **options), both[1], strict=True):
+        equal(one, other)  # by a program for each kind of layer
     return both[0][-1]
 
 
@@ -112,6 +114,19 @@ def test_methods_that_share_a_prompt_share_each_layer():
     for one, other in zip(caches, read([example(name) for name in names], "chunks"), strict=True):
         equal(one, other)
     assert caches[0].layers[1].cache.key is caches[1].layers[1].cache.key
+
+
+def test_equal_layers_are_one_program():
+    """Quest attends in full in two layers: a model of six layers has as many programs as one of four."""
+
+    def count(layers):
+        model = dataclasses.replace(TINY, num_layers=layers)
+        sizes = {"rows": 3, "length": 32, "room": 8, "max_new_tokens": 8, "num_eos": 0, "chunk_size": 8, "pad_multiple": 8}
+        methods = [example("full"), example("quest"), SNAPKV]
+        lowered = programs.lower_programs(model.random_params(), config=model, methods=methods, share_storage=True, **sizes)
+        return sum(1 for _ in lowered)
+
+    assert count(4) == count(6)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ TOKENS = 128  # of a program
 TOGETHER = 4  # values that a thread reads together
 JOINED = 16  # partials, or rows of a basis, that a thread reads together
 WIDTH = 32  # columns of a basis that a program joins with
+TAKES = f"{arrays.HOPPER}, D of 32 to 256 in one dtype, G up to {MOST_QUERIES}, blocks of up to {TOKENS} tokens"
 
 
 def _body(

@@ -30,6 +30,7 @@ RIVAL = 4  # words of a cluster that is compared: its order among equals, its sc
 BLOCKS = 132  # programs that an H100 or H200 holds at once, one on each multiprocessor
 MOST_KEYS = 2**15  # of a program, which counts in halves of words and has their votes in shared memory
 EACH_BYTE = 0x01010101
+TAKES = f"{arrays.HOPPER}, D of 32, 64 or 128, whole rows and lists of up to {8 * MOST_KEYS} slots"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +96,8 @@ _ALIGN = (
 
 def _share(table, at, word, parts):
     """Write int32 [128] to the tables of all programs of the cluster, at int32 [128] unless that is negative."""
-    lines = [
-        f".reg .pred p; .reg .b32 table, to; mov.b32 table, $0; {_ALIGN} mad.lo.s32 table, $1, 4, table; setp.ge.s32 p, $1, 0;"
-    ]
+    lines = [f".reg .pred p; .reg .b32 table, to; mov.b32 table, $0; {_ALIGN} mad.lo.s32 table, $1, 4, table;"]
+    lines.append("setp.ge.s32 p, $1, 0;")
     for peer in range(parts):
         there = f"mapa.shared::cluster.u32 to, table, {peer}; @p st.shared::cluster.b32 [to], $2;"
         lines.append(there if parts > 1 else "@p st.shared.b32 [table], $2;")
@@ -233,8 +233,8 @@ def _list(list_ref, votes, run, at, slot, cut, above, level):
 
 
 def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *refs, n):
-    # query [L, G, D]; counts [L * N, 256]; shares [P, 2 + Z]; ids [L * S, N]; position [L, S]; stop [B]; signs [D] if rotated;
-    # rotated [L, D]; list [L, C]; count [L]. In shared memory: the query, rivals, tables, counts, votes, sums of warps.
+    # query [L, G, D]; counts [L * N, 256]; shares [P, 2 + Z]; ids [L * S, N]; position [L, S]; stop [B]; signs [D] if
+    # rotated; rotated [L, D]; list [L, C]; count [L]. In shared memory: the query, rivals, tables, counts, votes, sums of warps.
     *signs_ref, rotated_ref, list_ref, count_ref, numbers, rivals, table, counted, votes, sums = refs
     line, team = lax.axis_index("x"), lax.axis_index("group")
     part = lax.axis_index("part") if n.parts > 1 else jnp.int32(0)

@@ -28,6 +28,7 @@ MANY = 2**30  # more than any list has
 ROOM = 3 * 2**14  # parts of estimates that a program has room for in shared memory
 BLOCKS = 132  # programs that an H100 or H200 holds at once, one on each multiprocessor
 LEAST = float(jnp.finfo(jnp.float32).min)
+TAKES = f"{arrays.HOPPER}, D of 32 to 256, any number of slots"
 
 
 @dataclasses.dataclass(frozen=True)

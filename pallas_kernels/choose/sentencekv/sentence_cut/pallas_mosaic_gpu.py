@@ -16,6 +16,7 @@ from pallas_kernels._triton.kth_search import NEVER, order_key
 from pallas_kernels.choose.sentencekv.sentence_cut.rules import CLOSES, bounds
 
 HALF = 2**16 - 1
+TAKES = f"{arrays.HOPPER}, S up to {MOST}"
 
 
 def _body(

@@ -9,6 +9,7 @@ from jax import lax
 from pallas_kernels._mosaic_gpu import arrays
 
 BLOCK = 512  # entries of a program
+TAKES = arrays.HOPPER
 
 
 def _body(fresh_ref, length_ref, awake_ref, budget_ref, *refs, capacity, width, num_sink, num_local, kept):

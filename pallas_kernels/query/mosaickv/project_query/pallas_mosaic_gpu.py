@@ -13,6 +13,7 @@ from pallas_kernels.formats.packed_vectors import split_terms
 
 STEPS = 1  # rows of a basis that a thread reads a part of
 MOST_QUERIES = 16  # of a KV head, in registers
+TAKES = f"{arrays.HOPPER}, D of 32 to 256, G up to {MOST_QUERIES}"
 
 
 def _body(query_ref, basis_ref, out_ref, *, n, segments):

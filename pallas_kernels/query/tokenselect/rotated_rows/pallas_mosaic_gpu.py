@@ -11,6 +11,7 @@ from pallas_kernels._mosaic_gpu.threads import THREADS
 from pallas_kernels._triton.quantised import refuse_codes
 
 EACH = 16  # pairs of channels of a thread and head
+TAKES = f"{arrays.HOPPER}, D a power of two up to {THREADS * EACH}, no codes"
 
 
 def _body(key_ref, value_ref, token_ref, inv_freq_ref, key_out, value_out, *, heads, slots, width, dim):

@@ -12,6 +12,7 @@ from pallas_kernels._mosaic_gpu.threads import THREADS
 from pallas_kernels.query.tokenselect.step_query.result import StepQuery
 
 MOST = 2**15  # elements of a row's query, in registers
+TAKES = f"{arrays.HOPPER}, D a power of two up to {2 * THREADS}, H * G * D up to {MOST}"
 
 
 def _body(*refs, elements, dim, num_sink, num_local, given):

@@ -56,6 +56,9 @@ def packed_score(parts, values, bitmap, count, last, *, span, unit, owner, reduc
     return score.reshape(rows, heads, *shape)
 
 
+TAKES = f"{arrays.HOPPER}, D of 32 to 256, G up to {MOST_QUERIES}"
+
+
 def check(parts, values, bitmap, count, last, *, span, unit, owner, reduce):
     """Raise ``NotImplementedError`` for other GPUs, head dims, dtypes and groups than the kernel takes."""
     arrays.check_hopper()

@@ -22,6 +22,7 @@ BLOCK = 512  # tokens of a program of the second kernel
 TOGETHER = 8  # heads whose logits it loads together
 MOST_QUERIES = 16  # of a KV head, in registers
 FLOOR = -1e30  # a running maximum below every logit that keeps -inf - (-inf) from arising
+TAKES = f"{arrays.HOPPER}, D a power of two from {CHUNK} to {32 * CHUNK}, G up to {MOST_QUERIES}, H * G up to {THREADS}"
 
 
 def _bounds(stop_ref, start_ref, first, row, tokens):

@@ -16,6 +16,7 @@ from pallas_kernels._mosaic_gpu.threads import THREADS
 from pallas_kernels._triton.packed_vectors import check_format
 
 TOGETHER = 8  # channels that are compared in one step of a loop
+TAKES = f"{arrays.HOPPER}, D of 64 or 128 in one dtype"
 
 
 def _body(

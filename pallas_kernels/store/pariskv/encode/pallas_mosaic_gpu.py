@@ -13,6 +13,7 @@ from pallas_kernels._mosaic_gpu.threads import THREADS
 from pallas_kernels.formats.key_codes import SLICE
 
 EACH = 8  # channels of a thread
+TAKES = f"{arrays.HOPPER}, D a power of two from {DIMS[0]} to {DIMS[-1]}"
 
 
 def _body(key_ref, valid_ref, *refs, heads, dim, shared, scale):

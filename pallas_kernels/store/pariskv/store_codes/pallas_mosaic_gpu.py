@@ -17,6 +17,7 @@ from pallas_kernels.host import copy_row, sinks_of
 
 MOST_ELEMENTS = 2**13  # elements of a row's keys, in registers
 EACH = 16  # counts of a thread that are moved together
+TAKES = f"{arrays.HOPPER}, T = 1, D a power of two from {DIMS[0]} to {DIMS[-1]}, H * D up to {MOST_ELEMENTS}"
 
 
 def _body(key_ref, position_ref, active_ref, cursor_ref, *refs, rotate, heads, slots, dim, num_local, buffer, scale, sinks):

@@ -41,6 +41,9 @@ def widen_page(key, position, cursor, low, high, *, page_size, rows=None):
     return tuple(arrays.in_place(body, (low, high), grid=(batch * heads,))(key, position, cursor))
 
 
+TAKES = arrays.HOPPER
+
+
 def check(key, position, cursor, low, high, *, page_size, rows=None):
     """Raise ``NotImplementedError`` for other GPUs and dtypes."""
     arrays.check_hopper()

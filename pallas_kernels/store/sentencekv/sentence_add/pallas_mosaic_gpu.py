@@ -10,6 +10,7 @@ from pallas_kernels.choose.sentencekv.sentence_cut.rules import CLOSES
 from pallas_kernels.host import copy_row, sinks_of
 
 MOST = 2**14  # channels of all queries of a KV head, in registers
+TAKES = f"{arrays.HOPPER}, G * D up to {MOST}"
 
 
 def _body(

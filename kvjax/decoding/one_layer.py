@@ -1,0 +1,234 @@
+"""A prefill layer by layer, of which each layer is a program of its own; equal layers are one program.
+
+One program of all layers takes XLA as long as there are layers: for 28 layers under ten methods more than a minute, although
+the layers differ in nothing but their parameters. The computation is that of `kvjax.decoding.prefill`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from kvjax.cache import Cache, LayerSpec
+from kvjax.decoding.layers import fingerprint, init_shared, layer_methods, layer_specs, observe
+from kvjax.decoding.passes import Pass
+from kvjax.decoding.prefill import Run, Sized, piece_of, put_rows
+from kvjax.decoding.reading_order import By, Order, chosen_order, why_chunks
+from kvjax.decoding.shared_storage import Common, common_storage, finish
+from kvjax.protocol.method import Method
+from kvjax.protocol.typing import Model, attention_soft_cap, layered, not_none, position_option
+from pallas_kernels.soft_cap import soft_cap
+
+_KINDS = 4  # of layers, or a third of the layers; with more, one program compiles sooner
+Call = Callable[..., Any]  # (program, arguments, static=...) -> results, or their shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class OneLayer:
+    """What is static of a layer while its rows are read; equal layers have equal values."""
+
+    model: Model  # the layer alone, as a model of one layer
+    specs: tuple[LayerSpec, ...]  # of all rows, for each method
+    holders: tuple[int, ...]  # `Common.holders` of the layer
+    padded: int
+    sizes: tuple
+    order: Order
+
+    def of(self, params: Any, methods: Sequence[Any], shared: tuple, rows: int) -> tuple[Run, Sized]:
+        """Return the run of the layer alone, and its sizes for some rows."""
+        each, specs = tuple((method,) for method in methods), of_rows((self.specs,), rows)[0]
+        run = Run(params, tuple(methods), each, self.model, self.padded, self.sizes, self.order)
+        return run, Sized(rows, tuple((spec,) for spec in specs), shared, Common((self.holders,)))
+
+    def blank(self, methods: Sequence[Any]) -> tuple[tuple, Common]:
+        """Return the shapes of the finished states [method] of all rows, and the storage that they have in common."""
+        run, sized = self.of(None, methods, (None,) * len(methods), self.specs[0].batch)
+        shapes, kept = run.blank(sized)
+        return kept.strip_layer(0, shapes[0]), kept
+
+
+class Layers(NamedTuple):
+    """What is static of a prefill."""
+
+    order: Order
+    layers: tuple[OneLayer, ...]
+    kept: tuple[Common, ...]  # of each layer, the storage that its finished states have in common
+    specs: tuple[tuple[LayerSpec, ...], ...]  # [method][layer] of all rows
+
+
+def of_rows(specs: Sequence[Sequence[LayerSpec]], rows: int) -> tuple[tuple[LayerSpec, ...], ...]:
+    """Return specs for another number of rows."""
+    return tuple(tuple(dataclasses.replace(spec, batch=rows) for spec in own) for own in specs)
+
+
+def begin(params: Any, tokens: Array, length: Array, index: Array, *, model: Model, order: Order) -> tuple[Array, ...]:
+    """Return the indices of a group's rows, their tokens, their lengths and their embedded tokens [R, S, E]."""
+    if order.groups == 1:
+        rows = jnp.arange(len(length), dtype=jnp.int32)
+    else:
+        by_length = jnp.argsort(length, descending=True).astype(jnp.int32)
+        rows = lax.dynamic_slice_in_dim(by_length, index * order.rows, order.rows)
+    tokens, length = tokens[rows], length[rows]
+    position = Pass.at(0, tokens, length, (), ()).position
+    return rows, tokens, length, not_none("model", layered(model)).embed(params, tokens, **position_option(model, position))
+
+
+def empty(methods: tuple, *, layer: OneLayer) -> tuple:
+    """Make room for the finished states [method] of all rows."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), layer.blank(methods)[0])
+
+
+def read(
+    params: Any,
+    hidden: Array,
+    states: tuple | None,
+    rows: Array,
+    tokens: Array,
+    length: Array,
+    methods: tuple,
+    shared: tuple,
+    *,
+    layer: OneLayer,
+) -> tuple[Array, tuple]:
+    """Run a layer on the hidden states of a group's rows; return those behind it, and the finished states of all rows."""
+    run, sized = layer.of(params, methods, shared, len(rows))
+    with soft_cap(attention_soft_cap(layer.model)):
+        hidden, begun = run.read_layer(0, hidden, tokens, length, sized, embeds=False)
+    begun = zip(methods, sized.common.restore_layer(0, begun), sized.specs, strict=True)
+    made = layer.blank(methods)[1].strip_layer(0, tuple(finish(method, state, spec) for method, state, (spec,) in begun))
+    return hidden, made if states is None else put_rows(states, made, rows)
+
+
+def end(params: Any, hidden: Array, logits: Array, rows: Array, length: Array, *, model: Model) -> Array:
+    """Write the logits behind the last tokens of a group's rows into those of all rows, float32 [B, V]."""
+    last = jnp.maximum(length - 1, 0)
+    hidden = jnp.concatenate([piece_of(hidden, last[row], 1, row) for row in range(len(length))])
+    new = not_none("model", layered(model)).head(params, hidden[:, 0])
+    return put_rows(logits, jnp.where((length > 0)[:, None], new, 0), rows)
+
+
+def observed(cache: Cache) -> Cache:
+    """Run `observe` at the prompt's end; without the layers where they stay as they are."""
+    made = observe(cache, decoding=False)
+    same = all(x is y for x, y in zip(jax.tree.leaves(made.layers), jax.tree.leaves(cache.layers), strict=True))
+    return dataclasses.replace(made, layers=()) if same else made
+
+
+def padded_to(tokens: Array, *, slots: int) -> Array:
+    """Pad tokens int32 [B, T] to whole chunks."""
+    return jnp.pad(tokens, ((0, 0), (0, slots - tokens.shape[1])))
+
+
+def each_layer(methods: tuple[Method, ...], *, model: Model) -> tuple:
+    """Return the methods of the layers, [method][layer]."""
+    return tuple(layer_methods(method, model) for method in methods)
+
+
+def read_by_layer(
+    call: Call,
+    params: Any,
+    tokens: Any,
+    length: Any,
+    methods: tuple[Method, ...],
+    *,
+    model: Model,
+    max_new_tokens: int,
+    chunk_size: int,
+    kv_dtype: str | None,
+    order: By | None,
+) -> list[Cache] | None:
+    """Do what `kvjax.decoding.prefill.run_prefill_each` does, by a program for each kind of layer.
+
+    Args:
+        call: runs a program of this module on arguments; or returns the shapes of its results, to compile it ahead.
+
+    Returns:
+        The caches, which have the arrays in common that are equal; None where one program must read all layers: in another
+        order, with layers in host memory, if the model does not say which of its layers are equal, or many differ.
+    """
+    if (alone := getattr(model, "alone", None)) is None:
+        return None
+    batch, padded = tokens.shape
+    each = call(each_layer, methods, model=model)
+    leaves, structure = jax.tree.flatten((methods, each))
+    shapes = tuple((x.shape, x.dtype) for x in leaves)
+    sizes = (max_new_tokens, 1, kv_dtype)
+    plan = _planned(structure, shapes, model, batch, padded, sizes, chunk_size, order)
+    if plan is None:
+        return None
+    chosen = plan.order
+    tokens = call(padded_to, tokens, slots=chosen.slots)
+    states: list[Any] = [None] * model.num_layers
+    of_layer = [tuple(own[at] for own in each) for at in range(model.num_layers)]
+    if chosen.groups > 1:
+        states = [call(empty, own, layer=layer) for own, layer in zip(of_layer, plan.layers, strict=True)]
+    shared, every = (
+        tuple(map(init_shared, methods, (model,) * len(methods), of_rows(plan.specs, rows))) for rows in (chosen.rows, batch)
+    )
+    weights = [alone(params, at)[1] for at in range(model.num_layers)]
+    logits: Any = np.zeros((batch, model.vocab_size), np.float32)
+    for index in range(chosen.groups):
+        rows, *own, hidden = call(begin, params, tokens, length, np.int32(index), model=model, order=chosen)
+        for at, layer in enumerate(plan.layers):
+            given = weights[at], hidden, states[at], rows, *own, of_layer[at], shared
+            hidden, states[at] = call(read, *given, layer=layer)
+        logits = call(end, params, hidden, logits, rows, own[1], model=model)
+    whole = [kept.restore_layer(0, own) for kept, own in zip(plan.kept, states, strict=True)]
+    caches = []
+    for at, method in enumerate(methods):
+        layers = tuple(layer[at] for layer in whole)
+        cache = Cache(
+            layers=layers, shared=every[at], method=method, length=length, logits=logits, model=model,
+            weights=fingerprint(params), kv_dtype=kv_dtype,
+        )  # fmt: skip
+        if type(method).observe is not Method.observe:
+            made = call(observed, cache)
+            cache = made if made.layers else dataclasses.replace(made, layers=layers)
+        caches.append(cache)
+    return caches
+
+
+@functools.lru_cache(64)
+def _planned(
+    structure: Any, shapes: tuple, model: Model, batch: int, padded: int, sizes: tuple, chunk_size: int, by: By | None
+) -> Layers | None:
+    """Plan a prefill from shapes; see `read_by_layer`."""
+    found: list[Layers | None] = []
+
+    def plan(given: tuple) -> None:
+        methods, each = given
+        found.append(_plan(methods, each, model, batch, padded, sizes, chunk_size, by))
+
+    jax.eval_shape(plan, jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in shapes]))
+    return found[0]
+
+
+def _plan(
+    methods: tuple, each: tuple, model: Any, batch: int, padded: int, sizes: tuple, chunk_size: int, by: By | None
+) -> Layers | None:
+    room, parts, kv_dtype = sizes
+    options: dict[str, Any] = {"max_new_tokens": room, "parts": parts, "kv_dtype": kv_dtype}
+    if by is None and why_chunks(methods, model, padded) is None:
+        by = "layers"  # it needs no more than a row's hidden states besides
+    order = chosen_order(methods, each, model, batch, padded, **options, chunk_size=chunk_size, order=by)
+    if order.by != "layers" or order.offloaded or model.alone(None, 0) is None:
+        return None
+    specs = tuple(layer_specs(own, model, batch, order.slots, room, parts, kv_dtype) for own in each)
+    common, known = common_storage(each, specs, [False] * len(methods)), dict[Hashable, Common]()
+    layers, kept = [], []
+    for at, of_layer in enumerate(zip(*each, strict=True)):
+        own = tuple(x[at] for x in specs)
+        layer = OneLayer(model.alone(None, at)[0], own, common.holders[at], padded, sizes, order)
+        kind = layer, jax.tree.structure(of_layer)
+        if kind not in known:
+            known[kind] = layer.blank(of_layer)[1]
+        layers.append(layer)
+        kept.append(known[kind])
+    return Layers(order, tuple(layers), tuple(kept), specs) if len(known) <= max(_KINDS, len(layers) // 3) else None
