@@ -9,45 +9,61 @@ import re
 
 import numpy as np
 
-THREADS, SHIFT = 128, np.uint64(32)
-COMPARE = {x: getattr(operator, x) for x in ("eq", "ne", "lt", "le", "gt", "ge")}
+THREADS, BITS = 128, np.uint64(32)
 _LANE = np.arange(THREADS) % 32
 _WARP = np.arange(THREADS) - _LANE
 
 
-def _bits(x, size=8):
+def _bits(x):
     x = np.asarray(x)
     return x.view(np.uint32).astype(np.uint64) if x.dtype == np.float32 else x.astype(np.int64).view(np.uint64)
 
 
 def _read(bits, kind):
     """The numbers of type ``kind`` that bits are."""
-    if kind == "f32":
-        return bits.astype(np.uint32).view(np.float32)
-    size = int(kind[1:])
-    if size == 64:
+    if kind[1:] == "64":
         return bits.view(np.int64) if kind[0] == "s" else bits
-    low = bits & np.uint64((1 << size) - 1)
-    return low.astype(np.uint32).view(np.int32).astype(np.int64) if kind == "s32" else low.astype(np.int64)
-
-
-def _parts(text):
-    """Split operands at commas that are not in braces."""
-    return [x.strip() for x in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", text)]
+    low = bits.astype(np.uint32)
+    return low.view(np.float32) if kind == "f32" else (low.view(np.int32) if kind[0] == "s" else low).astype(np.int64)
 
 
 @functools.cache
 def _program(text):
-    """List instructions (predicate, operation, operands) and where labels are."""
+    """List instructions (predicate, operation, operands), and where labels are."""
     steps, labels = [], {}
     for line in filter(None, map(str.strip, text.split(";"))):
         while found := re.match(r"([A-Z]+):\s*", line):
             labels[found[1]], line = len(steps), line[found.end() :]
         where, line = re.match(r"(?:@(\w+) )?(.*)", line).groups("")
         name, _, rest = line.partition(" ")
-        if not name.startswith(".reg"):
-            steps.append((where, name.split("."), _parts(rest)))
+        if name != ".reg":
+            steps.append((where, name.split("."), [x.strip() for x in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", rest)]))
     return steps, labels
+
+
+def _prmt(x, y, choice):
+    source, out = [(z >> (8 * i)) & 255 for z in (x, y) for i in range(4)], 0
+    for i in range(4):
+        digit = choice >> 4 * i
+        byte = np.select([(digit & 7) == j for j in range(8)], source)
+        out = out | np.where(digit & 8, np.where(byte > 127, 255, 0), byte) << (8 * i)
+    return out
+
+
+def _lop3(x, y, z, table):
+    terms = [[v if i >> (2 - k) & 1 else ~v for k, v in enumerate((x, y, z))] for i in range(8)]
+    return functools.reduce(operator.or_, (np.where(table >> i & 1, a & b & c, 0) for i, (a, b, c) in enumerate(terms)))
+
+
+def _dp4a(x, y, z):
+    return sum(((x >> 8 * i) & 255) * ((y >> 8 * i) & 255) for i in range(4)) + z
+
+
+OPERATIONS = {x: getattr(operator, x) for x in ("add", "sub", "mul", "xor", "neg")} | {
+    "and": operator.and_, "or": operator.or_, "shl": operator.lshift, "shr": operator.rshift, "min": np.minimum,
+    "max": np.maximum, "mov": lambda x: x, "mad": lambda x, y, z: x * y + z, "prmt": _prmt, "lop3": _lop3, "dp4a": _dp4a,
+    "fma": lambda x, y, z: (x.astype(np.float64) * y + z).astype(np.float32),
+}  # fmt: skip
 
 
 class Threads:
@@ -62,127 +78,72 @@ class Threads:
 
     def run(self, text, operands, kinds):
         """Run instructions, and return their results, of types ``kinds``."""
-        steps, labels = _program(text)
-        operands = (_bits(x) for x in operands)
-        self.held = {f"${i + len(kinds)}": np.array(np.broadcast_to(x, (THREADS,))) for i, x in enumerate(operands)}
-        at = np.zeros(THREADS, int)
+        (steps, labels), at = _program(text), np.zeros(THREADS, int)
+        self.held = {f"${i}": np.array(np.broadcast_to(_bits(x), (THREADS,))) for i, x in enumerate(operands, len(kinds))}
         while (now := at.min()) < len(steps):
-            here = at == now
-            where, name, args = steps[now]
+            (where, name, args), here = steps[now], at == now
             shown = here & self.held[where] if where else here
             at = np.where(here, now + 1, at)
             if name[0] == "bra":
                 at = np.where(shown, labels[args[0]], at)
+            elif name[0] == "barrier":
+                self.meet()
+            elif name[0] in ("ld", "st", "red"):
+                self._access(*name, target=args[name[0] == "ld"], data=args[name[0] != "ld"], shown=shown)
             elif shown.any():
-                self._step(name, args, shown)
+                x = self._result(name, args, name[-1], shown)
+                wide = "wide" in name or name[-1].endswith("64")
+                x = x if x.dtype == bool else _bits(x) & np.uint64(2 ** (64 if wide else 32) - 1)
+                self.held[args[0]] = np.where(shown, x, self.held.get(args[0], np.zeros_like(x)))
         found = [_read(self.held[f"${i}"], kind) for i, kind in enumerate(kinds)]
         return [x if kind == "f32" else x.astype(np.int32) for x, kind in zip(found, kinds, strict=True)]
 
-    def _value(self, text, kind):
+    def _value(self, text, kind="u32"):
         if text in self.special:
             return self.special[text]
         if text.startswith("0f"):
             return np.full(THREADS, np.uint32(int(text[2:], 16)).view(np.float32))
-        if re.match(r"-?\d", text):
-            return _read(_bits(np.full(THREADS, int(text, 0))), kind)
-        return _read(self.held[text], kind)
+        return _read(_bits(np.full(THREADS, int(text, 0))) if re.match(r"-?\d", text) else self.held[text], kind)
 
-    def _put(self, name, x, shown):
-        x = x if x.dtype == bool else _bits(x)
-        old = self.held.get(name, np.zeros_like(x))
-        self.held[name] = np.where(shown, x, old)
+    def _result(self, name, args, kind, shown):
+        match name:
+            case ["mov", "b64"] if args[1][0] == "{":
+                low, high = (self._value(x).astype(np.uint64) for x in args[1][1:-1].split(", "))
+                return low | high << BITS
+            case ["mapa", *_]:
+                return self._value(args[1]) % (1 << 24) + ((self._value(args[2]) + 1) << 24)
+            case ["setp", compare, *_]:
+                found = getattr(operator, compare)(*(self._value(x, kind) for x in args[1:3]))
+                return np.asarray(found & self.held[args[3]] if len(args) > 3 else found)
+            case ["or", "pred"]:
+                return self.held[args[1]] | self.held[args[2]]
+            case ["cvt", _, to, kind]:
+                return self._value(args[1], kind).astype(np.float32 if to == "f32" else np.int64)
+            case ["redux", _, fold, kind]:
+                assert shown.all()
+                return np.repeat(
+                    getattr(np, {"add": "sum"}.get(fold, fold))(self._value(args[1], kind).reshape(-1, 32), axis=1), 32
+                )
+            case ["shfl", _, way, _]:
+                assert shown.all()
+                x, by = (self._value(x) for x in args[1:3])
+                lane = {"idx": by & 31, "up": _LANE - by, "down": _LANE + by, "bfly": _LANE ^ by}[way]
+                return x[_WARP + np.where((lane < 0) | (lane > 31), _LANE, lane)]
+        wide = [kind if i < 2 else "s64" for i in range(3)] if name[1] == "wide" else [kind] * 4
+        return OPERATIONS[name[0]](*(self._value(x, y) for x, y in zip(args[1:], wide, strict=False)))
 
-    def _step(self, name, args, shown):
-        op, kind = name[0], name[-1]
-        if op in ("ld", "st", "red"):
-            return self._access(op, name, args, shown)
-        if op == "barrier":
-            return self.meet()
-        if op == "mov" and args[-1][0] == "{":
-            low, high = (self._value(x, "u32").astype(np.uint64) for x in args[1][1:-1].split(", "))
-            return self._put(args[0], (low | high << SHIFT).view(np.int64), shown)
-        if op == "mapa":
-            return self._put(
-                args[0], self._value(args[1], "u32") % (1 << 24) + ((self._value(args[2], "u32") + 1) << 24), shown
-            )
-        if op == "setp":
-            x, y = (self._value(a, kind) for a in args[1:3])
-            found = COMPARE[name[1]](x, y)
-            return self._put(args[0], np.asarray(found & self.held[args[3]] if len(args) > 3 else found), shown)
-        if op == "or" and kind == "pred":
-            return self._put(args[0], self.held[args[1]] | self.held[args[2]], shown)
-        if op in ("shfl", "redux"):
-            return self._across(op, name, args, shown)
-        wide = name[1] == "wide"
-        given = [self._value(a, kind if not (wide and i == 2) else "s64") for i, a in enumerate(args[1:])]
-        found = getattr(self, f"_{op}")(*given) if op != "cvt" else self._cvt(name, args)
-        kept = kind if not wide and op != "cvt" else ""
-        self._put(args[0], _read(_bits(found), kept) if kept.endswith("32") and kept != "f32" else found, shown)
-
-    _mov = staticmethod(lambda x: x)
-    _add, _sub, _mul, _and, _or, _xor = (
-        staticmethod(getattr(operator, x)) for x in ("add", "sub", "mul", "and_", "or_", "xor")
-    )
-    _min, _max, _neg = staticmethod(np.minimum), staticmethod(np.maximum), staticmethod(operator.neg)
-    _shl, _shr = staticmethod(lambda x, n: x << n), staticmethod(lambda x, n: x >> n)
-    _mad = staticmethod(lambda x, y, z: x * y + z)
-
-    @staticmethod
-    def _fma(x, y, z):
-        return (x.astype(np.float64) * y + z).astype(np.float32)
-
-    def _cvt(self, name, args):
-        x = self._value(args[1], name[-1])
-        return x.astype(np.float32) if name[-2] == "f32" else np.trunc(x).astype(np.int64)
-
-    @staticmethod
-    def _prmt(x, y, choice):
-        source = [(z >> (8 * i)) & 255 for z in (x, y) for i in range(4)]
-        picked = [np.select([((choice >> 4 * i) & 7) == j for j in range(8)], source) for i in range(4)]
-        signs = [(choice >> (4 * i + 3)) & 1 for i in range(4)]
-        return sum(
-            np.where(s, np.where(z > 127, 255, 0), z) << (8 * i) for i, (z, s) in enumerate(zip(picked, signs, strict=True))
-        )
-
-    @staticmethod
-    def _lop3(x, y, z, table):
-        found = 0
-        for i in range(8):
-            terms = [v if i >> (2 - k) & 1 else ~v for k, v in enumerate((x, y, z))]
-            found = found | np.where(table >> i & 1, terms[0] & terms[1] & terms[2], 0)
-        return found
-
-    @staticmethod
-    def _dp4a(x, y, z):
-        return sum(((x >> 8 * i) & 255) * ((y >> 8 * i) & 255) for i in range(4)) + z
-
-    def _across(self, op, name, args, shown):
-        assert shown.all(), "got a shuffle of some threads, expected all"
-        x = self._value(args[1], "s32" if op == "redux" else "u32")
-        if op == "redux":
-            fold = {"add": np.sum, "max": np.max, "min": np.min}[name[2]]
-            return self._put(args[0], np.repeat(fold(x.reshape(-1, 32), axis=1), 32), shown)
-        by = self._value(args[2], "u32")
-        lane = {"idx": by & 31, "up": _LANE - by, "down": _LANE + by, "bfly": _LANE ^ by}[name[2]]
-        return self._put(args[0], x[_WARP + np.where((lane < 0) | (lane > 31), _LANE, lane)], shown)
-
-    def _access(self, op, name, args, shown):
-        kind, many = name[-1], next((int(x[1:]) for x in name if re.fullmatch(r"v\d", x)), 1)
-        target, data = (args[1], args[0]) if op == "ld" else (args[0], args[1])
-        base, _, offset = target[1:-1].partition(" + ")
-        shared = name[1].startswith("shared")
+    def _access(self, op, space, *how, target, data, shown):
+        size, base, _, offset = int(how[-1][1:]) // 8, *target[1:-1].partition(" + ")
+        names, shared = re.findall(r"[^{},\s]+", data), space.startswith("shared")
         place = self._value(base, "u32" if shared else "u64").astype(np.int64) + int(offset or 0)
-        names, size = re.findall(r"[^{},\s]+", data), int(kind[1:]) // 8
+        assert (place[shown] % (size * len(names)) == 0).all(), f"got places {place[shown]} for {op}.{space}.{how}"
         for i, x in enumerate(names):
-            assert len(names) == many and (place[shown] % (size * many) == 0).all(), f"got places {place[shown]} for {name}"
-            held = self._value(x, "u32") if op != "ld" else np.zeros(THREADS, np.int64)
+            held = self._value(x) if op != "ld" else np.zeros(THREADS, np.int64)
             for thread in np.flatnonzero(shown):
                 memory, at = self.memory(int(place[thread]) + i * size, shared)
-                assert 0 <= at <= len(memory) - size, f"got {at} of {len(memory)} bytes for {name}"
+                assert 0 <= at <= len(memory) - size, f"got {at} of {len(memory)} bytes for {op}.{space}.{how}"
                 view = memory[at : at + size].view(f"u{size}")
-                if op == "ld":
-                    held[thread] = view[0]
-                else:
-                    view[0] = held[thread] + (view[0] if op == "red" else 0)
+                held[thread] = view[0] if op == "ld" else held[thread] + (view[0] if op == "red" else 0)
+                view[0] = held[thread] if op != "ld" else view[0]
             if op == "ld":
-                self._put(x, held, shown)
+                self.held[x] = np.where(shown, _bits(held), self.held.get(x, np.zeros(THREADS, np.uint64)))

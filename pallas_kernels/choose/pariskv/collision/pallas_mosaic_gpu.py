@@ -233,7 +233,7 @@ def _list(list_ref, votes, run, at, slot, cut, above, level):
 
 
 def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *refs, n):
-    # query [L, G, D]; counts [L * N, 256]; shares [P, 2 + Z]; ids [L * S, N]; position [L, S]; stop [B]; if rotated signs [D];
+    # query [L, G, D]; counts [L * N, 256]; shares [P, 2 + Z]; ids [L * S, N]; position [L, S]; stop [B]; maybe signs [D];
     # rotated [L, D]; list [L, C]; count [L]. In shared memory: the query, rivals, tables, counts, votes, sums of warps.
     *signs_ref, rotated_ref, list_ref, count_ref, numbers, rivals, table, counted, votes, sums = refs
     line, team = lax.axis_index("x"), lax.axis_index("group")
