@@ -1,4 +1,4 @@
-"""Numbers below 128 counted in shared memory by all threads of a cluster: where the cut is, and ranks in order.
+"""Keys in shared memory, of which the threads of a cluster choose the best in order: counts of digits, the cut, places.
 
 A program has several warpgroups; what is written here runs in all its threads.
 """
@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays
 
@@ -97,3 +98,46 @@ def earlier(word: jax.Array, ref) -> jax.Array:
     lines.append("barrier.sync 0; shl.b32 at, lane, 2; add.s32 at, at, $1; mov.b32 y, 0; setp.lt.s32 p, lane, warp;")
     lines.append("@p ld.shared.b32 y, [at]; redux.sync.add.s32 y, y, -1; add.s32 y, y, x; sub.s32 $0, y, $2;")
     return arrays.assembly(lines, [ref], [word], [jnp.int32])[0]
+
+
+def chosen(keys, run: int, low: jax.Array, width: jax.Array | int, found: Cut, ref) -> tuple[jax.Array, jax.Array]:
+    """Choose keys in order: all above ``low + width - 1``, and from ``low`` on the first ``found.left``; never 0.
+
+    Args:
+        keys: int32 in shared memory without signs, ``run`` neighbours for each thread, at most 32.
+        found: with all keys above, and all from ``low`` on, of earlier programs.
+        ref: see `earlier`.
+
+    Returns:
+        For each thread which of its keys are chosen, bits of int32 [128], and the place of the first in the list of all.
+    """
+    lines = [".reg .pred p, q, r; .reg .b32 at, x, i, bit, end; mov.u32 at, %tid.x;", f"mad.lo.s32 at, at, {4 * run}, $2;"]
+    lines.append(
+        "mov.b32 i, 0; mov.b32 bit, 1; mov.b32 $0, 0; mov.b32 $1, 0; KEY: ld.shared.b32 x, [at]; setp.ne.s32 q, x, 0;"
+    )
+    lines.append("setp.ge.u32 p, x, $3; sub.s32 x, x, $3; setp.ge.and.u32 p, x, $4, p; setp.lt.and.u32 q, x, $4, q;")
+    lines.append("@p or.b32 $0, $0, bit; @q or.b32 $1, $1, bit; shl.b32 bit, bit, 1; add.s32 at, at, 4; add.s32 i, i, 1;")
+    lines.append(f"setp.lt.s32 r, i, {run}; @r bra KEY;")
+    above, level = arrays.assembly(lines, [keys], [low, jnp.int32(width)], [jnp.int32] * 2)
+    count = ["popc.b32 $0, $1;"]
+    numbers = [arrays.assembly(count, (), [x], [jnp.int32])[0] for x in (above, level)]
+    word = earlier(numbers[0] + (numbers[1] << 16), ref)
+    before = found.level_before + lax.shift_right_logical(word, 16)
+    take = found.left - before  # of this thread's keys that may tie, the first ones; none if negative
+    lines = [
+        ".reg .pred p; .reg .b32 x; mov.b32 $0, $1; LESS: popc.b32 x, $0; setp.gt.s32 p, x, $2; setp.gt.and.s32 p, x, 0, p;"
+    ]
+    lines.append("@!p bra DONE; bfind.u32 x, $0; shl.b32 x, 1, x; xor.b32 $0, $0, x; bra LESS; DONE: mov.b32 x, 0;")
+    level = arrays.assembly(lines, (), [level, take], [jnp.int32])[0]
+    return above | level, found.above_before + (word & 0xFFFF) + jnp.minimum(before, found.left)
+
+
+def for_each(bits: jax.Array, refs, numbers, registers: str, begin: str, step: str) -> None:
+    """Run instructions for each bit of int32 [128], the lowest first: ``step``, where i is its number, after ``begin``.
+
+    ``$0`` and so on are the addresses of ``refs``, then the bits, then ``numbers``; ``registers`` declares more.
+    """
+    mask = f"${len(refs)}"
+    lines = [f"{registers} .reg .pred p; .reg .b32 left, i, x; mov.b32 left, {mask}; {begin} BIT: setp.eq.s32 p, left, 0;"]
+    lines.append(f"@p bra DONE; sub.s32 x, 0, left; and.b32 x, x, left; xor.b32 left, left, x; bfind.u32 i, x; {step}")
+    arrays.assembly([*lines, "bra BIT; DONE: mov.b32 x, 0;"], refs, [bits, *numbers])

@@ -34,7 +34,7 @@ def _program(text):
     for line in filter(None, map(str.strip, text.split(";"))):
         while found := re.match(r"([A-Z]+):\s*", line):
             labels[found[1]], line = len(steps), line[found.end() :]
-        where, line = re.match(r"(?:@(\w+) )?(.*)", line).groups("")
+        where, line = re.match(r"(?:@(!?\w+) )?(.*)", line).groups("")
         name, _, rest = line.partition(" ")
         if name != ".reg":
             steps.append((where, name.split("."), [x.strip() for x in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", rest)]))
@@ -63,6 +63,7 @@ OPERATIONS = {x: getattr(operator, x) for x in ("add", "sub", "mul", "xor", "neg
     "and": operator.and_, "or": operator.or_, "shl": operator.lshift, "shr": operator.rshift, "min": np.minimum,
     "max": np.maximum, "mov": lambda x: x, "mad": lambda x, y, z: x * y + z, "prmt": _prmt, "lop3": _lop3, "dp4a": _dp4a,
     "fma": lambda x, y, z: (x.astype(np.float64) * y + z).astype(np.float32),
+    "popc": lambda x: np.bitwise_count(x).astype(np.int64), "bfind": lambda x: np.log2(np.maximum(x, 1)).astype(np.int64),
 }  # fmt: skip
 
 
@@ -82,7 +83,7 @@ class Threads:
         self.held = {f"${i}": np.array(np.broadcast_to(_bits(x), (THREADS,))) for i, x in enumerate(operands, len(kinds))}
         while (now := at.min()) < len(steps):
             (where, name, args), here = steps[now], at == now
-            shown = here & self.held[where] if where else here
+            shown = here & (self.held[where.lstrip("!")] ^ where.startswith("!")) if where else here
             at = np.where(here, now + 1, at)
             if name[0] == "bra":
                 at = np.where(shown, labels[args[0]], at)

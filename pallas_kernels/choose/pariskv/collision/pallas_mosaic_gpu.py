@@ -160,7 +160,7 @@ def _vote(table, counted, votes, words, key, asked):
     Args:
         table: the tables in shared memory.
         counted: shared memory int32 [128].
-        votes: bytes of shared memory.
+        votes: shared memory, int32.
         words: int32 [N], several.
         key: int32 [N], where its votes go.
         asked: int32 [N], 1 or 0.
@@ -178,58 +178,18 @@ def _vote(table, counted, votes, words, key, asked):
         lines.append("add.s32 sum, sum, a;")
     lines.append(f"mov.b32 x, 1; dp4a.u32.u32 x, sum, {EACH_BYTE:#x}, x; setp.eq.s32 p, $4, 0; @p mov.b32 x, 0;")
     lines.append(
-        "add.s32 at, $3, $2; st.shared.u8 [at], x; shl.b32 at, x, 2; add.s32 at, at, $1; red.shared.add.u32 [at], 1;"
+        "mad.lo.s32 at, $3, 4, $2; st.shared.b32 [at], x; shl.b32 at, x, 2; add.s32 at, at, $1; red.shared.add.u32 [at], 1;"
     )
     arrays.assembly(lines, [table, counted, votes], [key, asked, *words])
 
 
-def _parted(run, votes, cut):
-    """Write instructions: what begins a loop over this thread's ``run`` votes, and what parts four of them, in x.
-
-    Votes above the cut become 1 in a byte of x, those at the cut 1 in y, all others 0. A byte is below 128.
-    """
-    begin = f"mov.u32 at, %tid.x; mad.lo.s32 at, at, {run}, {votes}; mov.b32 i, 0; sub.s32 up, 127, {cut}; "
-    begin += f"mul.lo.s32 up, up, {EACH_BYTE:#x}; add.s32 down, up, {EACH_BYTE:#x};"
-    step = f"ld.shared.b32 x, [at]; add.s32 y, x, down; shr.u32 y, y, 7; and.b32 y, y, {EACH_BYTE:#x}; "
-    return begin, step + f"add.s32 x, x, up; shr.u32 x, x, 7; and.b32 x, x, {EACH_BYTE:#x}; sub.s32 y, y, x;"
-
-
-def _flags(votes, run, cut):
-    """Count the votes of this thread's ``run`` keys above the cut and at it, in the halves of a word: int32 [128]."""
-    begin, step = _parted(run, "$1", "$2")
-    lines = [".reg .pred p; .reg .b32 at, x, y, i, up, down, above, level; mov.b32 above, 0; mov.b32 level, 0;", begin]
-    lines.append(f"FLAG: {step} dp4a.u32.u32 above, x, {EACH_BYTE:#x}, above; dp4a.u32.u32 level, y, {EACH_BYTE:#x}, level;")
-    lines.append(
-        f"add.s32 at, at, 4; add.s32 i, i, 4; setp.lt.s32 p, i, {run}; @p bra FLAG; mad.lo.s32 $0, level, 65536, above;"
+def _list(list_ref, bits, at, slot, place, n):
+    """Write this thread's candidates, ``bits`` int32 [128] of its keys, from ``place`` on in the list from ``at`` on."""
+    begin = (
+        f"mad.wide.s32 to, $2, 4, $0; mad.wide.s32 to, $4, 4, to; mov.u32 slot, %tid.x; mad.lo.s32 slot, slot, {n.run}, $3;"
     )
-    return arrays.assembly(lines, [votes], [cut], [jnp.int32])[0]
-
-
-def _list(list_ref, votes, run, at, slot, cut, above, level):
-    """Write this thread's candidates: the keys above the cut, and of those at it the first ones of the whole list.
-
-    Args:
-        list_ref: int32 [L, C].
-        votes: bytes of shared memory.
-        run: keys of a thread.
-        at: int32, where the list begins.
-        slot: int32, of the program's first key.
-        cut: of the votes.
-        above: int32 [128], candidates above the cut before this thread's keys.
-        level: int32 [128], keys at the cut before them.
-    """
-    begin, step = _parted(run, "$1", "$4")
-    lines = [".reg .pred p, q, r; .reg .b64 to, list; .reg .b32 at, x, y, z, i, up, down, slot, above, level;", begin]
-    lines.append(f"mad.wide.s32 list, $2, 4, $0; mov.u32 slot, %tid.x; mad.lo.s32 slot, slot, {run}, $3;")
-    lines.append(f"mov.b32 above, $6; mov.b32 level, $7; LIST: {step} or.b32 z, x, y; setp.eq.s32 p, z, 0; @p bra SKIP;")
-    for byte in range(BYTES):
-        bit = 1 << (8 * byte)
-        lines.append(f"min.s32 z, level, $5; add.s32 z, z, above; mad.wide.s32 to, z, 4, list; and.b32 z, x, {bit};")
-        lines.append(f"setp.ne.s32 p, z, 0; @p add.s32 above, above, 1; and.b32 z, y, {bit}; setp.ne.s32 q, z, 0;")
-        lines.append(f"setp.lt.and.s32 r, level, $5, q; or.pred r, r, p; add.s32 z, slot, {byte}; @r st.global.b32 [to], z;")
-        lines.append("@q add.s32 level, level, 1;")
-    lines.append(f"SKIP: add.s32 at, at, 4; add.s32 slot, slot, 4; add.s32 i, i, 4; setp.lt.s32 p, i, {run}; @p bra LIST;")
-    arrays.assembly(lines, [list_ref, votes], [at, slot, cut.bin, cut.left, above, level])
+    step = "add.s32 i, i, slot; st.global.b32 [to], i; add.s64 to, to, 4;"
+    bins.for_each(bits, [list_ref], [at, slot, place], ".reg .b64 to; .reg .b32 slot;", begin, step)
 
 
 def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *refs, n):
@@ -240,7 +200,7 @@ def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *r
     part = lax.axis_index("part") if n.parts > 1 else jnp.int32(0)
     bins.arrive_all(n.parts)
     bins.clear(counted, bins.BINS, n.threads)
-    bins.clear(votes, n.threads * n.run // BYTES, n.threads)
+    bins.clear(votes, n.threads * n.run, n.threads)
     zone = _totals(counts_ref, line, n.slices)
     stop = jnp.minimum(arrays.scalar(stop_ref, lax.div(line, n.heads)), n.slots)
     width = 2 + n.tiers
@@ -285,9 +245,8 @@ def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *r
     lax.fori_loop(0, last, add, ids(jnp.int32(0)))
     bins.meet_all(n.parts)
     cut = bins.cut(counted, wanted, part, n.parts, least=1)
-    word = bins.earlier(_flags(votes, n.run, cut.bin), sums)
-    above, level = cut.above_before + (word & 0xFFFF), cut.level_before + lax.shift_right_logical(word, 16)
-    _list(list_ref, votes, n.run, line * n.capacity, begin, cut, above, level)
+    bits, place = bins.chosen(votes, n.run, cut.bin, 1, cut, sums)
+    _list(list_ref, bits, line * n.capacity, begin, place, n)
     if n.parts > 1:
         bins.meet_all(n.parts)  # no program ends before all have read its counts
 
@@ -315,7 +274,7 @@ def collision(query, signs, counts, ids, position, stop, shares, *, first, capac
     n = sizes_for(query, ids, shares, first=first, capacity=capacity, rotate=signs is not None, **choice)
     batch, heads, slots, slices = ids.shape
     lists = batch * heads
-    words = [RIVAL * n.threads, slices * HALF // BYTES + 64, bins.BINS, n.threads * n.run // BYTES, 32]
+    words = [RIVAL * n.threads, slices * HALF // BYTES + 64, bins.BINS, n.threads * n.run, 32]
     query, listed, count = arrays.program(
         functools.partial(_body, n=n),
         [

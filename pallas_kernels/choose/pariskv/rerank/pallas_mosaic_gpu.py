@@ -25,10 +25,11 @@ WORDS = LANES // 4  # of their codes: of each slice one of levels, and one with 
 TOGETHER = 2  # candidates of a thread whose codes are on their way together
 DIGIT = 7  # bits of a key that are counted together
 MANY = 2**30  # more than any list has
+MOST = 2**14  # candidates of a program of 512 threads, 32 each
 ROOM = 3 * 2**14  # parts of estimates that a program has room for in shared memory
 BLOCKS = 132  # programs that an H100 or H200 holds at once, one on each multiprocessor
 LEAST = float(jnp.finfo(jnp.float32).min)
-TAKES = f"{arrays.HOPPER}, D of 32 to 256, any number of slots"
+TAKES = f"{arrays.HOPPER}, D of 32 to 256, lists of up to 98,304 candidates, or less"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,61 +113,20 @@ def _count(counted, keys, low, width, shift, first, n):
     arrays.assembly(lines, [counted, keys], [low, width, shift, first])
 
 
-def _parted(n, keys, low, width):
-    """Write instructions: what begins a loop over this thread's keys, and what loads one.
+def _list(refs, bits, at, entry, place, n):
+    """Write this thread's best candidates, ``bits`` int32 [128] of those from ``entry`` on; the best begin at ``at``.
 
-    p tells then whether it is above those that may tie, and q whether it is one of them.
+    ``refs`` are the list int32 [L, K], the mask bool [L, K] and the slots int32 [L, C].
     """
-    begin = f"mov.u32 at, %tid.x; mad.lo.s32 at, at, {4 * n.run}, {keys}; mov.b32 i, 0;"
-    step = f"ld.shared.b32 x, [at]; setp.ne.s32 q, x, 0; setp.ge.u32 p, x, {low}; sub.s32 x, x, {low}; "
-    return begin, step + f"setp.ge.and.u32 p, x, {width}, p; setp.lt.and.u32 q, x, {width}, q;"
-
-
-def _flags(keys, low, width, n):
-    """Count this thread's keys above those that may tie, and these, in the halves of a word: int32 [128]."""
-    begin, step = _parted(n, "$1", "$2", "$3")
-    lines = [f".reg .pred p, q; .reg .b32 at, x, i, sum; {begin} mov.b32 sum, 0; FLAG: {step}"]
-    lines.append("@p add.s32 sum, sum, 1; @q add.s32 sum, sum, 65536; add.s32 at, at, 4; add.s32 i, i, 1;")
-    lines.append(f"setp.lt.s32 p, i, {n.run}; @p bra FLAG; mov.b32 $0, sum;")
-    return arrays.assembly(lines, [keys], [low, width], [jnp.int32])[0]
-
-
-def _list(refs, keys, at, entry, low, width, left, above, level, n):
-    """Write this thread's best candidates: those above, and the first ``left`` of those that may tie.
-
-    Args:
-        refs: list int32 [L, K], mask bool [L, K], slots int32 [L, C].
-        keys: of the program's candidates, in shared memory.
-        at: int32, where the best begin in the list.
-        entry: int32, the program's first candidate.
-        low: the least key that may tie.
-        width: how many keys these are.
-        left: int32.
-        above: int32 [128], candidates above before this thread's.
-        level: int32 [128], candidates that may tie before them.
-    """
-    begin, step = _parted(n, "$3", "$6", "$7")
-    lines = [
-        ".reg .pred p, q, r; .reg .b64 to, from, list, mask; .reg .b32 at, x, i, above, level, slot, one; mov.b32 one, 1;",
-        begin,
-    ]
-    lines.append(
-        f"mov.u32 x, %tid.x; mad.lo.s32 x, x, {n.run}, $5; mad.wide.s32 from, x, 4, $2; mad.wide.s32 list, $4, 4, $0;"
-    )
-    lines.append(f"mad.wide.s32 mask, $4, 1, $1; mov.b32 above, $9; mov.b32 level, $10; KEY: {step}")
-    lines.append("setp.lt.and.s32 r, level, $8, q; or.pred r, r, p; min.s32 x, level, $8; add.s32 x, x, above;")
-    lines.append(
-        "@p add.s32 above, above, 1; @q add.s32 level, level, 1; @r ld.global.b32 slot, [from]; add.s64 from, from, 4;"
-    )
-    lines.append(
-        "mad.wide.s32 to, x, 4, list; @r st.global.b32 [to], slot; mad.wide.s32 to, x, 1, mask; @r st.global.u8 [to], one;"
-    )
-    lines.append(f"add.s32 at, at, 4; add.s32 i, i, 1; setp.lt.s32 p, i, {n.run}; @p bra KEY;")
-    arrays.assembly(lines, [*refs, keys], [at, entry, low, width, left, above, level])
+    begin = "add.s32 x, $4, $6; mad.wide.s32 to, x, 4, $0; mad.wide.s32 mask, x, 1, $1; mov.u32 x, %tid.x; mov.b32 one, 1;"
+    begin += f"mad.lo.s32 x, x, {n.run}, $5; mad.wide.s32 from, x, 4, $2;"
+    step = "mad.wide.s32 at, i, 4, from; ld.global.b32 x, [at]; st.global.b32 [to], x; st.global.u8 [mask], one;"
+    step += "add.s64 to, to, 4; add.s64 mask, mask, 1;"
+    bins.for_each(bits, refs, [at, entry, place], ".reg .b64 to, mask, from, at; .reg .b32 one;", begin, step)
 
 
 def _estimates(n, query_ref, slots_ref, rows_ref, sums, line, begin, live):
-    """Write the parts of the estimates of this program's first ``live`` candidates to ``sums`` float32 [Q, N]."""
+    """Write the parts of the estimates of this program's first ``live`` candidates to ``sums`` int32 [Q, N], as bits."""
     team, table = lax.axis_index("group"), _products(query_ref, line, n)
     entry = arrays.counted(t.THREADS * TOGETHER)
     warp = team * 4 + (lax.shift_right_logical(entry, 5) & 3)
@@ -184,7 +144,7 @@ def _estimates(n, query_ref, slots_ref, rows_ref, sums, line, begin, live):
         words, slot = ahead
         ahead = rows(slot), slots(number + 2)
         at = (warp & (n.quarters - 1)) * n.size + number * step + place
-        arrays.store_shared(sums, at, _estimate(table, words))
+        arrays.store_shared(sums, at, lax.bitcast_convert_type(_estimate(table, words), jnp.int32))
         return ahead
 
     lax.fori_loop(0, lax.div(live + step - 1, step), add, (rows(slots(jnp.int32(0))), slots(jnp.int32(1))))
@@ -192,7 +152,8 @@ def _estimates(n, query_ref, slots_ref, rows_ref, sums, line, begin, live):
 
 def _joined(n, sums, number, live):
     """Add up the parts of the estimates of candidates ``number`` int32 [N]: float32 [N], -inf from ``live`` on."""
-    total = functools.reduce(jnp.add, [arrays.load_shared(sums, number + i * n.size) for i in range(n.quarters)])
+    parts = [arrays.load_shared(sums, number + i * n.size) for i in range(n.quarters)]
+    total = functools.reduce(jnp.add, [lax.bitcast_convert_type(x, jnp.float32) for x in parts])
     total = total * (n.scale * LEVEL)
     total = jnp.where(total == 0, 0.0, total)
     total = jnp.where(total < LEAST, LEAST, total)  # NaN stays, and is never chosen
@@ -256,40 +217,39 @@ def _search(n, keys, counted, wanted, part):
 
 
 def _body(
-    query_ref, slots_ref, count_ref, rows_ref, position_ref, cursor_ref, stop_ref, limits_ref, list_ref, mask_ref, sums, keys,
+    query_ref, slots_ref, count_ref, rows_ref, position_ref, cursor_ref, stop_ref, limits_ref, list_ref, mask_ref, keys,
     counted, totals, *, n, regions,
 ):  # fmt: skip
     # query [L, D]; slots [L, C]; count [L]; rows [L * S, D]; position [L, S]; cursor, stop [B]; limits: budget and enough;
-    # list and mask [L, size]. In shared memory: parts of the estimates, keys, two counts of digits, sums of warps.
+    # list and mask [L, size]. In shared memory: parts of the estimates, then keys; two counts of digits; sums of warps.
     line, part, begin, live = _begin(n, count_ref)
     bins.clear(counted, 2 * bins.BINS, n.threads)
     cursor, stop = (arrays.scalar(ref, lax.div(line, n.heads)) for ref in (cursor_ref, stop_ref))
     dense = (cursor < arrays.scalar(limits_ref, line * 0 + 1)) | (stop <= regions.sinks)
     wanted = jnp.where(dense, 0, jnp.clip(arrays.scalar(limits_ref, line * 0), 0, regions.best))
-    _estimates(n, query_ref, slots_ref, rows_ref, sums, line, begin, live)
+    live = jnp.where(dense, 0, live)
+    _estimates(n, query_ref, slots_ref, rows_ref, keys, line, begin, live)
     bins.meet_all(1)
 
     def order(i, carry):
         number = _numbers(n, i)
-        arrays.store_shared(keys, number, order_key(_joined(n, sums, number, live)) ^ NEVER)
+        arrays.store_shared(keys, number, order_key(_joined(n, keys, number, live)) ^ NEVER)
         return carry
 
     lax.fori_loop(0, n.run, order, 0)
     bins.meet_all(n.parts)
     low, width, cut = _search(n, keys, counted, wanted, part)
-    word = bins.earlier(_flags(keys, low, width, n), totals)
-    above, level = cut.above_before + (word & 0xFFFF), cut.level_before + lax.shift_right_logical(word, 16)
+    bits, place = bins.chosen(keys, n.run, low, width, cut, totals)
     at, entry = line * regions.size + regions.sinks, line * n.candidates + begin
-    _list((list_ref, mask_ref, slots_ref), keys, at, entry, low, width, cut.left, above, level, n)
+    _list((list_ref, mask_ref, slots_ref), bits, at, entry, place, n)
 
     # The chosen stand behind the sinks. All programs share out the rest: sinks, the tail, entries that nothing fills.
     share = arrays.size_of(-(-regions.size // (n.parts * n.groups)))
     at = (part * n.groups + lax.axis_index("group")) * share + arrays.counted(share)
     behind = at - (regions.sinks + regions.best)
     slot = jnp.where(dense, at, jnp.where(behind >= 0, stop + behind, jnp.minimum(at, regions.sinks)))
-    listed = (dense | (at < regions.sinks) | ((behind >= 0) & (behind < regions.tail))) & (
-        slot < jnp.minimum(cursor, n.slots)
-    )
+    near = (at < regions.sinks) | ((behind >= 0) & (behind < regions.tail))
+    listed = (dense | near) & (slot < jnp.minimum(cursor, n.slots))
     rest = (at < regions.size) & ((at < regions.sinks) | (at >= regions.sinks + jnp.minimum(wanted, cut.total)))
     listed, where, slot = listed & rest, jnp.where(rest, line * regions.size + at, -1), jnp.clip(slot, 0, n.slots - 1)
     held = arrays.load(position_ref, jnp.where(listed, line * n.slots + slot, -1), -1) >= 0
@@ -299,12 +259,17 @@ def _body(
         bins.meet_all(n.parts)  # no program ends before all have read its counts
 
 
+def _most(dim):
+    """Return how many candidates a program can have."""
+    return min(MOST, LANES * ROOM // dim)
+
+
 def sizes_for(slots, rows, scale, parts=None, groups=None):
     """Choose the programs of a list and their warpgroups: as many as the multiprocessors hold at once."""
     (batch, heads, candidates), (stored, dim) = slots.shape, rows.shape[2:]
     if parts is None:
         parts = next((n for n in (8, 4, 2) if n * batch * heads <= BLOCKS and candidates >= n * 256), 1)
-        parts = max(parts, next((n for n in (1, 2, 4) if candidates * dim <= n * LANES * ROOM), 8))
+        parts = max(parts, next((n for n in (1, 2, 4) if candidates <= n * _most(dim)), 8))
     if groups is None:
         groups = 2 if candidates <= parts * 1024 else 4
     run = -(-candidates // (parts * groups * t.THREADS * 2)) * 2
@@ -319,7 +284,7 @@ def _launch(body, n, out, *operands, more=()):
         grid=(operands[0].shape[0],),
         parts=n.parts,
         groups=n.groups,
-        scratch=[plgpu.SMEM((n.quarters * n.size,), jnp.float32), *(plgpu.SMEM((x,), jnp.int32) for x in more)],
+        scratch=[plgpu.SMEM((x,), jnp.int32) for x in (n.quarters * n.size, *more)],
     )(*operands)
 
 
@@ -342,9 +307,7 @@ def rerank(query, slots, count, rows, position, cursor, stop, budget, enough, *,
     lists, limits = len(operands[0]), jnp.stack([jnp.asarray(x, jnp.int32) for x in (budget, enough)])
     out = [jax.ShapeDtypeStruct((lists, regions.size), dtype) for dtype in (jnp.int32, jnp.bool_)]
     body = functools.partial(_body, regions=regions)
-    made = _launch(
-        body, n, out, *operands, position.reshape(lists, -1), cursor, stop, limits, more=(n.size, 2 * bins.BINS, 32)
-    )
+    made = _launch(body, n, out, *operands, position.reshape(lists, -1), cursor, stop, limits, more=(2 * bins.BINS, 32))
     return tuple(x.reshape(*slots.shape[:2], -1) for x in made)
 
 
@@ -361,5 +324,5 @@ def check_estimates(query, slots, count, rows, *, scale):
     dim = query.shape[-1]
     if dim not in (32, 64, 128, 256) or not slots.size or max(rows.size // dim, slots.size) >= 2**31:
         raise NotImplementedError(f"got rows {rows.shape} and slots {slots.shape}, expected head_dim 32 to 256")
-    if slots.shape[2] * dim > 8 * LANES * ROOM:
-        raise NotImplementedError(f"got {slots.shape[2]} candidates, expected at most {8 * LANES * ROOM // dim}")
+    if slots.shape[2] > 8 * _most(dim):
+        raise NotImplementedError(f"got {slots.shape[2]} candidates, expected at most {8 * _most(dim)}")
