@@ -89,6 +89,11 @@ class Threads:
                 at = np.where(shown, labels[args[0]], at)
             elif name[0] == "barrier":
                 self.meet()
+            elif name[0] == "bar":
+                continue
+            elif name[0] == "mov" and args[0][0] == "{":
+                for half, shift in zip(args[0][1:-1].split(", "), (0, 32), strict=True):
+                    self.held[half] = self.held[args[1]] >> np.uint64(shift) & np.uint64(2**32 - 1)
             elif name[0] in ("ld", "st", "red"):
                 self._access(*name, target=args[name[0] == "ld"], data=args[name[0] != "ld"], shown=shown)
             elif shown.any():
@@ -114,8 +119,10 @@ class Threads:
             case ["mapa", *_]:
                 return self._value(args[1]) % (1 << 24) + ((self._value(args[2]) + 1) << 24)
             case ["setp", compare, *_]:
-                found = getattr(operator, compare)(*(self._value(x, kind) for x in args[1:3]))
-                return np.asarray(found & self.held[args[3]] if len(args) > 3 else found)
+                found = np.asarray(getattr(operator, compare)(*(self._value(x, kind) for x in args[1:3])))
+                return getattr(operator, f"__{name[2]}__")(found, self.held[args[3]]) if len(args) > 3 else found
+            case ["selp", kind]:
+                return np.where(self.held[args[3]], *(self._value(x, kind) for x in args[1:3]))
             case ["or", "pred"]:
                 return self.held[args[1]] | self.held[args[2]]
             case ["cvt", _, to, kind]:

@@ -1,7 +1,7 @@
 """Collision votes through Mosaic GPU, in one kernel: a cluster of programs shares the keys of a list.
 
-1. The programs of a list share its slices. A thread has two clusters of opposite signs, so of opposite scores, and compares
-   the better one with those of all other threads: keys in better clusters give the votes of both.
+1. The programs of a list share its slices. A warp sorts the clusters of one: 128 of them, because those of opposite signs
+   have opposite scores. Keys in better clusters give the votes.
 2. A vote has four bits, so the votes of the clusters c and c + 128 share a byte, and a slice's table has one word in each
    bank of shared memory: no look-up waits for another one. A key takes the byte and chooses its half by the id's highest bit.
 3. The votes stay in shared memory, where they are counted too. The counts of all programs say where the cut is, and where in
@@ -26,7 +26,8 @@ BYTES = 4  # of a word
 HALF = CLUSTERS // 2
 TOGETHER = 4  # keys of a thread whose ids are on their way together
 MOST_VOTES = 15  # of a cluster
-RIVAL = 4  # words of a cluster that is compared: its order among equals, its score, its keys, those of its opposite
+EACH = HALF // 32  # pairs of opposite clusters of a lane
+ROOM = CLUSTERS + HALF // BYTES  # words of a warp that makes a table: keys of the clusters, votes
 BLOCKS = 132  # programs that an H100 or H200 holds at once, one on each multiprocessor
 MOST_KEYS = 2**15  # of a program, which counts in halves of words and has their votes in shared memory
 EACH_BYTE = 0x01010101
@@ -66,27 +67,35 @@ def _totals(counts_ref, line, slices):
     return arrays.assembly(lines, [counts_ref], [line], [None])[0]
 
 
-def _compare(rivals, key, order):
-    """Sum up keys of other threads' clusters, int32 [128] each.
+def _sorted(keys, orders):
+    """Sort 128 pairs of int32 without signs, four of each lane, largest first: the second ones of all, in the same form."""
+    each = range(EACH)
+    lines = [".reg .pred p, upper; .reg .b64 t, a<4>, b<4>; .reg .b32 lane, x, y; mov.u32 lane, %laneid;"]
+    lines += [f"mov.b64 a{k}, {{${2 * EACH + k}, ${EACH + k}}};" for k in each]
+    for bits in range(1, 8):  # merge sorted runs: compare with the mirror place in the run of twice the length, then halve
+        for distance in (2**bits - 1, *(2**i for i in reversed(range(bits - 1)))):
+            far, near = divmod(distance, EACH)
+            if not far:
+                for k in (k for k in each if k < k ^ near):
+                    one, two = f"a{k}", f"a{k ^ near}"
+                    lines.append(f"setp.lt.u64 p, {one}, {two}; selp.b64 t, {two}, {one}, p;")
+                    lines.append(f"selp.b64 {two}, {one}, {two}, p; mov.b64 {one}, t;")
+                continue
+            for k in each:
+                lines.append(f"mov.b64 {{x, y}}, a{k ^ near}; shfl.sync.bfly.b32 x, x, {far}, 31, -1;")
+                lines.append(f"shfl.sync.bfly.b32 y, y, {far}, 31, -1; mov.b64 b{k}, {{x, y}};")
+            lines.append(f"and.b32 x, lane, {1 << (far.bit_length() - 1)}; setp.ne.s32 upper, x, 0;")
+            lines += [f"setp.gt.xor.u64 p, a{k}, b{k}, upper; selp.b64 a{k}, a{k}, b{k}, p;" for k in each]
+    lines += [f"mov.b64 {{x, y}}, a{k}; mov.b32 ${k}, x;" for k in each]
+    return arrays.assembly(lines, (), [*keys, *orders], [jnp.int32] * EACH)
 
-    Returns:
-        Of the better clusters that stand before this thread's, of their opposites, of all better clusters, and of all others.
-    """
-    unroll, size = 8, 4 * RIVAL
-    lines = [".reg .pred p; .reg .b64 mine, other; .reg .b32 base, at, i, low, high, a, b; .reg .f32 x, y, sx, sy;"]
-    lines.append(f"mov.u32 base, %tid.x; shr.u32 base, base, 7; mad.lo.s32 base, base, {t.THREADS * size}, $4;")
-    lines.append("mov.b64 mine, {$6, $5}; mov.f32 sx, 0f00000000; mov.f32 sy, 0f00000000; mov.b32 at, base; mov.b32 i, 0;")
-    lines.append("RIVAL:")
-    for i in range(unroll):
-        lines.append(f"ld.shared.v4.b32 {{low, high, a, b}}, [at + {i * size}]; mov.b64 other, {{low, high}};")
-        lines.append("setp.gt.u64 p, other, mine; mov.b32 x, a; mov.b32 y, b; @p add.f32 sx, sx, x; @p add.f32 sy, sy, y;")
-    lines.append(f"add.s32 at, at, {unroll * size}; add.s32 i, i, {unroll}; setp.lt.s32 p, i, {t.THREADS}; @p bra RIVAL;")
-    lines.append("cvt.rzi.s32.f32 $0, sx; cvt.rzi.s32.f32 $1, sy; mov.f32 sx, 0f00000000; mov.f32 sy, 0f00000000;")
-    lines.append(f"mov.u32 at, %laneid; mad.lo.s32 at, at, {size}, base;")
-    for i in range(4):
-        lines.append(f"ld.shared.v2.f32 {{x, y}}, [at + {i * 32 * size + 8}]; add.f32 sx, sx, x; add.f32 sy, sy, y;")
-    lines.append("cvt.rzi.s32.f32 a, sx; cvt.rzi.s32.f32 b, sy; redux.sync.add.s32 $2, a, -1; redux.sync.add.s32 $3, b, -1;")
-    return arrays.assembly(lines, [rivals], [key, order], [jnp.int32] * 4)
+
+def _upto(x):
+    """Sum up int32 [128] of this lane and the lanes before it."""
+    lines = [".reg .pred p; .reg .b32 lane, y; mov.u32 lane, %laneid; mov.b32 $0, $1;"]
+    for step in (1, 2, 4, 8, 16):
+        lines.append(f"shfl.sync.up.b32 y, $0, {step}, 0, -1; setp.ge.s32 p, lane, {step}; @p add.s32 $0, $0, y;")
+    return arrays.assembly(lines, (), [x], [jnp.int32])[0]
 
 
 _ALIGN = (
@@ -105,45 +114,53 @@ def _share(table, at, word, parts):
 
 
 def _tables(n, refs, line, zone, cutoffs):
-    """Make the tables of this program's slices, and give them to all programs of the cluster."""
-    counts_ref, numbers, rivals, table = refs
-    part, team = lax.axis_index("part") if n.parts > 1 else jnp.int32(0), lax.axis_index("group")
-    mine = -(-n.slices // n.parts)  # slices of a program
-    cluster, room = arrays.counted(t.THREADS), team * (t.THREADS * RIVAL)
+    """Make the tables of this program's slices, a warp for each, and give them to all programs of the cluster."""
+    counts_ref, numbers, held, table = refs
+    part, thread = lax.axis_index("part") if n.parts > 1 else jnp.int32(0), arrays.counted(t.THREADS)
+    lane, team = thread & 31, lax.axis_index("group")
+    mine, warps, warp = -(-n.slices // n.parts), 4 * n.groups, team * 4 + lax.shift_right_logical(thread, 5)
+    last, room = jnp.minimum(mine, n.slices - part * mine), warp * ROOM
 
     def one(i, carry):
-        slice_ = part * mine + i * n.groups + team
-        score = arrays.spread(0.0, t.THREADS, jnp.float32)
-        for j in range(SLICE):  # in the order of `votes.cluster_scores`
-            y = arrays.load_shared(numbers, arrays.spread(slice_ * SLICE + j, t.THREADS))
-            score = score + jnp.where((cluster >> j) & 1 > 0, y, -y)
-        at = (line * n.slices + slice_) * CLUSTERS + cluster
-        held, opposite = arrays.load(counts_ref, at), arrays.load(counts_ref, at + (CLUSTERS - 1 - 2 * cluster))
-        turned = score < 0
-        better, worse = jnp.where(turned, opposite, held), jnp.where(turned, held, opposite)
-        # Of equal scores the lower cluster is first. The order of the worse clusters is the reverse of the better ones'.
-        key, order = lax.bitcast_convert_type(jnp.abs(score), jnp.int32), jnp.where(turned, cluster, CLUSTERS - 1 - cluster)
-        floats = [lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) for x in (better, worse)]
-        for number, x in enumerate((order, key, *floats)):
-            arrays.store_shared(rivals, room + cluster * RIVAL + number, x)
-        arrays.meet()
-        before, behind, over, under = _compare(rivals, key, order)
-        votes = [sum((x < y).astype(jnp.int32) for y in cutoffs) for x in (before, over + under - worse - behind)]
-        low, high = jnp.where(turned, votes[1], votes[0]), jnp.where(turned, votes[0], votes[1])  # of `cluster`, its opposite
-        arrays.meet()
-        arrays.store_shared(rivals, room + cluster, high)
-        arrays.meet()
-        word = low + (arrays.load_shared(rivals, room + (HALF - 1 - cluster)) << 4)  # of cluster + 128
-        arrays.meet()
-        word = word << (8 * (cluster & (BYTES - 1)))
-        for distance in (1, 2):
-            word = word + arrays.exchanged(word, distance, None)
-        at = slice_ * (HALF // BYTES) + lax.div(cluster, BYTES)
-        _share(table, jnp.where((cluster & (BYTES - 1)) < 1, at, -1), word, n.parts)
+        number = i * warps + warp
+        slice_ = part * mine + jnp.minimum(number, last - 1)
+        keys, orders = [], []
+        for k in range(EACH):
+            cluster, score = lane * EACH + k, arrays.spread(0.0, t.THREADS, jnp.float32)
+            for j in range(SLICE):  # in the order of `votes.cluster_scores`
+                y = arrays.load_shared(numbers, slice_ * SLICE + j)
+                score = score + jnp.where((cluster >> j) & 1 > 0, y, -y)
+            # Of a cluster and its opposite the one with the better score; of equal scores the lower one is first.
+            keys.append(lax.bitcast_convert_type(jnp.abs(score), jnp.int32))
+            orders.append(jnp.where(score < 0, cluster, CLUSTERS - 1 - cluster))
+        for at in range(0, CLUSTERS, 32):
+            arrays.store_shared(
+                held, room + lane + at, arrays.load(counts_ref, (line * n.slices + slice_) * CLUSTERS + lane + at)
+            )
+        arrays.store_shared(held, room + lane + CLUSTERS, arrays.spread(0, t.THREADS))
+        worse = _sorted(keys, orders)  # the opposites of the clusters, best first, so that these are worst first
+        better = [CLUSTERS - 1 - x for x in worse]
+        arrays.assembly(["bar.warp.sync -1;"])
+        for clusters, from_end in ((better, False), (worse, True)):
+            counts = [arrays.load_shared(held, room + x) for x in clusters]
+            total = functools.reduce(jnp.add, counts)
+            before = _upto(total) - total
+            for cluster, count in zip(clusters, counts, strict=True):
+                after = before + count
+                reached = zone - after if from_end else before
+                votes = sum((reached < x).astype(jnp.int32) for x in cutoffs)
+                place = cluster & (HALF - 1)
+                word = votes << (8 * (place & (BYTES - 1)) + 4 * lax.shift_right_logical(cluster, 7))
+                at = room + CLUSTERS + lax.shift_right_logical(place, 2)
+                lines = [".reg .b32 at; mad.lo.s32 at, $1, 4, $0; red.shared.add.u32 [at], $2;"]
+                arrays.assembly(lines, [held], [at, word])
+                before = after
+        arrays.assembly(["bar.warp.sync -1;"])
+        word = arrays.load_shared(held, room + lane + CLUSTERS)
+        _share(table, jnp.where(number < last, slice_ * (HALF // BYTES) + lane, -1), word, n.parts)
         return carry
 
-    last = jnp.minimum(mine, n.slices - part * mine)
-    lax.fori_loop(0, lax.div(jnp.maximum(last - team + n.groups - 1, 0), n.groups), one, 0)
+    lax.fori_loop(0, lax.div(jnp.maximum(last - team * 4 + warps - 1, 0), warps), one, 0)
 
 
 def _load_ids(ids_ref, row, slices):
@@ -194,8 +211,8 @@ def _list(list_ref, bits, at, slot, place, n):
 
 def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *refs, n):
     # query [L, G, D]; counts [L * N, 256]; shares [P, 2 + Z]; ids [L * S, N]; position [L, S]; stop [B]; maybe signs [D];
-    # rotated [L, D]; list [L, C]; count [L]. In shared memory: the query, rivals, tables, counts, votes, sums of warps.
-    *signs_ref, rotated_ref, list_ref, count_ref, numbers, rivals, table, counted, votes, sums = refs
+    # rotated [L, D]; list [L, C]; count [L]. In shared memory: the query, keys of clusters, tables, counts, votes, sums of warps.
+    *signs_ref, rotated_ref, list_ref, count_ref, numbers, held, table, counted, votes, sums = refs
     line, team = lax.axis_index("x"), lax.axis_index("group")
     part = lax.axis_index("part") if n.parts > 1 else jnp.int32(0)
     bins.arrive_all(n.parts)
@@ -222,7 +239,7 @@ def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *r
 
     bins.wait_all(n.parts)
     bins.meet_all(1)
-    _tables(n, (counts_ref, numbers, rivals, table), line, zone, cutoffs)
+    _tables(n, (counts_ref, numbers, held, table), line, zone, cutoffs)
     bins.meet_all(n.parts)
 
     size, step = n.threads * n.run, n.threads * TOGETHER
@@ -274,7 +291,7 @@ def collision(query, signs, counts, ids, position, stop, shares, *, first, capac
     n = sizes_for(query, ids, shares, first=first, capacity=capacity, rotate=signs is not None, **choice)
     batch, heads, slots, slices = ids.shape
     lists = batch * heads
-    words = [RIVAL * n.threads, slices * HALF // BYTES + 64, bins.BINS, n.threads * n.run, 32]
+    words = [ROOM * n.threads // 32, slices * HALF // BYTES + 64, bins.BINS, n.threads * n.run, 32]
     query, listed, count = arrays.program(
         functools.partial(_body, n=n),
         [
