@@ -100,36 +100,42 @@ def earlier(word: jax.Array, ref) -> jax.Array:
     return arrays.assembly(lines, [ref], [word], [jnp.int32])[0]
 
 
-def chosen(keys, run: int, low: jax.Array, width: jax.Array | int, found: Cut, ref) -> tuple[jax.Array, jax.Array]:
+def chosen(keys, run: int, low: jax.Array, width: jax.Array | int, found: Cut, ref) -> list[tuple[int, jax.Array, jax.Array]]:
     """Choose keys in order: all above ``low + width - 1``, and from ``low`` on the first ``found.left``; never 0.
 
     Args:
-        keys: int32 in shared memory without signs, ``run`` neighbours for each thread, at most 32.
+        keys: int32 in shared memory without signs, ``run`` neighbours for each thread.
         found: with all keys above, and all from ``low`` on, of earlier programs.
         ref: see `earlier`.
 
     Returns:
-        For each thread which of its keys are chosen, bits of int32 [128], and the place of the first in the list of all.
+        For every 32 keys of a thread: the number of the first, which are chosen, bits of int32 [128], and the place of the
+        first chosen one in the list of all.
     """
-    lines = [".reg .pred p, q, r; .reg .b32 at, x, i, bit, end; mov.u32 at, %tid.x;", f"mad.lo.s32 at, at, {4 * run}, $2;"]
-    lines.append(
-        "mov.b32 i, 0; mov.b32 bit, 1; mov.b32 $0, 0; mov.b32 $1, 0; KEY: ld.shared.b32 x, [at]; setp.ne.s32 q, x, 0;"
-    )
-    lines.append("setp.ge.u32 p, x, $3; sub.s32 x, x, $3; setp.ge.and.u32 p, x, $4, p; setp.lt.and.u32 q, x, $4, q;")
-    lines.append("@p or.b32 $0, $0, bit; @q or.b32 $1, $1, bit; shl.b32 bit, bit, 1; add.s32 at, at, 4; add.s32 i, i, 1;")
-    lines.append(f"setp.lt.s32 r, i, {run}; @r bra KEY;")
-    above, level = arrays.assembly(lines, [keys], [low, jnp.int32(width)], [jnp.int32] * 2)
-    count = ["popc.b32 $0, $1;"]
-    numbers = [arrays.assembly(count, (), [x], [jnp.int32])[0] for x in (above, level)]
-    word = earlier(numbers[0] + (numbers[1] << 16), ref)
-    before = found.level_before + lax.shift_right_logical(word, 16)
-    take = found.left - before  # of this thread's keys that may tie, the first ones; none if negative
-    lines = [
-        ".reg .pred p; .reg .b32 x; mov.b32 $0, $1; LESS: popc.b32 x, $0; setp.gt.s32 p, x, $2; setp.gt.and.s32 p, x, 0, p;"
-    ]
-    lines.append("@!p bra DONE; bfind.u32 x, $0; shl.b32 x, 1, x; xor.b32 $0, $0, x; bra LESS; DONE: mov.b32 x, 0;")
-    level = arrays.assembly(lines, (), [level, take], [jnp.int32])[0]
-    return above | level, found.above_before + (word & 0xFFFF) + jnp.minimum(before, found.left)
+    count, masks = ["popc.b32 $0, $1;"], []
+    for first in range(0, run, 32):
+        lines = [".reg .pred p, q, r; .reg .b32 at, x, i, bit; mov.u32 at, %tid.x; mov.b32 i, 0; mov.b32 bit, 1;"]
+        lines.append(
+            f"mad.lo.s32 at, at, {4 * run}, $2; mov.b32 $0, 0; mov.b32 $1, 0; KEY: ld.shared.b32 x, [at + {4 * first}];"
+        )
+        lines.append("setp.ne.s32 q, x, 0; setp.ge.u32 p, x, $3; sub.s32 x, x, $3; setp.ge.and.u32 p, x, $4, p;")
+        lines.append("setp.lt.and.u32 q, x, $4, q; @p or.b32 $0, $0, bit; @q or.b32 $1, $1, bit; shl.b32 bit, bit, 1;")
+        lines.append(f"add.s32 at, at, 4; add.s32 i, i, 1; setp.lt.s32 r, i, {min(run - first, 32)}; @r bra KEY;")
+        masks.append(arrays.assembly(lines, [keys], [low, jnp.int32(width)], [jnp.int32] * 2))
+    numbers = [[arrays.assembly(count, (), [x], [jnp.int32])[0] for x in pair] for pair in masks]
+    word = earlier(sum(above + (level << 16) for above, level in numbers), ref)
+    above_before, level_before = found.above_before + (word & 0xFFFF), found.level_before + lax.shift_right_logical(word, 16)
+    out = []
+    for first, (above, level), (more, same) in zip(range(0, run, 32), masks, numbers, strict=True):
+        # Of the keys that may tie the first ones are taken: less than all of this thread's is rare.
+        lines = [".reg .pred p; .reg .b32 x; mov.b32 $0, $1; LESS: popc.b32 x, $0; setp.gt.s32 p, x, $2;"]
+        lines.append(
+            "setp.gt.and.s32 p, x, 0, p; @!p bra DONE; bfind.u32 x, $0; shl.b32 x, 1, x; xor.b32 $0, $0, x; bra LESS;"
+        )
+        kept = arrays.assembly([*lines, "DONE: mov.b32 x, 0;"], (), [level, found.left - level_before], [jnp.int32])[0]
+        out.append((first, above | kept, above_before + jnp.minimum(level_before, found.left)))
+        above_before, level_before = above_before + more, level_before + same
+    return out
 
 
 def for_each(bits: jax.Array, refs, numbers, registers: str, begin: str, step: str) -> None:

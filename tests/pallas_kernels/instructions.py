@@ -89,7 +89,7 @@ class Threads:
                 at = np.where(shown, labels[args[0]], at)
             elif name[0] == "barrier":
                 self.meet()
-            elif name[0] == "bar":
+            elif name[0] in ("bar", "cp", "prefetch"):
                 continue
             elif name[0] == "mov" and args[0][0] == "{":
                 for half, shift in zip(args[0][1:-1].split(", "), (0, 32), strict=True):
@@ -101,7 +101,7 @@ class Threads:
                 wide = "wide" in name or name[-1].endswith("64")
                 x = x if x.dtype == bool else _bits(x) & np.uint64(2 ** (64 if wide else 32) - 1)
                 self.held[args[0]] = np.where(shown, x, self.held.get(args[0], np.zeros_like(x)))
-        found = [_read(self.held[f"${i}"], kind) for i, kind in enumerate(kinds)]
+        found = [_read(self.held.get(f"${i}", np.zeros(THREADS, np.uint64)), kind) for i, kind in enumerate(kinds)]
         return [x if kind == "f32" else x.astype(np.int32) for x, kind in zip(found, kinds, strict=True)]
 
     def _value(self, text, kind="u32"):

@@ -246,8 +246,8 @@ def _memory(place, shared):
 
 def assembly(lines, refs=(), numbers=(), results=()):
     threads = instructions.Threads(HERE.axes["group"], _memory, HERE.block.wait)
-    count = max((x.shape[0] // THREADS for x in numbers if x.ndim), default=1)
-    columns = [np.asarray(x).reshape(-1, THREADS if x.ndim else 1) for x in numbers]
+    count = max((len(x) // THREADS for x in numbers if np.ndim(x)), default=1)
+    columns = [np.asarray(x).reshape(-1, THREADS if np.ndim(x) else 1) for x in numbers]
     kinds = ["s32" if x is None or not jnp.issubdtype(x, jnp.floating) else "f32" for x in results]
     rounds = [[*map(address, refs), *(x[i % len(x)] for x in columns)] for i in range(count)]
     found = [*zip(*(threads.run(" ".join(lines), x, kinds) for x in rounds), strict=True)]

@@ -25,7 +25,8 @@ from pallas_kernels.formats.key_codes import CLUSTERS, SLICE
 BYTES = 4  # of a word
 HALF = CLUSTERS // 2
 TOGETHER = 4  # keys of a thread whose ids are on their way together
-MOST_VOTES = 15  # of a cluster
+AHEAD = 3  # steps for whose ids the level-2 cache is asked
+MOST_VOTES = 7  # of a cluster
 EACH = HALF // 32  # pairs of opposite clusters of a lane
 ROOM = CLUSTERS + HALF // BYTES  # words of a warp that makes a table: keys of the clusters, votes
 BLOCKS = 132  # programs that an H100 or H200 holds at once, one on each multiprocessor
@@ -163,58 +164,88 @@ def _tables(n, refs, line, zone, cutoffs):
     lax.fori_loop(0, lax.div(jnp.maximum(last - team * 4 + warps - 1, 0), warps), one, 0)
 
 
-def _load_ids(ids_ref, row, slices):
-    """Load the ids of keys ``row`` int32 [N], as words: a list of int32 [N]."""
-    count = slices // BYTES
-    many, names = ("", "$0") if count == 1 else (f".v{count}", "{" + ", ".join(f"${i}" for i in range(count)) + "}")
-    lines = [f".reg .b64 at; mad.wide.s32 at, ${count + 1}, {slices}, ${count}; ld.global.nc{many}.b32 {names}, [at];"]
-    return arrays.assembly(lines, [ids_ref], [row], [jnp.int32] * count)
+def _prefetch(n, ids_ref, row, first, last):
+    """Ask for the ids of keys ``first`` to ``last - 1`` of those that begin at ``row``: they come to the level-2 cache."""
+    if n.slices == 16:
+        lines = [
+            ".reg .pred p; .reg .b64 at; .reg .b32 x, size; mov.u32 x, %tid.x; setp.eq.s32 p, x, 0; sub.s32 size, $3, $2;"
+        ]
+        lines.append("setp.gt.and.s32 p, size, 0, p; shl.b32 size, size, 4; add.s32 x, $1, $2; mad.wide.s32 at, x, 16, $0;")
+        arrays.assembly([*lines, "@p cp.async.bulk.prefetch.L2.global [at], size;"], [ids_ref], [row, first, last])
 
 
-def _vote(table, counted, votes, words, key, asked):
-    """Sum up the votes of keys whose ids are ``words``, plus 1 or 0 where they are not ``asked``: write and count them.
+def _load_ids(n, ids_ref, row, first, last):
+    """Load the ids of keys ``first`` int32 [128] and so on, `TOGETHER` of each thread: a list of words int32 [128] of each.
+
+    Keys are counted from ``row`` on; what stands for keys from ``last`` on may be anything.
+    """
+    count = n.slices // BYTES
+    out = TOGETHER * count
+    lines = [
+        ".reg .pred p; .reg .b64 at; .reg .b32 x;",
+        f"add.s32 x, ${out + 1}, ${out + 3}; mad.wide.s32 at, x, {n.slices}, ${out};",
+    ]
+    for k in range(TOGETHER):
+        names = [f"${k * count + i}" for i in range(count)]
+        kind, words = (f"v{count}.b32", "{" + ", ".join(names) + "}") if count > 1 else ("b32", names[0])
+        lines.append(f"add.s32 x, ${out + 3}, {k * n.threads}; setp.lt.s32 p, x, ${out + 2};")
+        lines.append(f"@p ld.global.nc.{kind} {words}, [at + {k * n.threads * n.slices}];")
+    found = arrays.assembly(lines, [ids_ref], [row, last, first], [jnp.int32] * out)
+    return [found[i : i + count] for i in range(0, out, count)]
+
+
+def _vote(table, counted, votes, words, key, hidden, low, span):
+    """Sum up the votes of a thread's key, whose ids are ``words``, plus 1: write and count them; 0 outside of the zone.
 
     Args:
         table: the tables in shared memory.
         counted: shared memory int32 [128].
         votes: shared memory, int32.
-        words: int32 [N], several.
-        key: int32 [N], where its votes go.
-        asked: int32 [N], 1 or 0.
+        words: int32 [128], several.
+        key: int32 [128], where its votes go.
+        hidden: int32 [128], -1 if the slot is empty, else 0.
+        low: int32, the zone's first key.
+        span: int32, how many there are.
     """
-    lines = [f".reg .pred p; .reg .b32 table, m, at, sum, x, a, b, c, d; mov.b32 sum, 0; mov.b32 table, $0; {_ALIGN}"]
+    lines = [
+        f".reg .pred p; .reg .b32 table, m, at, x, a, b, c, d, e; mov.b32 table, $0; {_ALIGN} mov.b32 x, 1; mov.b32 e, 0;"
+    ]
     for i in range(len(words)):
-        word = f"${5 + i}"
+        word = f"${7 + i}"
         lines.append(f"and.b32 m, {word}, 0x7f7f7f7f;")
         for byte, name in enumerate("abcd"):
             place = (i * BYTES + byte) * HALF
             lines.append(f"prmt.b32 at, m, table, {0x7650 + byte:#x}; ld.shared.u8 {name}, [at + {place}];")
         # Four bytes of the tables, side by side; of each its upper half where the id's highest bit is set.
         lines.append("mad.lo.s32 a, b, 256, a; mad.lo.s32 c, d, 256, c; mad.lo.s32 a, c, 65536, a;")
-        lines.append(f"prmt.b32 m, {word}, 0, 0xba98; shr.u32 b, a, 4; lop3.b32 a, m, b, a, 0xca; and.b32 a, a, 0x0f0f0f0f;")
-        lines.append("add.s32 sum, sum, a;")
-    lines.append(f"mov.b32 x, 1; dp4a.u32.u32 x, sum, {EACH_BYTE:#x}, x; setp.eq.s32 p, $4, 0; @p mov.b32 x, 0;")
-    lines.append(
-        "mad.lo.s32 at, $3, 4, $2; st.shared.b32 [at], x; shl.b32 at, x, 2; add.s32 at, at, $1; red.shared.add.u32 [at], 1;"
-    )
-    arrays.assembly(lines, [table, counted, votes], [key, asked, *words])
+        lines.append(f"prmt.b32 m, {word}, 0, 0xba98; shr.u32 b, a, 4; lop3.b32 a, m, b, a, 0xca;")
+        if i % 2:  # no half of a byte overflows where two are added
+            lines.append("add.s32 a, a, e;")
+        if i % 2 or i + 1 == len(words):
+            lines.append(f"and.b32 a, a, 0x0f0f0f0f; dp4a.u32.u32 x, a, {EACH_BYTE:#x}, x;")
+        lines.append("mov.b32 e, a;")
+    lines.append("sub.s32 a, $3, $5; or.b32 a, a, $4; setp.ge.u32 p, a, $6; @p mov.b32 x, 0; mad.lo.s32 at, $3, 4, $2;")
+    lines.append("st.shared.b32 [at], x; mad.lo.s32 at, x, 4, $1; red.shared.add.u32 [at], 1;")
+    arrays.assembly(lines, [table, counted, votes], [key, hidden, low, span, *words])
 
 
 def _list(list_ref, bits, at, slot, place, n):
     """Write this thread's candidates, ``bits`` int32 [128] of its keys, from ``place`` on in the list from ``at`` on."""
-    begin = (
-        f"mad.wide.s32 to, $2, 4, $0; mad.wide.s32 to, $4, 4, to; mov.u32 slot, %tid.x; mad.lo.s32 slot, slot, {n.run}, $3;"
-    )
+    begin = "mad.wide.s32 to, $2, 4, $0; mad.wide.s32 to, $4, 4, to; mov.u32 slot, %tid.x;"
+    begin += f" mad.lo.s32 slot, slot, {n.run}, $3;"
     step = "add.s32 i, i, slot; st.global.b32 [to], i; add.s64 to, to, 4;"
     bins.for_each(bits, [list_ref], [at, slot, place], ".reg .b64 to; .reg .b32 slot;", begin, step)
 
 
 def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *refs, n):
     # query [L, G, D]; counts [L * N, 256]; shares [P, 2 + Z]; ids [L * S, N]; position [L, S]; stop [B]; maybe signs [D];
-    # rotated [L, D]; list [L, C]; count [L]. In shared memory: the query, keys of clusters, tables, counts, votes, sums of warps.
+    # rotated [L, D]; list [L, C]; count [L]. In shared memory: the query, keys of clusters, tables, counts, votes, sums.
     *signs_ref, rotated_ref, list_ref, count_ref, numbers, held, table, counted, votes, sums = refs
     line, team = lax.axis_index("x"), lax.axis_index("group")
     part = lax.axis_index("part") if n.parts > 1 else jnp.int32(0)
+    size, step = n.threads * n.run, n.threads * TOGETHER
+    begin, row = part * size, line * n.slots + part * size
+    _prefetch(n, ids_ref, row, jnp.int32(0), jnp.minimum(AHEAD * step, n.slots - begin))  # they arrive while tables are made
     bins.arrive_all(n.parts)
     bins.clear(counted, bins.BINS, n.threads)
     bins.clear(votes, n.threads * n.run, n.threads)
@@ -242,28 +273,30 @@ def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *r
     _tables(n, (counts_ref, numbers, held, table), line, zone, cutoffs)
     bins.meet_all(n.parts)
 
-    size, step = n.threads * n.run, n.threads * TOGETHER
-    begin, entry = part * size, arrays.counted(t.THREADS * TOGETHER)
-    holes = (zone != stop - n.first).astype(jnp.int32)  # some slot of the zone is empty: only then positions are read
-    thread = lax.shift_right_logical(entry, 7) * n.threads + team * t.THREADS + (entry & (t.THREADS - 1))
-
-    def ids(number):
-        return _load_ids(ids_ref, line * n.slots + jnp.minimum(begin + number * step + thread, n.slots - 1), n.slices)
+    low, span, holes = n.first - begin, jnp.maximum(stop - n.first, 0), zone != stop - n.first
+    thread, end = team * t.THREADS + arrays.counted(t.THREADS), stop - begin
 
     def add(number, words):
-        ahead, key = ids(number + 1), number * step + thread
-        slot = begin + key
-        inside = (slot >= n.first) & (slot < stop)
-        position = arrays.load(position_ref, jnp.where(inside & (holes > 0), line * n.slots + slot, -1), 0)
-        _vote(table, counted, votes, words, key, (inside & (position >= 0)).astype(jnp.int32))
+        _prefetch(n, ids_ref, row, (number + AHEAD) * step, jnp.minimum((number + AHEAD + 1) * step, end))
+        ahead = _load_ids(n, ids_ref, row, (number + 1) * step + thread, end)
+        keys = [number * step + k * n.threads + thread for k in range(TOGETHER)]
+
+        def position(key):
+            inside = (key >= low) & (key < end)
+            return arrays.load(position_ref, jnp.where(inside, row + key, -1)) >> 31
+
+        # Positions are read only if some slot of the zone is empty.
+        hidden = lax.cond(holes, lambda: [position(x) for x in keys], lambda: [arrays.spread(0, t.THREADS)] * TOGETHER)
+        for key, mine, gap in zip(keys, words, hidden, strict=True):
+            _vote(table, counted, votes, mine, key, gap, low, span)
         return ahead
 
-    last = lax.div(jnp.clip(stop - begin, 0, size) + step - 1, step)
-    lax.fori_loop(0, last, add, ids(jnp.int32(0)))
+    last = lax.div(jnp.clip(end, 0, size) + step - 1, step)
+    lax.fori_loop(0, last, add, _load_ids(n, ids_ref, row, thread, end))
     bins.meet_all(n.parts)
     cut = bins.cut(counted, wanted, part, n.parts, least=1)
-    bits, place = bins.chosen(votes, n.run, cut.bin, 1, cut, sums)
-    _list(list_ref, bits, line * n.capacity, begin, place, n)
+    for first, bits, place in bins.chosen(votes, n.run, cut.bin, 1, cut, sums):
+        _list(list_ref, bits, line * n.capacity, begin + first, place, n)
     if n.parts > 1:
         bins.meet_all(n.parts)  # no program ends before all have read its counts
 
@@ -277,9 +310,8 @@ def sizes_for(query, ids, shares, *, first, capacity, rotate, parts=None, groups
         parts = next((n for n in (8, 4, 2) if n * lists <= BLOCKS and slots >= n * 512), 1)
         parts = max(parts, next((n for n in (1, 2, 4, 8) if n >= least), 8))
     if groups is None:
-        groups = next((n for n in (1, 2, 4) if slots <= parts * n * t.THREADS * 32), 8)
-        groups = max(groups, 2)
-    run = -(-slots // (parts * groups * t.THREADS * BYTES)) * BYTES
+        groups = 2 if slots <= parts * 2**13 else 4
+    run = -(-slots // (parts * groups * t.THREADS * TOGETHER)) * TOGETHER
     return Sizes(
         group=group, dim=dim, heads=heads, slots=slots, slices=slices, tiers=shares.shape[1] - 2, pieces=shares.shape[0],
         first=first, capacity=capacity, rotate=rotate, parts=parts, groups=groups, run=run,

@@ -89,6 +89,14 @@ def _codes(rows_ref, row, n):
     return arrays.assembly(lines, [rows_ref], [row], [jnp.int32] * WORDS)
 
 
+def _prefetch(rows_ref, row, n):
+    """Ask for the codes of ``row`` int32 [N], unless it is negative: they come to the level-2 cache."""
+    lines = [
+        f".reg .pred p; .reg .b64 at; .reg .b32 x; {_quarter(n, n.dim)} setp.eq.s64 p, at, 0; setp.ge.and.s32 p, $1, 0, p;"
+    ]
+    arrays.assembly([*lines, f"mad.wide.s32 at, $1, {n.dim}, $0; @p prefetch.global.L2 [at];"], [rows_ref], [row])
+
+
 def _estimate(products, words):
     """Sum up weight times (levels . query) over 32 channels, of `_products` and `_codes`: float32 [N]."""
     lines = [".reg .b32 at, x; .reg .f32 v, sum, total; mov.f32 total, 0f00000000;"]
@@ -138,16 +146,21 @@ def _estimates(n, query_ref, slots_ref, rows_ref, sums, line, begin, live):
         return arrays.load(slots_ref, jnp.where(at < live, line * n.candidates + begin + at, -1), -1)
 
     def rows(slot):
-        return _codes(rows_ref, jnp.where(slot >= 0, line * n.slots + jnp.minimum(slot, n.slots - 1), -1), n)
+        return jnp.where(slot >= 0, line * n.slots + jnp.minimum(slot, n.slots - 1), -1)
 
     def add(number, ahead):
-        words, slot = ahead
-        ahead = rows(slot), slots(number + 2)
+        words, row, slot = ahead
+        next_row = rows(slot)
+        _prefetch(rows_ref, next_row, n)
+        ahead = _codes(rows_ref, row, n), next_row, slots(number + 3)
         at = (warp & (n.quarters - 1)) * n.size + number * step + place
         arrays.store_shared(sums, at, lax.bitcast_convert_type(_estimate(table, words), jnp.int32))
         return ahead
 
-    lax.fori_loop(0, lax.div(live + step - 1, step), add, (rows(slots(jnp.int32(0))), slots(jnp.int32(1))))
+    begins = [slots(jnp.int32(i)) for i in range(3)]
+    first, second = rows(begins[0]), rows(begins[1])
+    _prefetch(rows_ref, second, n)
+    lax.fori_loop(0, lax.div(live + step - 1, step), add, (_codes(rows_ref, first, n), second, begins[2]))
 
 
 def _joined(n, sums, number, live):
@@ -239,9 +252,9 @@ def _body(
     lax.fori_loop(0, n.run, order, 0)
     bins.meet_all(n.parts)
     low, width, cut = _search(n, keys, counted, wanted, part)
-    bits, place = bins.chosen(keys, n.run, low, width, cut, totals)
     at, entry = line * regions.size + regions.sinks, line * n.candidates + begin
-    _list((list_ref, mask_ref, slots_ref), bits, at, entry, place, n)
+    for first, bits, place in bins.chosen(keys, n.run, low, width, cut, totals):
+        _list((list_ref, mask_ref, slots_ref), bits, at, entry + first, place, n)
 
     # The chosen stand behind the sinks. All programs share out the rest: sinks, the tail, entries that nothing fills.
     share = arrays.size_of(-(-regions.size // (n.parts * n.groups)))
