@@ -26,21 +26,16 @@ class Cut(NamedTuple):
     total: jax.Array  # all entries
 
 
-def arrive_all(parts: int) -> None:
-    """Begin to wait for all threads of the cluster, if it has several programs."""
-    if parts > 1:
-        arrays.assembly(["barrier.cluster.arrive.aligned;"])
-
-
-def wait_all(parts: int) -> None:
-    """Wait for all threads of the program or the cluster, of which each has called `arrive_all`."""
-    arrays.assembly(["barrier.cluster.wait.aligned;" if parts > 1 else "barrier.sync 0;"])
-
-
 def meet_all(parts: int) -> None:
-    """Wait for all threads of the program, or of all programs of the cluster."""
-    arrive_all(parts)
-    wait_all(parts)
+    """Wait for all threads of the program, or of all programs of the cluster; what each wrote to its shared memory is seen.
+
+    The usual barrier of a cluster is for all memory, for which each thread waits a microsecond.
+    """
+    if parts > 1:
+        fence = "fence.release.sync_restrict::shared::cta.cluster;"
+        arrays.assembly([fence, "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;"])
+    else:
+        arrays.assembly(["barrier.sync 0;"])
 
 
 def clear(ref, words: int, threads: int, first: jax.Array | int = 0) -> None:

@@ -61,7 +61,8 @@ def _dp4a(x, y, z):
 
 OPERATIONS = {x: getattr(operator, x) for x in ("add", "sub", "mul", "xor", "neg")} | {
     "and": operator.and_, "or": operator.or_, "shl": operator.lshift, "shr": operator.rshift, "min": np.minimum,
-    "max": np.maximum, "mov": lambda x: x, "mad": lambda x, y, z: x * y + z, "prmt": _prmt, "lop3": _lop3, "dp4a": _dp4a,
+    "max": np.maximum, "mov": lambda x: x, "div": operator.floordiv,
+    "mad": lambda x, y, z: x * y + z, "prmt": _prmt, "lop3": _lop3, "dp4a": _dp4a,
     "fma": lambda x, y, z: (x.astype(np.float64) * y + z).astype(np.float32),
     "popc": lambda x: np.bitwise_count(x).astype(np.int64), "bfind": lambda x: np.log2(np.maximum(x, 1)).astype(np.int64),
 }  # fmt: skip

@@ -277,10 +277,7 @@ def emulated():
             **dict.fromkeys(("meet", "arrive", "begin_parts"), lambda *_: None),
         },
         plgpu: {"load": lambda ref, **_: ref[...]},
-        bins: {
-            "arrive_all": lambda parts: None,
-            "wait_all": lambda parts: (HERE.cluster if parts > 1 else HERE.block).wait(),
-        },
+        bins: {"meet_all": lambda parts: (HERE.cluster if parts > 1 else HERE.block).wait()},
         products.Products: {x: here[x] for x in ("queries", "chunks", "multiply", "largest")},
         lax: {"axis_index": lambda name: jnp.int32(HERE.axes[name])},
         **{importlib.import_module(f"pallas_kernels.{x}.pallas_mosaic_gpu"): names for x, names in KERNELS.items()},

@@ -104,18 +104,23 @@ _ALIGN = (
 )
 
 
-def _share(table, at, word, parts):
-    """Write int32 [128] to the tables of all programs of the cluster, at int32 [128] unless that is negative."""
-    lines = [f".reg .pred p; .reg .b32 table, to; mov.b32 table, $0; {_ALIGN} mad.lo.s32 table, $1, 4, table;"]
-    lines.append("setp.ge.s32 p, $1, 0;")
-    for peer in range(parts):
-        there = f"mapa.shared::cluster.u32 to, table, {peer}; @p st.shared::cluster.b32 [to], $2;"
-        lines.append(there if parts > 1 else "@p st.shared.b32 [table], $2;")
-    arrays.assembly(lines, [table], [at, word])
+def _write(table, at, word):
+    """Write int32 [128] to the tables, at int32 [128] unless that is negative."""
+    lines = [f".reg .pred p; .reg .b32 table; mov.b32 table, $0; {_ALIGN} mad.lo.s32 table, $1, 4, table;"]
+    arrays.assembly([*lines, "setp.ge.s32 p, $1, 0; @p st.shared.b32 [table], $2;"], [table], [at, word])
+
+
+def _gather(table, mine, n):
+    """Copy the tables of the other programs of the cluster, each of which has ``mine`` slices; wait for them before."""
+    lines = [".reg .pred p; .reg .b32 table, at, i, x; mov.u32 i, %tid.x; mov.b32 table, $0;", _ALIGN]
+    lines.append(f"COPY: setp.ge.s32 p, i, {n.slices * HALF // BYTES}; @p bra DONE; div.u32 x, i, {mine * HALF // BYTES};")
+    lines.append("setp.ne.s32 p, x, $1; mad.lo.s32 at, i, 4, table; mapa.shared::cluster.u32 x, at, x;")
+    lines.append(f"@p ld.shared::cluster.b32 x, [x]; @p st.shared.b32 [at], x; add.s32 i, i, {n.threads}; bra COPY;")
+    arrays.assembly([*lines, "DONE: barrier.sync 0;"], [table], [lax.axis_index("part")])
 
 
 def _tables(n, refs, line, zone, cutoffs):
-    """Make the tables of this program's slices, a warp for each, and give them to all programs of the cluster."""
+    """Make the tables, a warp for each slice; the programs of a cluster share the slices out."""
     counts_ref, numbers, held, table = refs
     part, thread = lax.axis_index("part") if n.parts > 1 else jnp.int32(0), arrays.counted(t.THREADS)
     lane, team = thread & 31, lax.axis_index("group")
@@ -158,10 +163,13 @@ def _tables(n, refs, line, zone, cutoffs):
                 before = after
         arrays.assembly(["bar.warp.sync -1;"])
         word = arrays.load_shared(held, room + lane + CLUSTERS)
-        _share(table, jnp.where(number < last, slice_ * (HALF // BYTES) + lane, -1), word, n.parts)
+        _write(table, jnp.where(number < last, slice_ * (HALF // BYTES) + lane, -1), word)
         return carry
 
     lax.fori_loop(0, lax.div(jnp.maximum(last - team * 4 + warps - 1, 0), warps), one, 0)
+    bins.meet_all(n.parts)
+    if n.parts > 1:
+        _gather(table, mine, n)
 
 
 def _prefetch(n, ids_ref, row, first, last):
@@ -246,7 +254,6 @@ def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *r
     size, step = n.threads * n.run, n.threads * TOGETHER
     begin, row = part * size, line * n.slots + part * size
     _prefetch(n, ids_ref, row, jnp.int32(0), jnp.minimum(AHEAD * step, n.slots - begin))  # they arrive while tables are made
-    bins.arrive_all(n.parts)
     bins.clear(counted, bins.BINS, n.threads)
     bins.clear(votes, n.threads * n.run, n.threads)
     zone = _totals(counts_ref, line, n.slices)
@@ -268,11 +275,8 @@ def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *r
         arrays.store_shared(numbers, channel, query)
         arrays.put(count_ref, jnp.where(part < 1, line, -1), wanted)
 
-    bins.wait_all(n.parts)
     bins.meet_all(1)
     _tables(n, (counts_ref, numbers, held, table), line, zone, cutoffs)
-    bins.meet_all(n.parts)
-
     low, span, holes = n.first - begin, jnp.maximum(stop - n.first, 0), zone != stop - n.first
     thread, end = team * t.THREADS + arrays.counted(t.THREADS), stop - begin
 
