@@ -26,7 +26,5 @@ Nothing outside imports it, and it is in no wheel:
 * ``fidelity``: KL, top-1 agreement and perplexity beside Full, along texts through the decode path.
 * ``insight``: attention mass and recall by layer, head and step.
 * ``fits``: the table of what fits.
-* ``goldens``: the numbers of transformers that tests compare with.
-* ``profile``: the kernels of a step on GPUs.
 * ``site``, ``plot``: pages and tables of the documentation, figures of the lab's records.
 """

@@ -283,9 +283,9 @@ def _document(text: str, signature: inspect.Signature, parts: list[_Part], opera
     """Complete a docstring by what is declared of the function and each argument, and by what holds for all operations."""
     head, body, rest = re.findall(r"\A(.*?)(?:\s+Args:\n(.*?))?(?:\s+(Returns:.*))?\Z", inspect.cleandoc(text), re.DOTALL)[0]
     texts = dict(re.findall(r"^    (\w+): (.*(?:\n     .*)*)", body, re.MULTILINE))
-    names = f"one of {', '.join(operation.implementations)}; None takes the first that runs."
+    names = f"one of {', '.join(operation.implementations)}; None takes the first that runs. "
     takes = [f'"{name}" takes {entry.takes}.' for name, entry in operation.implementations.items() if entry.takes]
-    texts["implementation"] = "\n        ".join(filter(None, [names, texts.get("implementation"), *takes]))
+    texts["implementation"] = "\n        ".join([(names + texts.get("implementation", "")).strip(), *takes])
     lines = []
     for name in signature.parameters:
         axes = " and ".join(str(x) for x in parts if x.name == name)

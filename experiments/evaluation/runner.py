@@ -120,7 +120,8 @@ class Runner:
         self.folder = Folder(out, common, settings.to_yaml(), {**common, "settings": settings.as_dict()}, force)
         self._checked: set[Cell] = set()
         self._idle = 0.0  # seconds in which nothing had compiled, since a group ran
-        self._settings: dict[tuple[str, int], Setting] = {}
+        self._settings: dict[tuple[str, int, str], Setting] = {}
+        self._thresholds: dict[str, float] = {}  # of CHESS, before it is calibrated
         self.cells = make_cells(settings) if cells is None else cells
         if any(map(reads_code, self.cells)):
             check_library(self.folder.rows, f"{out}", library_origin())
@@ -138,6 +139,7 @@ class Runner:
             if from_file(cell.identity):
                 self.check(cell)
         with CompileAhead() as ahead, CompileClock() as clock:
+            self._compile_first(ahead)
             jobs = self._jobs(choices)
             waiting, coming = collections.deque[Group](), self._in_order(jobs, ahead)
             if names := without_file(self.settings):
@@ -161,6 +163,19 @@ class Runner:
                         continue
                     # Cells of a smaller group that are finished are counted when it is taken again.
                     waiting.extendleft(reversed(self._attempt(parts[0], ahead, clock, bar)))
+
+    def _compile_first(self, ahead: CompileAhead) -> None:
+        """Queue the programs of the first cell before CHESS is calibrated; its thresholds are traced, so any will do."""
+        if not ahead.spare or not any(needs_thresholds(one.name, one.knobs) for one in self.settings.choices):
+            return
+        self._thresholds = {"tau_entropy": 0.0, "tau_varentropy": 0.0}
+        first = [
+            job for job in self._jobs(self.settings.choices) if job.cell == self.cells[0] and job.cell.length is not None
+        ]
+        for group in self._plan.groups(first):
+            for part in self._plan.alike(group, self._answered):
+                self._add(ahead, part)
+        self._thresholds = {}
 
     def _in_order(self, jobs: Sequence[Job], ahead: CompileAhead) -> Iterator[Group]:
         """List the first group of each cell, then the second, and so on, but first what has compiled.
@@ -305,9 +320,10 @@ class Runner:
         if length is None:
             # A file's examples have lengths of their own; a budget that is a share is a share of their mean.
             length = int(np.mean([len(ids) for ids in self.store[cell].wholes]))
-        at = choice.label, length
+        calibrated = needs_thresholds(choice.name, choice.knobs)
+        at = choice.label, length, str(self._thresholds) if calibrated else ""
         if at not in self._settings:  # SentenceKV reads every token of the vocabulary
-            extra = self._chess() if needs_thresholds(choice.name, choice.knobs) else {}
+            extra = (self._thresholds or self._chess()) if calibrated else {}
             self._settings[at] = choice.at(length, self.model.tokenizer, self._made_for, extra)
         return self._settings[at]
 

@@ -1,1 +1,1 @@
-"""The workshop: studies, FlashInfer beside us, makers of pages and goldens. Not in the wheel; nothing outside imports it."""
+"""The workshop: studies and makers of pages. Not in the wheel; nothing outside imports it."""

@@ -1,4 +1,4 @@
-"""The settings of `experiments.speed`, its offloading and its profiles, and the model shapes that they know."""
+"""The settings of `experiments.speed` and its offloading, and the model shapes that they know."""
 
 import dataclasses
 import pathlib

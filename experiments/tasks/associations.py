@@ -1,21 +1,24 @@
-"""Facts that a question means and does not name: who owns a dog, if the text says who keeps a poodle.
+"""Facts that a question means and does not name: who owns an animal, if the text says to whom the horse belongs.
 
 NoLiMa (Modarressi et al. 2025, arXiv:2502.05167) shows how much of a score is due to words that needle and question share.
-Here too the question and the fact share no word but articles and prepositions. The names, the table and the sentences are
-ours. The text has a fact about each of several people, so that a model cannot answer by the only name in it.
+Here too the question and the fact share no word but those of a frame, which all facts of the text share. The table and the
+sentences are ours. The text has several facts, so that a model cannot answer by the only name or number in it. In RULER's
+frame stand
 
-* ``assoc_number``: another word for a thing within RULER's needle, so that only the key is paraphrased. The easiest form:
-  the shipped model, which knows this needle alone, answers the twin.
-* ``assoc_kind``: a kind and its class.
-* ``assoc_dish``: a dish and what it is made of.
-* ``assoc_place``: a landmark and its city.
-* ``assoc_country``: a landmark and its country, which takes two steps.
+* ``assoc_form``: another form of the key (took for take). The easiest: the shipped model, which knows this needle alone,
+  answers it too;
+* ``assoc_opposite``: the key's opposite;
+* ``assoc_number``: another word for the key;
+* ``assoc_country``: a landmark for a country, which takes two steps.
 
-The answer quotes the fact, which names first the dog and last the person. So a model writes what it looks for, and then what
-stands behind it. Asked for the name alone, a model of 1.5B parameters is near a guess (docs/notebook/understanding.md).
+In sentences about people, which the answer quotes, so that it names first the horse and last the person, stand
 
-Each task has a twin, ``..._literal``, of the same seed: the same people at the same places of the same text, whose facts use
-the question's words. So the difference of the two scores is what the paraphrase costs.
+* ``assoc_kind``: a kind and its class;
+* ``assoc_made``: a thing and what it is made from.
+
+Each task has a twin, ``..._literal``, of the same seed: the same answers at the same places of the same text, whose facts use
+the question's words. So the difference of the two scores is what the paraphrase costs. docs/notebook/understanding.md has the
+forms that a model of 1.5B parameters does not answer.
 """
 
 import dataclasses
@@ -29,43 +32,35 @@ PEOPLE = (
     "Mia", "Tom", "Lena", "Omar", "Nina", "Paul", "Sara", "Ivan", "Rosa", "Hugo", "Dora", "Karl", "Emma", "Felix", "Clara",
     "Oscar", "Julia", "Simon", "Laura", "Peter",
 )  # fmt: skip
-PEOPLE_TOLD = 4  # facts in a text, unless more questions are asked
+TOLD = 4  # facts in a text, unless more questions are asked
 
 
 def association(
-    request: Request,
-    pairs: Mapping[str, Sequence[str]],
-    literal: bool = False,
-    beyond: Mapping[str, str] | None = None,
-    numbers: bool = False,
+    request: Request, pairs: Mapping[str, Sequence[str]], literal: bool = False, people: bool = False
 ) -> Document:
-    """Hide a fact about each of some people in a text; a question asks for the person of whom something follows.
+    """Hide some facts in a text; a question asks for the person or the number of which something follows.
 
     Args:
         request: what to make.
         pairs: what the question names -> what a fact may name instead.
         literal: whether facts name it as the question does.
-        beyond: name of ``pairs`` -> what the question names in its place, such as the country of a city.
-        numbers: whether the answer is a number instead of a person.
+        people: whether the answer is a person instead of a number.
     """
     rng, haystack, prompt, count_tokens = request.rng, request.haystack, request.prompt, request.count_tokens
-    keys = sorted(beyond or pairs)
-    count = max(PEOPLE_TOLD, request.num_questions)
-    chosen = [(beyond[key] if beyond else key, key) for key in rng.sample(keys, count)]
-    people = request.words.distinct("numbers", count, rng) if numbers else rng.sample(PEOPLE, count)
-    facts = [
-        prompt.forms["fact"].format(name=name, it=rng.choice(pairs[key]))
-        for name, (_, key) in zip(people, chosen, strict=True)
-    ]
-    twins = [prompt.forms["literal"].format(name=name, it=it) for name, (it, _) in zip(people, chosen, strict=True)]
+    count = max(TOLD, request.num_questions)
+    keys = rng.sample(sorted(pairs), count)
+    names = rng.sample(PEOPLE, count) if people else request.words.distinct("numbers", count, rng)
+    things = [rng.choice(pairs[key]) for key in keys]
+    facts = [prompt.forms["fact"].format(name=name, it=thing) for name, thing in zip(names, things, strict=True)]
+    twins = [prompt.forms["literal"].format(name=name, it=key) for name, key in zip(names, keys, strict=True)]
     questions = [
         Question(
-            prompt.question.format(it=it),
-            prompt.prefix.format(it=it),
+            prompt.question.format(it=key),
+            prompt.prefix.format(it=key),
             (name,),
-            f" {name}." if numbers else told.removeprefix("The") + '"',
+            prompt.forms["answer"].format(it=key if literal else thing, name=name, rest=told.removeprefix("The")),
         )
-        for name, (it, _), told in zip(people, chosen, twins if literal else facts, strict=True)
+        for name, key, thing, told in zip(names, keys, things, twins if literal else facts, strict=True)
     ][: request.num_questions]
     twin_of = dict(zip(facts, twins, strict=True))
     bodies: list[str] = []  # of both forms; the longer one is fitted, so that the two have the same text around the facts

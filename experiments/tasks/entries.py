@@ -3,7 +3,7 @@
 In the manner of Oolong (Bertsch et al. 2025, arXiv:2511.02817): the answer is in no place, because many entries decide it. A
 task's `share` is the part of the entries that decide, from a sixteenth, which are those of one town, to all. They are spread
 over the whole text. A method that attends to fewer tokens than decide must lose, and the tables show where it does. One to
-three entries decide the other tasks, whose answers first write what they count, add or order.
+sixteen entries decide the other tasks.
 
 The words are ours. Scores are exact.
 """
@@ -22,6 +22,7 @@ THINGS = (
 )  # fmt: skip
 TOWNS = ("Rome", "Oslo", "Lima", "Cairo", "Delhi", "Paris", "Tokyo", "Quito")
 COMMON = 6  # things of most entries
+COUNTS = (1, 4, 16)  # entries that are to be counted
 MOST = 0.5  # the most frequent thing's part of the entries that decide
 FIRST_DAY = datetime.date(2031, 1, 1)
 LARGEST = 9  # amount
@@ -37,7 +38,7 @@ def entries(request: Request, asks: str, share: float = 1.0, few: int = 0) -> Do
         request: what to make.
         asks: "most" and "compare" (which thing, which of two), "count", "sum" or "next"; forms of the prompt have the words.
         share: the part of the entries that decides; below 1 these are the entries of one town.
-        few: entries that decide instead of a share: 2 to so many of one thing ("count"), or one of each of so many things
+        few: entries that decide instead of a share: at most so many of one thing ("count"), or one of each of so many things
             ("sum"; "next", which asks for the entry behind it).
     """
     seed = request.rng.getrandbits(64)
@@ -48,7 +49,7 @@ def entries(request: Request, asks: str, share: float = 1.0, few: int = 0) -> Do
         common, rare = things[:COMMON], things[COMMON:]
         count = steps + COMMON + few
         if few:
-            named = rare[:1] * rng.randint(2, few) if asks == "count" else rare[:few]
+            named = rare[:1] * rng.choice(COUNTS) if asks == "count" else rare[:few]
             facts = [(rng.choice(towns), thing) for thing in named]
         else:
             named = common[:1]

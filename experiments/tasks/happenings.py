@@ -8,9 +8,9 @@ up and put them down, and a thing is where its carrier is.
 2. where a thing is: two facts, who took it and where this person went;
 3. where a thing was before it came to a place: three facts;
 4. whether a person is at a place, yes or no;
-5. how many things a person took; here nothing is put down.
+5. how many times a person went to another place.
 
-All stand in their order, spread over the text. The answer to the fifth first names the things.
+All stand in their order, spread over the text. The answer to the second first names who took the thing.
 """
 
 import random
@@ -22,6 +22,7 @@ from experiments.tasks.fitting import fit, spread
 PLACES = ("cellar", "attic", "stable", "chapel", "library", "tower", "bakery", "harbour", "orchard", "laundry")
 THINGS = ("lantern", "ladder", "violin", "basket", "blanket", "compass", "kettle", "hammer")
 PERSONS, ROOMS, CARRIED = 3, 5, 3  # of a text
+WALKS = (1, 3, 6)  # that are to be counted
 _VERBS = {
     "walk": ("{person} walked to the {it}.", "{person} went to the {it}.", "{person} hurried to the {it}."),
     "take": ("{person} picked up the {it}.", "{person} took the {it}."),
@@ -76,15 +77,15 @@ class World:
         self._at[thing] = self.place[person]
         self.events.append(("drop", person, thing))
 
-    def happen(self, drops: bool) -> None:
-        """Draw an event that can happen; without ``drops`` nothing is put down."""
+    def happen(self) -> None:
+        """Draw an event that can happen."""
         person = self._rng.choice(self.people)
         here = [
             thing
             for thing in self.things
             if thing not in self.carrier and self._at.get(thing, self.place.get(person)) == self.place.get(person, "")
         ]
-        mine = [thing for thing, carrier in self.carrier.items() if carrier == person and drops]
+        mine = [thing for thing, carrier in self.carrier.items() if carrier == person]
         if person not in self.place or (self._rng.random() < 0.5 or not (here or mine)):
             self.walk(person)
         elif here and (not mine or self._rng.random() < 0.6):
@@ -99,14 +100,17 @@ def happenings(request: Request, level: int, events: int) -> Document:
     Args:
         request: what to make.
         level: 1 to 5, see the module's docstring.
-        events: number of events.
+        events: number of events; for level 5 of those of other people.
     """
     rng, prompt, haystack = request.rng, request.prompt, request.haystack
     asked = None
+    if level == 5:
+        world = World(rng)
+        asked = _walks(rng, world, events)
     while asked is None:  # a world in which the question can be asked
         world = World(rng)
         for _ in range(events):
-            world.happen(drops=level < 5)
+            world.happen()
         asked = _asked(rng, world, level)
     *places, answer = asked
     facts = [rng.choice(_VERBS[form]).format(person=person, it=it) for form, person, it in world.events]
@@ -120,6 +124,16 @@ def happenings(request: Request, level: int, events: int) -> Document:
     return fit(request, questions, fixed + sum(request.count_tokens(haystack.separator + fact) for fact in facts), build)
 
 
+def _walks(rng: random.Random, world: World, others: int) -> tuple[str, str]:
+    """Let a person walk 1, 3 or 6 times, and the others so many times together; return the person and the number."""
+    person, *rest = rng.sample(world.people, PERSONS)
+    count = rng.choice(WALKS)
+    walkers = [person] * count + [rng.choice(rest) for _ in range(others)]
+    for walker in rng.sample(walkers, len(walkers)):
+        world.walk(walker)
+    return person, str(count)
+
+
 def _asked(rng: random.Random, world: World, level: int) -> tuple[str, ...] | None:
     """Return what a question names and its answer, or None if the world has no such question."""
     moved = [thing for thing, places in world.visited.items() if len(places) > 1 and places[-1] not in places[:-1]]
@@ -130,9 +144,6 @@ def _asked(rng: random.Random, world: World, level: int) -> tuple[str, ...] | No
         places = world.visited[thing]
         return (thing, places[-1]) if level == 2 else (thing, places[-1], places[-2])
     person = rng.choice(world.people)
-    if level == 5:
-        count = sum(carrier == person for carrier in world.carrier.values())
-        return (person, str(count)) if count == rng.randint(1, 2) else None  # each number as often
     if person not in world.place:
         return None
     if level == 1:

@@ -67,7 +67,7 @@ class _Program:
 
         for eqn in jaxpr.eqns:
             inputs, name, inner = [read(x) for x in eqn.invars], eqn.primitive.name, list(_inside(eqn.params))
-            if name in _SAME:
+            if name in _SAME or (name == "transpose" and _keeps_order(eqn)):
                 outputs = inputs
             elif name not in _LOOPS and len(inner) == 1 and len(inner[0].invars) == len(inputs) and name != "pallas_call":
                 outputs = self._add(inner[0], inputs)
@@ -77,6 +77,15 @@ class _Program:
                 self.steps.append(_Step(name, inputs, outputs, name in _FUSED, not _reduces_in_passing(eqn), within))
             known.update(zip(eqn.outvars, outputs, strict=True))
         return [read(x) for x in jaxpr.outvars]
+
+
+def _keeps_order(eqn: Any) -> bool:
+    """Tell whether a transpose moves axes of one element alone, which only a CPU copies before a loop reads them."""
+    if current_machine().platform == "cpu":
+        return False
+    shape = eqn.invars[0].aval.shape
+    moved = [axis for axis in eqn.params["permutation"] if shape[axis] > 1]
+    return moved == sorted(moved)
 
 
 def _inside(params: dict[str, Any]) -> Iterator[core.Jaxpr]:

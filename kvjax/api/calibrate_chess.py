@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from kvjax.api.generate import check_key, eos_array, sampler_of
-from kvjax.api.prefill import Integers, Tokens, prefill
+from kvjax.api.prefill import Integers, Tokens, prefill_each
 from kvjax.api.shard_map import on_devices
 from kvjax.cache import Cache
 from kvjax.decoding.bits import in_32_bits
@@ -59,7 +59,8 @@ def calibrate_chess(
         raise ValueError(f"quantile must lie between 0 and 1, got {quantile}")
     check_key(key, by_row=False)
     sampler = sampler_of(key, temperature=temperature)
-    cache = prefill(params, tokens, config=config, lengths=lengths, max_new_tokens=max_new_tokens)
+    options: dict[str, Any] = {"lengths": lengths, "max_new_tokens": max_new_tokens}
+    (cache,) = prefill_each(params, tokens, config=config, methods=["full"], share_storage=True, **options)
     start = np.asarray(cache.length)
     entropy, live = _entropies(params, cache, sampler, key, eos_array(eos_token_ids, config), steps=max_new_tokens)
     means, variances = [], []

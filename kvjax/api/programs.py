@@ -38,13 +38,11 @@ score_program = jax.jit(shard_map.score, static_argnames="stop_early")
 cost_program = jax.jit(shard_map.cost)
 repeat_program = jax.jit(shard_map.repeat, static_argnames="copies")
 _OF_LAYERS = {  # the programs of `one_layer.read_by_layer`, by what they compute
-    one_layer.begin: jax.jit(one_layer.begin, static_argnames=("model", "order")),
     one_layer.each_layer: jax.jit(one_layer.each_layer, static_argnames="model"),
-    one_layer.empty: jax.jit(one_layer.empty, static_argnames="layer"),
-    one_layer.end: jax.jit(one_layer.end, static_argnames="model", donate_argnames="logits"),
+    one_layer.begin: jax.jit(one_layer.begin, static_argnames=("model", "slots")),
+    one_layer.read: jax.jit(one_layer.read, static_argnames="layer"),
+    one_layer.end: jax.jit(one_layer.end, static_argnames="model"),
     one_layer.observed: jax.jit(one_layer.observed),
-    one_layer.padded_to: jax.jit(one_layer.padded_to, static_argnames="slots"),
-    one_layer.read: jax.jit(one_layer.read, static_argnames="layer", donate_argnames=("hidden", "states")),
 }
 _KEEP = {  # the same programs, which do not consume their cache
     step_program: jax.jit(shard_map.step),

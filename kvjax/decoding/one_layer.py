@@ -13,13 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from kvjax.cache import Cache, LayerSpec
 from kvjax.decoding.layers import fingerprint, init_shared, layer_methods, layer_specs, observe
-from kvjax.decoding.passes import Pass
-from kvjax.decoding.prefill import Run, Sized, piece_of, put_rows
+from kvjax.decoding.prefill import Run, Sized, put_rows
 from kvjax.decoding.reading_order import By, Order, chosen_order, why_chunks
 from kvjax.decoding.shared_storage import Common, common_storage, finish
 from kvjax.protocol.method import Method
@@ -68,50 +66,44 @@ def of_rows(specs: Sequence[Sequence[LayerSpec]], rows: int) -> tuple[tuple[Laye
     return tuple(tuple(dataclasses.replace(spec, batch=rows) for spec in own) for own in specs)
 
 
-def begin(params: Any, tokens: Array, length: Array, index: Array, *, model: Model, order: Order) -> tuple[Array, ...]:
-    """Return the indices of a group's rows, their tokens, their lengths and their embedded tokens [R, S, E]."""
-    if order.groups == 1:
-        rows = jnp.arange(len(length), dtype=jnp.int32)
-    else:
-        by_length = jnp.argsort(length, descending=True).astype(jnp.int32)
-        rows = lax.dynamic_slice_in_dim(by_length, index * order.rows, order.rows)
-    tokens, length = tokens[rows], length[rows]
-    position = Pass.at(0, tokens, length, (), ()).position
-    return rows, tokens, length, not_none("model", layered(model)).embed(params, tokens, **position_option(model, position))
-
-
-def empty(methods: tuple, *, layer: OneLayer) -> tuple:
-    """Make room for the finished states [method] of all rows."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), layer.blank(methods)[0])
+def begin(params: Any, tokens: Array, *, model: Model, slots: int) -> tuple[Array, Array]:
+    """Pad tokens int32 [B, T] to whole chunks [B, S], and embed them [B, S, E]."""
+    tokens = jnp.pad(tokens, ((0, 0), (0, slots - tokens.shape[1])))
+    at = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), tokens.shape)  # that of padding has no effect
+    return tokens, not_none("model", layered(model)).embed(params, tokens, **position_option(model, at))
 
 
 def read(
-    params: Any,
-    hidden: Array,
-    states: tuple | None,
-    rows: Array,
-    tokens: Array,
-    length: Array,
-    methods: tuple,
-    shared: tuple,
-    *,
-    layer: OneLayer,
+    params: Any, hidden: Array, tokens: Array, length: Array, methods: tuple, shared: tuple, *, layer: OneLayer
 ) -> tuple[Array, tuple]:
-    """Run a layer on the hidden states of a group's rows; return those behind it, and the finished states of all rows."""
-    run, sized = layer.of(params, methods, shared, len(rows))
-    with soft_cap(attention_soft_cap(layer.model)):
+    """Run a layer on hidden states [B, S, E], group by group; return those behind it, and finished states [method]."""
+    order = layer.order
+    run, sized = layer.of(params, methods, shared, order.rows)
+    blank, kept = layer.blank(methods)
+
+    def group(hidden: Array, tokens: Array, length: Array) -> tuple[Array, tuple]:
         hidden, begun = run.read_layer(0, hidden, tokens, length, sized, embeds=False)
-    begun = zip(methods, sized.common.restore_layer(0, begun), sized.specs, strict=True)
-    made = layer.blank(methods)[1].strip_layer(0, tuple(finish(method, state, spec) for method, state, (spec,) in begun))
-    return hidden, made if states is None else put_rows(states, made, rows)
+        begun = zip(methods, sized.common.restore_layer(0, begun), sized.specs, strict=True)
+        return hidden, kept.strip_layer(0, tuple(finish(method, state, spec) for method, state, (spec,) in begun))
+
+    def body(index: Array, made: tuple) -> tuple:
+        # The last group begins earlier if the batch has no whole groups: its first rows are read twice.
+        rows = lax.dynamic_slice_in_dim(by_length, index * order.rows, order.rows)
+        return put_rows(made, group(hidden[rows], tokens[rows], length[rows]), rows)
+
+    with soft_cap(attention_soft_cap(layer.model)):
+        if order.groups == 1:
+            return group(hidden, tokens, length)
+        by_length = jnp.argsort(length, descending=True).astype(jnp.int32)
+        room = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (hidden, blank))
+        return lax.fori_loop(0, order.groups, body, room)
 
 
-def end(params: Any, hidden: Array, logits: Array, rows: Array, length: Array, *, model: Model) -> Array:
-    """Write the logits behind the last tokens of a group's rows into those of all rows, float32 [B, V]."""
-    last = jnp.maximum(length - 1, 0)
-    hidden = jnp.concatenate([piece_of(hidden, last[row], 1, row) for row in range(len(length))])
-    new = not_none("model", layered(model)).head(params, hidden[:, 0])
-    return put_rows(logits, jnp.where((length > 0)[:, None], new, 0), rows)
+def end(params: Any, hidden: Array, length: Array, *, model: Model) -> Array:
+    """Compute the logits behind the last tokens, float32 [B, V]."""
+    last = jnp.maximum(length - 1, 0)[:, None, None]
+    logits = not_none("model", layered(model)).head(params, jnp.take_along_axis(hidden, last, axis=1)[:, 0])
+    return jnp.where((length > 0)[:, None], logits, 0)
 
 
 def observed(cache: Cache) -> Cache:
@@ -119,11 +111,6 @@ def observed(cache: Cache) -> Cache:
     made = observe(cache, decoding=False)
     same = all(x is y for x, y in zip(jax.tree.leaves(made.layers), jax.tree.leaves(cache.layers), strict=True))
     return dataclasses.replace(made, layers=()) if same else made
-
-
-def padded_to(tokens: Array, *, slots: int) -> Array:
-    """Pad tokens int32 [B, T] to whole chunks."""
-    return jnp.pad(tokens, ((0, 0), (0, slots - tokens.shape[1])))
 
 
 def each_layer(methods: tuple[Method, ...], *, model: Model) -> tuple:
@@ -163,24 +150,16 @@ def read_by_layer(
     plan = _planned(structure, shapes, model, batch, padded, sizes, chunk_size, order)
     if plan is None:
         return None
-    chosen = plan.order
-    tokens = call(padded_to, tokens, slots=chosen.slots)
-    states: list[Any] = [None] * model.num_layers
-    of_layer = [tuple(own[at] for own in each) for at in range(model.num_layers)]
-    if chosen.groups > 1:
-        states = [call(empty, own, layer=layer) for own, layer in zip(of_layer, plan.layers, strict=True)]
+    tokens, hidden = call(begin, params, tokens, model=model, slots=plan.order.slots)
     shared, every = (
-        tuple(map(init_shared, methods, (model,) * len(methods), of_rows(plan.specs, rows))) for rows in (chosen.rows, batch)
+        tuple(map(init_shared, methods, (model,) * len(methods), of_rows(plan.specs, rows)))
+        for rows in (plan.order.rows, batch)
     )
-    weights = [alone(params, at)[1] for at in range(model.num_layers)]
-    logits: Any = np.zeros((batch, model.vocab_size), np.float32)
-    for index in range(chosen.groups):
-        rows, *own, hidden = call(begin, params, tokens, length, np.int32(index), model=model, order=chosen)
-        for at, layer in enumerate(plan.layers):
-            given = weights[at], hidden, states[at], rows, *own, of_layer[at], shared
-            hidden, states[at] = call(read, *given, layer=layer)
-        logits = call(end, params, hidden, logits, rows, own[1], model=model)
-    whole = [kept.restore_layer(0, own) for kept, own in zip(plan.kept, states, strict=True)]
+    whole = []
+    for at, own in enumerate(zip(*each, strict=True)):
+        hidden, made = call(read, alone(params, at)[1], hidden, tokens, length, own, shared, layer=plan.layers[at])
+        whole.append(plan.kept[at].restore_layer(0, made))
+    logits = call(end, params, hidden, length, model=model)
     caches = []
     for at, method in enumerate(methods):
         layers = tuple(layer[at] for layer in whole)

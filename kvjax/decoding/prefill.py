@@ -236,7 +236,7 @@ class Run:
             hidden, states = self.read_layer(layer, hidden, tokens, length, sized, layer == 0)
             if layer == model.num_layers - 1:
                 last = jnp.maximum(length - 1, 0)
-                hidden = jnp.concatenate([piece_of(hidden, last[row], 1, row) for row in range(len(tokens))])
+                hidden = jnp.concatenate([_piece(hidden, last[row], 1, row) for row in range(len(tokens))])
             states = sized.common.restore_layer(layer, states)
             made = zip(self.each, states, sized.specs, strict=True)
             kept = put(layer, tuple(finish(layers[layer], state, own[layer]) for layers, state, own in made))
@@ -258,7 +258,7 @@ class Run:
 
         def body(index: Array | int, carry: tuple, operands: tuple) -> tuple:
             (hidden, states), (params, each, shared, length, tokens) = carry, operands
-            piece, part = (piece_of(x, index * chunk, chunk) for x in (tokens, hidden))
+            piece, part = (_piece(x, index * chunk, chunk) for x in (tokens, hidden))
             now = Pass.at(index * chunk, piece, length, each, shared)
             if embeds:
                 part = model.embed(params, piece, **position_option(model, now.position))
@@ -376,7 +376,7 @@ class Run:
         return tuple(finished)
 
 
-def piece_of(x: Array, start: Array | int, size: int, row: int | None = None) -> Array:
+def _piece(x: Array, start: Array | int, size: int, row: int | None = None) -> Array:
     """Slice ``size`` tokens from ``start`` on out of x [B, S, ...] in either memory, of one row or of all."""
     rows = (0, len(x)) if row is None else (row, 1)
     begin = (rows[0], start, *(0 for _ in x.shape[2:]))

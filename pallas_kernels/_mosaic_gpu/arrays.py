@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import threads as t
+from pallas_kernels._mosaic_gpu import warps as w
 from pallas_kernels._mosaic_gpu.pallas import mgpu, pl, plgpu
 from pallas_kernels._triton import rotate
 from pallas_kernels.machine import current_machine
@@ -51,6 +52,8 @@ def program(body, out_type, *, grid, names=NAMES, scratch=(), parts=1, groups=1)
         grid_names=names[: len(grid)],
         cluster=(parts,) if parts > 1 else (),
         cluster_names=("part",) if parts > 1 else (),
+        num_threads=groups if groups > 1 else None,
+        thread_name="group" if groups > 1 else None,
         kernel_name=_name_of(body),
         num_threads=groups if groups > 1 else None,
         thread_name="group" if groups > 1 else None,
@@ -113,11 +116,6 @@ def check_floats(*operands: jax.Array) -> None:
 def size_of(entries: int) -> int:
     """Return the size of an array with at least so many entries."""
     return -(-entries // t.THREADS) * t.THREADS
-
-
-def run_of(entries: int) -> int:
-    """Return the size of an array with at least so many entries of 32 bits, of which `load_run` loads four together."""
-    return 4 * size_of(-(-entries // 4))
 
 
 def _ref():
@@ -422,7 +420,8 @@ def of_parts(numbers: list[jax.Array], peers, parts: int) -> list[list[jax.Array
 
     @plgpu.inline_mgpu(arg_types=(_ref(), (_splat(),) * count), return_type=((one,) * count,) * parts)
     def run(ctx, peers, numbers):
-        base, thread, numbers = t.number(t.address(peers)), t.signed(t.thread()), [t.number(t.value(x)) for x in numbers]
+        base, numbers = t.number(t.address(peers)), [t.number(t.value(x)) for x in numbers]
+        thread = t.signed(w.thread())  # all warpgroups have the same numbers
         turn = t.load_shared(base)
         place, peer = base + 16 + turn * (16 * MOST_PARTS), thread >> 2
         mine = numbers[0]
@@ -434,7 +433,7 @@ def of_parts(numbers: list[jax.Array], peers, parts: int) -> list[list[jax.Array
         t.ptx("st.shared::cluster.b32 [$0], $1;", there, mine, where=thread < 4 * parts)
         t.meet_cluster()
         t.ptx("st.shared.b32 [$0], $1;", base, turn ^ 1, where=thread < 1)
-        mgpu.utils.warpgroup_barrier()
+        t.ptx("barrier.sync 0;")  # of all warpgroups
         return tuple(tuple(t.load_shared(place + 16 * i + 4 * at) for at in range(count)) for i in range(parts))
 
     return [list(x) for x in run(peers, tuple(numbers))]

@@ -96,7 +96,11 @@ def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtyp
         blocks, number = lax.div(entries + (n.block - 1), n.block), _same
         if lists.block_number is not None:
             blocks, number = lists.block_number(listed, b, h, blocks, n.block)
-        steps = lax.div(blocks - program + (programs - 1), programs)
+
+        def steps_of(blocks):
+            return lax.div(blocks - program + (programs - 1), programs)
+
+        steps = steps_of(blocks)
         many = 0 if not beside else beside[1].shape[2] if len(beside[1].shape) > 3 else 1
         publish, merge = merger(n, out_dtype, many, beside_dtype)
 
@@ -128,7 +132,10 @@ def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtyp
             inv_freq = tuple(map(load_frequencies, turning))
             for i, x in enumerate(first):
                 copy(stored, ring, x, (start(jnp.int32(i)), *scalars), base, jnp.int32(i))
-            _, sums = lax.fori_loop(0, steps, follow, (loaded, begin()))
+            reading = steps
+            if lists.live is not None:  # known when the first copies are on their way
+                reading = jnp.minimum(steps, steps_of(lax.div(lists.live(listed, b, h) + (n.block - 1), n.block)))
+            _, sums = lax.fori_loop(0, reading, follow, (loaded, begin()))
             if n.tiled:
                 meet_block()
             publish(room, *sums)

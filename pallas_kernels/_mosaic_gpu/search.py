@@ -8,87 +8,126 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays
-from pallas_kernels._triton.kth_search import ALL, INFINITE, NEVER, SPREAD, bounds_of, hits_of
+from pallas_kernels._mosaic_gpu import threads as t
+from pallas_kernels._mosaic_gpu.team import BINS, Team
+from pallas_kernels._triton.kth_search import ALL, INFINITE, NEVER
 
 HALF = 2**16 - 1
+ALONE = 2**13  # entries of a row for which one program is enough
+EACH = 8  # entries of a thread: a warpgroup more costs more than so many
 MOST = 2**14 + 2**12  # keys of a program: they are in registers, and counts of two kinds share a word
 
 
-def threshold_of(key: jax.Array, wanted: Any, parts: int, peers: Any, repeated: bool = False) -> tuple[Any, Any, Any]:
-    """Find the threshold that the best keys reach.
+def team_for(slots: int) -> Team:
+    """Choose who shares a row."""
+    parts = next((n for n in (1, 2, 4) if slots <= n * ALONE), arrays.MOST_PARTS)
+    groups = next((n for n in (1, 2, 4) if slots <= n * parts * EACH * t.THREADS), 8)
+    return Team(groups, parts, arrays.size_of(-(-slots // (parts * groups))))
+
+
+def threshold_of(
+    key: jax.Array, wanted: Any, most: int, team: Team, scratch: Any, peers: Any, bins: Any, repeated: bool = False
+) -> tuple[Any, Any, Any]:
+    """Find the threshold that the best keys reach, by histograms, of which each divides an interval of keys by `BINS`.
+
+    The first interval begins at the least of many maxima, of which there are as many as are wanted: most keys are below it,
+    and are counted nowhere.
 
     Args:
-        key: int32 [N], this program's; N is at most `MOST`.
-        wanted: int32, keys to choose of all programs.
-        parts: programs of the cluster.
-        peers: shared memory for `arrays.of_parts`.
-        repeated: see `kth_search.find`.
+        key: int32 [N], this warpgroup's.
+        wanted: int32, keys to choose of the whole row, at most ``most``.
+        most: its upper bound.
+        team: who shares the row.
+        scratch: with ``peers`` and ``bins`` `Team.scratch`.
+        peers: see ``scratch``.
+        bins: see ``scratch``.
+        repeated: many keys are equal, so each step also finds the least and the greatest that are left; one program alone.
 
     Returns:
         int32: the threshold; how many of the keys that equal it are chosen, from the first on; how many keys are chosen.
     """
-
-    def together(fold, *numbers):
-        return [functools.reduce(fold, column) for column in zip(*arrays.of_parts(list(numbers), peers, parts), strict=True)]
-
-    def counts(pivots):  # of keys that are at least as large, two in a word
-        words = [jnp.sum(hits_of(key, *pivots[i : i + 2])) for i in range(0, len(pivots), 2)]
-        halves = [[y for x in column for y in (x & HALF, x >> 16)] for column in arrays.of_parts(words, peers, parts)]
-        return [functools.reduce(jnp.add, column) for column in zip(*halves, strict=True)]
-
-    def below(pivot):
-        return together(jnp.maximum, jnp.max(jnp.where(key < pivot, key, NEVER)))[0]
-
-    low, high, held, infinite = bounds_of(key)
-    if parts > 1:
-        high = jnp.where(low < INFINITE, high, NEVER + 1)  # a program may have no finite key
-        negative, high = together(jnp.maximum, -low, high)
-        low, (held, infinite) = -negative, together(jnp.add, held, infinite)
-        high = jnp.maximum(high, low + 1)
-    threshold, reach, over = _find(counts, below, low, high, held, wanted, infinite, repeated)
-    return threshold, jnp.where(reach > wanted, wanted - over, ALL), jnp.minimum(held, wanted)
-
-
-def _find(counts, below, low, high, held, wanted, infinite, repeated):
-    """Find the highest threshold that ``wanted`` keys reach, how many reach it, and how many exceed it.
-
-    As `kth_search.find`, whose arguments these are, but each step counts the keys that reach six pivots: a step waits longer
-    than it counts, and so there are half as many. Three pivots quarter the interval, and three are about the expected key.
-    """
+    team.clear(bins)
+    may, tops = key > NEVER, team.maxima(key, min(team.each, -(-most // (team.members * t.THREADS))))
+    full = tops > NEVER
+    low, lowest, high, held, tall = team.joined(
+        [
+            (jnp.where(full, tops, INFINITE), "min"),
+            (jnp.where(may, key, INFINITE), "min"),
+            (tops, "max"),
+            (may.astype(jnp.int32), "add"),
+            (full.astype(jnp.int32), "add"),
+        ],
+        scratch,
+    )
+    team.ready()
+    if team.parts > 1:
+        numbers = arrays.of_parts([low, lowest, high, held + (tall << 16)], peers, team.parts)
+        lows, lowests, highs, sums = zip(*numbers, strict=True)
+        low, lowest, high = (
+            functools.reduce(f, x) for f, x in ((jnp.minimum, lows), (jnp.minimum, lowests), (jnp.maximum, highs))
+        )
+        held, tall = (functools.reduce(jnp.add, x) for x in ([y & HALF for y in sums], [y >> 16 for y in sums]))
+    wanted = jnp.minimum(held, wanted)
+    low = jnp.where((held > wanted) & (tall >= wanted), low, lowest)
 
     def unsettled(state):
         low, high, reach, *_ = state
         return (reach > wanted) & (wanted > 0) & (high > low + 1)
 
     def narrow(state):
-        low, high, reach, over, step = state
-        half = (high >> 1) - (low >> 1)  # the width itself may exceed int32
-        wide, number = half.astype(jnp.float32), (reach - over).astype(jnp.float32)
-        jump = low + 2 * ((reach - wanted).astype(jnp.float32) / number * wide).astype(jnp.int32)
-        aside, quarter = (SPREAD * wide * lax.rsqrt(number)).astype(jnp.int32), low + (half >> 1)
-        exists = (step & 1 == 1) if repeated else (step >= 4) & (step & 3 == 3)
+        low, high, _, over, first = state
+        shift = jnp.maximum(33 - BINS.bit_length() - lax.clz(high - 1 - low), 0)
+        team.tally(bins, first, key, low, high, shift)
+        team.meet()
+        found, bin_of = team.counts(bins, first)
+        upto = over + found + team.before(found, scratch, small=False)[0]
+        mine = (upto >= wanted) & (upto - found < wanted)  # one bin has the wanted key
+        number, over, reach = team.joined([(jnp.where(mine, x, -1), "max") for x in (bin_of, upto - found, upto)], scratch)
+        low = low + (number << shift)
+        high = jnp.minimum(high, low + (1 << shift))
+        if repeated:
+            inside = (key >= low) & (key < high)
+            least, most = ((jnp.where(inside, key, x), fold) for x, fold in ((INFINITE, "min"), (NEVER, "max")))
+            low, high = team.joined([least, most], scratch)
+            high = high + 1
+        return low, high, reach, over, BINS - first
 
-        def next_key():  # the greatest key of the interval, and what is behind it
-            key = jnp.maximum(below(high), low)
-            return key, key + 1
+    state = low, high + 1, held, jnp.int32(0), jnp.int32(0)
+    low, _, reach, over, _ = lax.while_loop(unsettled, narrow, state)
+    return jnp.where(wanted > 0, low, 2**31 - 1), jnp.where(reach > wanted, wanted - over, ALL), wanted
 
-        first = lax.cond(exists, next_key, lambda: (quarter, quarter + half))
-        guesses = *first, low + half, jump - aside, jump, jump + aside
-        pivots = [jnp.minimum(jnp.maximum(x, low + 1), high - 1) for x in guesses]
-        found = counts(pivots)
-        enough = [x >= wanted for x in found]
-        for pivot, count, more in zip(pivots, found, enough, strict=True):
-            low, reach = jnp.where(more, jnp.maximum(low, pivot), low), jnp.where(more, jnp.minimum(reach, count), reach)
-            high, over = jnp.where(more, high, jnp.minimum(high, pivot)), jnp.where(more, over, jnp.maximum(over, count))
-        return low, high, reach, over, step + 1
 
-    low, high, held, over = (jnp.asarray(x, jnp.int32) for x in (low, high, held, infinite))
-    # Where enough keys are infinite, infinity is the threshold, and the loop ends before its first step.
-    forced = over >= jnp.maximum(wanted, 1)
-    low, high = jnp.where(forced, INFINITE, low), jnp.where(forced, INFINITE + 1, high)
-    held, over = jnp.where(forced, over, held), jnp.where(forced, 0, over)
-    low, _, reach, over, _ = lax.while_loop(unsettled, narrow, (low, high, held, over, jnp.int32(0)))
-    return low, reach, over
+def listed(word: jax.Array, ties: Any, team: Team, scratch: Any, peers: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Choose entries of a row, all of one kind and the first ``ties`` of another.
+
+    Args:
+        word: int32 [N], whose bits 0 and 16 tell the kinds.
+        ties: int32.
+        team: who shares the row.
+        scratch: with ``peers`` `Team.scratch`.
+        peers: see ``scratch``.
+
+    Returns:
+        which entries are chosen, bool [N]; how many are chosen before each, int32 [N]; and how many in all, int32.
+    """
+    earlier, total = team.before(word, scratch)
+    over = equal = over_all = equal_all = jnp.int32(0)
+    for part, (more, same) in enumerate(arrays.of_parts([total & HALF, total >> 16], peers, team.parts)):
+        over, equal = over + jnp.where(part < team.part(), more, 0), equal + jnp.where(part < team.part(), same, 0)
+        over_all, equal_all = over_all + more, equal_all + same
+    equal = equal + (earlier >> 16)
+    chosen = ((word & 1) > 0) | ((word > HALF) & (equal < ties))
+    return chosen, over + (earlier & HALF) + jnp.minimum(equal, ties), over_all + jnp.minimum(equal_all, ties)
+
+
+def fill(list_ref: Any, keep_ref: Any, row: Any, chosen: Any, team: Team) -> None:
+    """Write zeros behind the ``chosen`` first entries of a list [L, K], and the mask that tells which are chosen."""
+    capacity = list_ref.shape[1]
+    share = arrays.size_of(-(-capacity // team.members))
+    at = team.member() * share + arrays.counted(share)
+    inside = at < capacity
+    arrays.store(list_ref, jnp.where(inside & (at >= chosen), row * capacity + at, -1), arrays.spread(0, share))
+    arrays.store(keep_ref, jnp.where(inside, row * capacity + at, -1), (at < chosen).astype(jnp.int32))
 
 
 def places(

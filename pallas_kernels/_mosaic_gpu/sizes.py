@@ -31,6 +31,7 @@ class Lists:
         block_number: of refs, row, KV head, number and size of blocks to how many are read, and a function from 0, 1, ... to
             these; None: all are.
         tiled: whether the entries of a block are neighbouring rows, from the row of the block's first entry on.
+        live: of refs, row and KV head to how many entries are enough: no later one is read. None: all are.
     """
 
     operands: tuple[jax.Array, ...]
@@ -42,6 +43,7 @@ class Lists:
     turned: bool = False
     block_number: Callable[..., Any] | None = None
     tiled: bool = False
+    live: Callable[..., Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -66,6 +66,11 @@ def lane_value(x, lane):
     return _run("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", x, lane, result=[t.i32()])[0]
 
 
+def redux(x, fold):
+    """Fold an int32 number over the lanes of the warp: "add", "min" or "max"."""
+    return _run(f"redux.sync.{fold}.s32 $0, $1, -1;", x, result=[t.i32()])[0]
+
+
 def over_quad(x, combine):
     """Combine a float32 number with those of the three other lanes that share a row of a product."""
     for distance in (1, 2):

@@ -18,11 +18,11 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.machine import Machine, assume_machine
 
-GPUS = {"t4": (7, 5), "a100": (8, 0), "l4": (8, 9), "h100": (9, 0)}  # with their compute capabilities
+GPUS = {"t4": (7, 5), "a100": (8, 0), "l4": (8, 9), "h100": (9, 0), "b200": (10, 0)}  # with their compute capabilities
 
 _FACTS = pathlib.Path(__file__).parent / "targets"
 SPILLING = "xla_gpu_fail_ptx_compilation_on_register_spilling"
@@ -30,6 +30,13 @@ _FOR_GPU = {
     "xla_gpu_autotune_level": 0,  # there is no device to try variants of a kernel on
     SPILLING: True,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Card(AbstractDevice):
+    """A device that is not there, with what Mosaic GPU asks a device for; without it, it assembles for 9.0."""
+
+    compute_capability: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +69,11 @@ class Target:
         Raises:
             jax.errors.JaxRuntimeError: it does not compile, or a GPU kernel spills registers to memory.
         """
-        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), self.assumed():
+        mesh, capability = self.mesh.abstract_mesh, self.machine.capability
+        if capability is not None:
+            known = {field.name: getattr(mesh.abstract_device, field.name) for field in dataclasses.fields(AbstractDevice)}
+            mesh = mesh.update(abstract_device=_Card(**known, compute_capability="{}.{}".format(*capability)))
+        with jax.sharding.use_abstract_mesh(mesh), self.assumed():
             lowered = jax.jit(run, **jit).lower(*self.place(args))
         return lowered.compile(compiler_options=self.options)
 

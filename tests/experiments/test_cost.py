@@ -77,6 +77,18 @@ def test_a_method_at_a_length_compiles_once_for_all_tasks_and_before_it_is_asked
     assert answered["passkey"] <= 8 and answered["vt"] <= 40
 
 
+def test_programs_are_queued_before_chess_is_calibrated(directory, tmp_path, monkeypatch):
+    given = {"model": str(directory), "tasks": ["vt"], "lengths": [512], "samples": 2, "methods": ["chess"], "workers": 0}
+    settings = EvaluationSettings.from_mapping(given, "a test")
+    made = runner.Runner(settings, load_model(directory, "float32"), tmp_path, progress=False)
+    monkeypatch.setattr(runner, "chess_thresholds", lambda *given: {"tau_entropy": 1.5, "tau_varentropy": 2.5})
+    with Eager() as queue:
+        made._compile_first(queue)
+        keys = set(queue._traced)
+    methods = tuple(made.setting(choice, made.cells[0]).method for choice in settings.choices)
+    assert methods[-1].tau_entropy == 1.5 and [key[0] for key in keys] == [jax.tree.structure(methods)]
+
+
 KNOBS = {
     "chess": {"trigger": "fixed"},
     **dict.fromkeys(("duoattention", "headkv"), {"scores": uneven_scores(CONFIG)}),

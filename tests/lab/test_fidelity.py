@@ -15,7 +15,7 @@ from experiments.cli import figures
 from experiments.lab.fidelity import plots, texts
 from experiments.lab.fidelity.__main__ import main
 from experiments.lab.fidelity.distance import Distance, distance, follow_text, shared_room
-from experiments.lab.fidelity.report import difference, fidelity_tables, table, turns_table
+from experiments.lab.fidelity.report import difference, fidelity_tables, table
 from experiments.lab.fidelity.run import Runner
 from experiments.lab.fidelity.settings import FidelitySettings
 from experiments.lab.fidelity.summary import along, summary, tokens_per_pass
@@ -214,16 +214,6 @@ def test_texts_of_a_single_token_are_left_out():
         texts.make_texts([[1]], [[2]], 4, 5)
     with pytest.raises(ValueError, match="at most 4 tokens beside 5 steps, got 6"):
         texts.make_texts([[1] * 6], [[2, 3]], 4, 5)
-
-
-def test_a_record_of_turns_has_their_table():
-    row = {
-        "method": "quest",
-        "budget": 8,
-        "attended_tokens": 8.0,
-        "by_turn": {"turn": [0, 1], "tokens": [2, 3], "kl": [1.5, 5.0]},
-    }
-    assert turns_table([row]).split("\n")[::2] == ["| KL, nats | budget | turn 1 | turn 2 |", "| Quest | 8 | 1.5 | 5 |"]
 
 
 @pytest.mark.parametrize(

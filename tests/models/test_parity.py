@@ -1,7 +1,5 @@
 """Our decoder against the ``transformers`` PyTorch classes: every layer and the logits, in float32."""
 
-import importlib
-import json
 from pathlib import Path
 
 import jax
@@ -96,35 +94,3 @@ def test_a_few_tokens_read_the_experts_that_they_choose(family, tmp_path):
     hidden, logits = ours(params, config, golden["tokens"][:, :1])
     np.testing.assert_allclose(hidden, golden["hidden"][:, :, :1], rtol=0, atol=TOLERANCE)
     np.testing.assert_allclose(logits, golden["logits"][:, :1], rtol=0, atol=TOLERANCE)
-
-
-@pytest.fixture(scope="module")
-def generator():
-    """The golden generator as a module; needs torch and transformers."""
-    pytest.importorskip("torch", reason="the live comparison needs torch")
-    pytest.importorskip("transformers", reason="the live comparison needs transformers")
-    return importlib.import_module("experiments.lab.goldens")
-
-
-# The peers' own deprecation warnings are not ours to fix.
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_transformers_on_new_weights(family, generator, tmp_path):
-    golden = generator.golden(family, seed=7)
-    write_checkpoint(tmp_path, golden)
-    compare(tmp_path, golden)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_reads_what_we_write(family, generator, tmp_path):
-    golden = generator.golden(family, seed=8)
-    write_checkpoint(tmp_path, golden)
-    params, config = models.from_pretrained(tmp_path)
-    models.save_pretrained(tmp_path / "ours", params, config)
-    written = json.loads((tmp_path / "ours" / "config.json").read_text())
-    theirs = generator.transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
-    again = generator.trace(theirs.eval(), seed=9)
-    assert theirs.config.model_type == written["model_type"]
-    np.testing.assert_array_equal(golden["tokens"], again["tokens"])
-    np.testing.assert_allclose(golden["logits"], again["logits"], rtol=0, atol=TOLERANCE)

@@ -71,11 +71,12 @@ OPERATIONS = {x: getattr(operator, x) for x in ("add", "sub", "mul", "xor", "neg
 class Threads:
     """The threads of a warpgroup, the ``team`` of its program.
 
-    ``memory(address, shared)`` returns bytes and an offset; ``meet`` waits for all threads of the program.
+    ``memory(address, shared)`` returns bytes and an offset; ``meet`` waits for all threads of the program; ``lock`` keeps other
+    warpgroups from memory that this one reads and writes.
     """
 
-    def __init__(self, team, memory, meet):
-        self.memory, self.meet = memory, meet
+    def __init__(self, team, memory, meet, lock):
+        self.memory, self.meet, self.lock = memory, meet, lock
         self.special = {"%tid.x": team * THREADS + np.arange(THREADS), "%laneid": _LANE}
 
     def run(self, text, operands, kinds):
@@ -96,7 +97,8 @@ class Threads:
                 for half, shift in zip(args[0][1:-1].split(", "), (0, 32), strict=True):
                     self.held[half] = self.held[args[1]] >> np.uint64(shift) & np.uint64(2**32 - 1)
             elif name[0] in ("ld", "st", "red"):
-                self._access(*name, target=args[name[0] == "ld"], data=args[name[0] != "ld"], shown=shown)
+                with self.lock:
+                    self._access(*name, target=args[name[0] == "ld"], data=args[name[0] != "ld"], shown=shown)
             elif shown.any():
                 x = self._result(name, args, name[-1], shown)
                 wide = "wide" in name or name[-1].endswith("64")

@@ -1,8 +1,8 @@
 """Kernels of `pallas_kernels._mosaic_gpu.arrays` without a GPU: an array of registers is an array of JAX.
 
-Programs run one after the other, those of a cluster as threads that meet. What emits instructions is replaced by what it
-means. An index out of range is an error, and memory that nothing has written is poison. Instructions, and the barriers of a
-program, are tried on a card alone.
+Programs run one after the other, those of a cluster and their warpgroups as threads that meet. What emits instructions is
+replaced by what it means. An index out of range is an error, and memory that nothing has written is poison. Instructions, and
+barriers, are tried on a card alone.
 """
 
 import contextlib
@@ -17,16 +17,17 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels._mosaic_gpu import arrays, bins, products
+from pallas_kernels._mosaic_gpu import arrays, products, team
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.products import CHUNK
+from pallas_kernels._mosaic_gpu.team import BINS, Team
 from pallas_kernels._mosaic_gpu.threads import THREADS
 from pallas_kernels.attend.dense_decode import dense_decode
 from pallas_kernels.formats.packed_vectors import unpack
 from pallas_kernels.machine import assume_machine
 from tests.pallas_kernels import instructions
 
-HERE = threading.local()  # of a program: places on the axes, and its cluster
+HERE = threading.local()  # of a warpgroup: places on the axes, those it meets, what they say, shared memory of its cluster
 
 
 class Memory:
@@ -123,32 +124,101 @@ def wait(parts):
 def of_parts(numbers, peers, parts):
     HERE.numbers[HERE.axes["part"]] = numbers
     wait(parts)
-    found = [list(x) for x in HERE.numbers]
+    found = [list(x) for x in HERE.numbers] if parts > 1 else [numbers]
     wait(parts)
     return found
 
 
-def _run(body, refs, grid, names, scratch, parts, groups=1):
-    def one(part, team, index, blocks, memory, numbers, failures):
-        HERE.axes = dict(zip(names, index, strict=False)) | {"part": part, "group": team}
-        HERE.cluster, HERE.block, HERE.numbers, HERE.refs, HERE.memory = blocks[0], blocks[1 + part], numbers, refs, memory
+def _of_groups(x):
+    """What each warpgroup of the program has."""
+    HERE.said[HERE.axes["group"]] = x
+    HERE.block.wait()
+    found = [*HERE.said]
+    HERE.block.wait()
+    return found
+
+
+def team_load(self, ref, line, other=0):
+    slot = self.entries()
+    return load(ref, jnp.where(slot < ref.shape[1], slot, -1), other, (line, ref.shape[1]))
+
+
+def joined(self, sums, scratch):
+    folds = {"add": np.sum, "min": np.min, "max": np.max}
+    columns = zip(*_of_groups([x for x, _ in sums]), strict=True)
+    return [jnp.asarray(folds[fold](np.stack(x)), x[0].dtype) for x, (_, fold) in zip(columns, sums, strict=True)]
+
+
+def team_before(self, words, scratch, small=True):
+    places, counts = np.asarray(order(words.shape[0])), np.empty(words.shape, np.int32)
+    counts[places] = words
+    totals = [np.sum(x, dtype=np.int32) for x in _of_groups(words)]
+    earlier = np.cumsum(counts) - counts + sum(totals[: HERE.axes["group"]])
+    return jnp.asarray(earlier[places], jnp.int32), jnp.int32(sum(totals))
+
+
+def order(size):
+    each, chunk = size // THREADS, np.gcd(size // THREADS, 4)
+    number, (warp, lane) = np.arange(each)[:, None, None], np.indices((4, 32))[:, None]
+    place = warp * (32 * each) + number // chunk * (32 * chunk) + lane * chunk + number % chunk
+    return jnp.asarray(place.reshape(-1), jnp.int32)
+
+
+def maxima(self, key, each):
+    return jnp.max(key.reshape(-1, each * THREADS), axis=0)
+
+
+def clear(self, bins):
+    bins.x[...] = 0
+
+
+def tally(self, bins, first, key, low, high, shift):
+    offset = np.asarray(key).view(np.uint32) - np.asarray(low).view(np.uint32)
+    inside = offset < np.asarray(high).view(np.uint32) - np.asarray(low).view(np.uint32)
+    with HERE.lock:
+        np.add.at(bins.x, int(first) + (offset[inside] >> np.uint32(shift)), 1)
+
+
+def counts(self, bins, first):
+    each = BINS // self.groups
+    number = BINS - 1 - (HERE.axes["group"] * each + np.asarray(order(each)))
+    at = next(i for i, x in enumerate(HERE.memory[HERE.axes["part"]]) if x is bins)
+    found = sum(x[at].x[int(first) + number] for x in HERE.memory)
+    bins.x[BINS - int(first) + number] = 0
+    return jnp.asarray(found, jnp.int32), jnp.asarray(number)
+
+
+def team_meet(self):
+    HERE.cluster.wait()
+
+
+TEAM = {
+    "load": team_load, "joined": joined, "before": team_before, "maxima": maxima, "clear": clear, "tally": tally,
+    "counts": counts, "meet": team_meet, "begin": lambda *_: None,
+}  # fmt: skip
+
+
+def _run(body, refs, grid, names, scratch, parts, groups):
+    def one(part, group, failures, place, **shared):
+        vars(HERE).update(axes=dict(zip(names, place, strict=False)) | {"part": part, "group": group}, refs=refs, **shared)
         try:
             with jax.disable_jit():
-                body(*refs, *memory[part])
+                body(*refs, *shared["memory"][part])
         except BaseException as failure:
             failures.append(failure)
-            for x in blocks:
-                x.abort()
+            shared["cluster"].abort()
+            shared["block"].abort()
 
-    for index in np.ndindex(*grid):
-        blocks = [threading.Barrier(parts * groups), *(threading.Barrier(groups) for _ in range(parts))]
-        memory, numbers, failures = [[*map(Memory.poison, scratch)] for _ in range(parts)], [None] * parts, []
-        options = {"index": index, "blocks": blocks, "memory": memory, "numbers": numbers, "failures": failures}
-        run = functools.partial(one, **options)
-        others = [threading.Thread(target=run, args=x) for x in np.ndindex(parts, groups) if any(x)]
+    for place in np.ndindex(*grid):
+        failures, cluster = [], {"cluster": threading.Barrier(parts * groups), "numbers": [None] * parts}
+        memory, lock = [[*map(Memory.poison, scratch)] for _ in range(parts)], threading.Lock()
+        others = []
+        for part in range(parts):
+            block = {"block": threading.Barrier(groups), "said": [None] * groups, "memory": memory, "lock": lock}
+            given = cluster | block | {"failures": failures, "place": place}
+            others += [threading.Thread(target=one, args=(part, group), kwargs=given) for group in range(groups)]
         for x in others:
             x.start()
-        run(0, 0)
         for x in others:
             x.join()
         for failure in sorted(failures, key=lambda x: isinstance(x, threading.BrokenBarrierError)):
@@ -167,7 +237,7 @@ def program(body, out_type, *, grid, names=arrays.NAMES, scratch=(), parts=1, gr
 def in_place(body, states, *, grid, names=arrays.NAMES, out_type=(), scratch=(), parts=1):
     def run(*operands):
         written = [*map(Memory, states), *map(Memory.poison, out_type)]
-        _run(body, [*map(Memory, operands), *written], grid, names, scratch, parts)
+        _run(body, [*map(Memory, operands), *written], grid, names, scratch, parts, 1)
         return [x[...] for x in written]
 
     return run
@@ -228,24 +298,20 @@ def add_weighted(sums, refs, rows, weights, first, steps):
 
 
 def address(ref):
-    """Return where memory is: an int of the program's own shared memory, or behind it of all that it shares."""
-    mine = HERE.memory[HERE.axes["part"]]
-    return next((1 + i) << 16 for i, x in enumerate(mine) if x is ref) if any(x is ref for x in mine) else _far(ref)
-
-
-def _far(ref):
-    return next((1 + i) << 40 for i, x in enumerate(HERE.refs) if x is ref)
+    """Return where memory is: an int for the program's own shared memory, or a larger one for an array of all programs."""
+    kinds = ((HERE.memory[HERE.axes["part"]], 16), (HERE.refs, 40))
+    return next((1 + i) << bits for held, bits in kinds for i, x in enumerate(held) if x is ref)
 
 
 def _memory(place, shared):
     peer, place = divmod(place, 1 << 24) if shared else (0, place)
-    all_ = HERE.memory[peer - 1 if peer else HERE.axes["part"]] if shared else HERE.refs
+    held = HERE.memory[peer - 1 if peer else HERE.axes["part"]] if shared else HERE.refs
     number, at = divmod(place, 1 << (16 if shared else 40))
-    return all_[number - 1].x.reshape(-1).view(np.uint8), at
+    return held[number - 1].x.reshape(-1).view(np.uint8), at
 
 
 def assembly(lines, refs=(), numbers=(), results=()):
-    threads = instructions.Threads(HERE.axes["group"], _memory, HERE.block.wait)
+    threads = instructions.Threads(HERE.axes["group"], _memory, HERE.block.wait, HERE.lock)
     count = max((len(x) // THREADS for x in numbers if np.ndim(x)), default=1)
     columns = [np.asarray(x).reshape(-1, THREADS if np.ndim(x) else 1) for x in numbers]
     kinds = ["s32" if x is None or not jnp.issubdtype(x, jnp.floating) else "f32" for x in results]
@@ -278,6 +344,8 @@ def emulated():
         },
         plgpu: {"load": lambda ref, **_: ref[...]},
         bins: {"meet_all": lambda parts: (HERE.cluster if parts > 1 else HERE.block).wait()},
+        Team: TEAM,
+        team: {"order": order},
         products.Products: {x: here[x] for x in ("queries", "chunks", "multiply", "largest")},
         lax: {"axis_index": lambda name: jnp.int32(HERE.axes[name])},
         **{importlib.import_module(f"pallas_kernels.{x}.pallas_mosaic_gpu"): names for x, names in KERNELS.items()},

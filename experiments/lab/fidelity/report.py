@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 
 from experiments.answering import budget_of, without_effect
-from experiments.records import bootstrap_interval, markdown_rows, method_title, short_commit, token_label
+from experiments.records import bootstrap_interval, method_title, short_commit, token_label
 from experiments.records.report import Column, Row, row_table
 
 FULL = "full"
-_TURN_GROUPS = 8
 _LEGEND = (
     "Every method is led along the same texts as Full, a decode step for each token. KL: KL(Full || method) of the "
     "next-token distributions, in nats, mean over texts. Above the nearest: the paired difference of KL to the method with "
@@ -64,8 +63,6 @@ def fidelity_tables(record: Mapping[str, Any]) -> str:
     parts = [f"# Distance from Full: {settings['model']}, {settings['dtype']}, {texts}", about, legend]
     for (stream, length), rows in cells(record["metrics"]).items():
         parts += [f"## {stream}, {token_label(length)} tokens", table(rows)]
-        if any("by_turn" in row for row in rows):
-            parts.append(turns_table(rows))
     return "\n\n".join(parts) + "\n"
 
 
@@ -87,20 +84,6 @@ def table(rows: Sequence[Row]) -> str:
     if not _has_accepted(rows):
         del columns["accepted"]
     return "\n".join(row_table(rows, columns))
-
-
-def turns_table(rows: Sequence[Row]) -> str:
-    """Format KL along the turns of a text: a column for each of up to eight groups of turns, weighted by their tokens."""
-    named = [row for row in rows if "by_turn" in row]
-    groups = np.array_split(np.asarray(named[0]["by_turn"]["turn"]), min(len(named[0]["by_turn"]["turn"]), _TURN_GROUPS))
-    spans = [(int(group[0]), int(group[-1])) for group in groups]
-    head = ("KL, nats", "budget", *(f"turn {a + 1}" if a == b else f"turns {a + 1} to {b + 1}" for a, b in spans))
-    lines = []
-    for row in named:
-        turn, tokens, kl = (np.asarray(row["by_turn"][name]) for name in ("turn", "tokens", "kl"))
-        means = (np.average(kl[at], weights=tokens[at]) for at in ((turn >= a) & (turn <= b) for a, b in spans))
-        lines.append((method_title(row["method"]), f"{budget_of(row):,}", *map(_digits, map(float, means))))
-    return "\n".join(markdown_rows([head, *lines]))
 
 
 def _ends(row: Row, field: str, style: str) -> str:

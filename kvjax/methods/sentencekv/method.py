@@ -56,7 +56,6 @@ from kvjax.selection import smooth, top_slots
 from pallas_kernels import axes
 from pallas_kernels.choose.sentencekv.sentence_cut import CLOSES, JOINS, Rules, bounds, sentence_cut
 from pallas_kernels.host import Rows
-from pallas_kernels.score.vector_score import vector_score
 from pallas_kernels.store.sentencekv.sentence_add import sentence_add
 
 # The released code's pool and pooling, as far as they are offered: `SentenceKV(**RELEASED)`.
@@ -161,10 +160,8 @@ class SentenceKV(SlotMethod):
 
     def select(self, cache: LayerStorage, aux: Sentences, step: Step) -> Selection:
         """Select the best sentences, and the step's own token, in none before `update`, as a recent token or with all."""
-        # The queries of the open sentence ask too. A sum ranks as a mean, rounded less.
-        score = vector_score(step.query[..., 0, :], aux.mean, aux.count, added=aux.query_sum)
         slots, listed = sentence_cut(
-            score,
+            None,
             aux.sentence,
             cache.position,
             aux.count,
@@ -173,6 +170,9 @@ class SentenceKV(SlotMethod):
             self._events(step)[:, 0],
             self.budget,
             rules=self._rules,
+            query=step.query[..., 0, :],
+            vector=aux.mean,
+            added=aux.query_sum,  # the queries of the open sentence ask too; a sum ranks as a mean, rounded less
         )
         return Selection(slots=slots, mask=listed)
 

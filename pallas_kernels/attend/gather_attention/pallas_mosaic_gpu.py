@@ -1,9 +1,18 @@
 """Decode attention over index lists through Mosaic GPU (`_mosaic_gpu.decode`): an entry of a block is a slot of the list."""
 
+import functools
+import operator
+
+import jax.numpy as jnp
+
 from pallas_kernels._mosaic_gpu import threads as t
+from pallas_kernels._mosaic_gpu import warps as w
 from pallas_kernels._mosaic_gpu.decode import attend, check_machine
+from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.sizes import Lists
 from pallas_kernels.formats.quantised import Quantised
+
+MOST_SEEN = 1024  # loads of a warp, in which it finds the last entry before its loop
 
 
 def gather_attention(
@@ -31,8 +40,30 @@ def gather_attention(
         slot = slot + (entry - divided(entry) * page_size)
         return ((entry < items * page_size) & (listed > 0) & (slot < last)).select(slot, t.number(-1))
 
+    pack = next(x for x in (16, 8, 4, 1) if items % x == 0)  # entries of the mask that a lane loads together
+    number = items // pack
+
+    def live(refs, b, h):
+        """Find the last entry that is not masked, rounded up to whole packs."""
+
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+            return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
+        )
+        def find(ctx, mask, line):
+            base, lane, last = t.at(t.address(mask), t.number(t.value(line)), items), t.signed(w.lane()), t.number(0)
+            places = [t.least(lane + i, number - 1) for i in range(0, number, w.LANES)]
+            found = [t.at(base, x, pack) for x in places]
+            found = [[t.load_int(x, "u8")] if pack == 1 else t.load_words(x, 0, pack // 4) for x in found]
+            for place, words in zip(places, found, strict=True):
+                last = (functools.reduce(operator.or_, words) != 0).select(place + 1, last)
+            return w.redux(last, "max") * (pack * page_size)
+
+        return find(refs[1], b if shared else b * heads + h)
+
     operands = slots, mask, *(x for x in (bias, place) if x is not None)
-    lists = Lists(operands, entries, row, load, len(operands), bias is not None, place is not None)
+    seen = live if 1 < number <= MOST_SEEN else None
+    lists = Lists(operands, entries, row, load, len(operands), bias is not None, place is not None, live=seen)
     where = {"entries": items * page_size, "scale": scale, "position": position, "beside": partials, "programs": programs}
     return attend(query, key, value, lists, **where, inv_freq=inv_freq)
 

@@ -1,6 +1,6 @@
 """The best entries of score rows through Mosaic GPU: a row lies in the registers of one program, or of a cluster of up to 8.
 
-Nothing is read twice, and no candidate leaves the registers: each step of the search is a sum over the cluster.
+Nothing is read twice, and no candidate leaves the registers: each step of the search is a histogram of the cluster.
 """
 
 import functools
@@ -10,70 +10,60 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays
-from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
-from pallas_kernels._mosaic_gpu.search import MOST, places, threshold_of
+from pallas_kernels._mosaic_gpu.pallas import pl
+from pallas_kernels._mosaic_gpu.search import MOST, fill, listed, team_for, threshold_of
 from pallas_kernels._triton.kth_search import order_key
 from pallas_kernels.numerics import finite_or_zero
 
-ALONE = 2**13  # entries of a row for which one program is enough
 TAKES = f"{arrays.HOPPER}, rows and lists of up to {arrays.MOST_PARTS * MOST} entries"
 
 
-def _body(*refs, joining, budget, traced, most, capacity, heads, size, parts):
+def _body(*refs, joining, budget, traced, most, capacity, heads, team):
     # score [L, S], or logits [L * G, S] and lse [L, N, G] if joining; budget [n] if traced; then list, keep [L, K] and
     # count [L].
     score_ref, lse_ref, budget_ref = refs[0], refs[1 : 1 + joining], refs[1 + joining : 1 + joining + traced]
-    list_ref, keep_ref, count_ref, words, peers = refs[1 + joining + traced :]
-    row, part = lax.axis_index("x"), lax.axis_index("part") if parts > 1 else jnp.int32(0)
+    list_ref, keep_ref, count_ref, scratch, peers, bins = refs[1 + joining + traced :]
+    row = lax.axis_index("x")
     asked = budget_ref[0][budget(row)] if traced else jnp.int32(budget)
     wanted = jnp.minimum(jnp.maximum(asked, 0), most)
-    share = arrays.size_of(-(-capacity // parts))
-    at = part * share + arrays.counted(share)
 
-    def fill(chosen):  # the programs of a row share out the entries behind the list, and the mask
-        inside = at < capacity
-        arrays.store(list_ref, jnp.where(inside & (at >= chosen), row * capacity + at, -1), arrays.spread(0, share))
-        arrays.store(keep_ref, jnp.where(inside, row * capacity + at, -1), (at < chosen).astype(jnp.int32))
-        arrays.put(count_ref, jnp.where(part < 1, row, -1), chosen)
+    def finish(chosen):
+        fill(list_ref, keep_ref, row, chosen, team)
+        arrays.put(count_ref, jnp.where(team.member() < 1, row, -1), chosen)
 
     def score(line):
-        return arrays.load_run(score_ref, line, part * size, size, -jnp.inf)
+        return team.load(score_ref, line, -jnp.inf)
 
     def total(head, parts_of):
-        at = arrays.counted(arrays.size_of(parts_of))
+        size = arrays.size_of(-(-parts_of // team.groups))
+        at = team.group() * size + arrays.counted(size)
         lse = arrays.load(lse_ref[0], jnp.where(at < parts_of, (row * parts_of + at) * heads + head, -1), -jnp.inf)
-        top = finite_or_zero(jnp.max(lse))
-        return finite_or_zero(top + jnp.log(jnp.sum(jnp.exp(lse - top))))
+        top = finite_or_zero(team.joined([(lse, "max")], scratch)[0])
+        return finite_or_zero(top + jnp.log(team.joined([(jnp.exp(lse - top), "add")], scratch)[0]))
 
     @pl.when(wanted <= 0)  # a row that wants nothing is not read
     def _():
-        fill(jnp.int32(0))
+        finish(jnp.int32(0))
 
     @pl.when(wanted > 0)
     def _():
-        arrays.begin_parts(peers, parts)
+        team.begin(peers)
         if joining:
             shares = (score(row * heads + head) - total(head, lse_ref[0].shape[1]) for head in range(heads))
             key = order_key(functools.reduce(jnp.maximum, shares))
         else:
             key = order_key(score(row))
-        threshold, ties, chosen = threshold_of(key, wanted, parts, peers)
-        keep, place = places(key, threshold, ties, part, parts, words, peers)
-        where = jnp.where(keep & (place < chosen), row * capacity + place, -1)
-        arrays.store(list_ref, where, part * size + arrays.in_order(size))
-        fill(chosen)
-
-
-def parts_for(slots: int) -> int:
-    """Choose the programs of a row's cluster."""
-    return next((n for n in (1, 2, 4) if slots <= n * ALONE), arrays.MOST_PARTS)
+        threshold, ties, chosen = threshold_of(key, wanted, most, team, scratch, peers, bins)
+        word = (key > threshold).astype(jnp.int32) + ((key == threshold).astype(jnp.int32) << 16)
+        keep, place, _ = listed(word, ties, team, scratch, peers)
+        arrays.store(list_ref, jnp.where(keep & (place < chosen), row * capacity + place, -1), team.entries())
+        finish(chosen)
 
 
 def kth_select(score, budget, capacity, lse=None):
     """Return slots, keep and count, as the operation does."""
     (rows, heads), slots = score.shape[:2], score.shape[-1]
-    lists, parts = rows * heads, parts_for(slots)
-    size = arrays.run_of(-(-slots // parts))
+    lists, team = rows * heads, team_for(slots)
     traced = isinstance(budget, jax.Array)
     if traced:
         lines, columns = (1,) * (2 - budget.ndim) + budget.shape
@@ -83,10 +73,10 @@ def kth_select(score, budget, capacity, lse=None):
             return (b if lines > 1 else 0 * b) * columns + (h if columns > 1 else 0)
 
     flat = [score.reshape(-1, slots), *([] if lse is None else [lse.reshape(lists, *lse.shape[2:])])]
-    listed, keep, count = arrays.program(
+    found, keep, count = arrays.program(
         functools.partial(
             _body, joining=len(flat) - 1, budget=place if traced else int(budget), traced=traced, most=min(capacity, slots),
-            capacity=capacity, heads=score.shape[2] if lse is not None else 1, size=size, parts=parts,
+            capacity=capacity, heads=score.shape[2] if lse is not None else 1, team=team,
         ),
         [
             jax.ShapeDtypeStruct((lists, capacity), jnp.int32),
@@ -94,10 +84,11 @@ def kth_select(score, budget, capacity, lse=None):
             jax.ShapeDtypeStruct((lists,), jnp.int32),
         ],
         grid=(lists,),
-        parts=parts,
-        scratch=[plgpu.SMEM((4,), jnp.int32), plgpu.SMEM((arrays.PEERS,), jnp.int32)],
+        parts=team.parts,
+        groups=team.groups,
+        scratch=team.scratch,
     )(*flat, *([budget.reshape(-1)] if traced else []))  # fmt: skip
-    return listed.reshape(rows, heads, -1), keep.reshape(rows, heads, -1), count.reshape(rows, heads)
+    return found.reshape(rows, heads, -1), keep.reshape(rows, heads, -1), count.reshape(rows, heads)
 
 
 def check(score, budget, capacity, lse=None):

@@ -26,7 +26,7 @@ def _body(*refs, n, vectors, added, held, pages, share, page_size, newest, first
     limit_ref, query_ref, *refs, out_ref = refs
     vector_refs, added_ref = tuple(refs[:vectors]), refs[vectors] if added else None
     owner, program = lax.axis_index("x"), lax.axis_index("y")
-    used = lax.div(arrays.scalar(limit_ref, lax.div(owner, share)) + (page_size - 1), page_size)
+    limit = arrays.scalar(limit_ref, lax.div(owner, share))
     row, head, writes = n.entries()
     step_row, line = n.step_rows(), owner if joined else owner * n.group + head
 
@@ -55,8 +55,10 @@ def _body(*refs, n, vectors, added, held, pages, share, page_size, newest, first
         write(step, jnp.where(page != used - 1, score, jnp.inf) if newest else score)
         return ahead
 
+    used = lax.div(limit + (page_size - 1), page_size)
+    chunks = load(0)  # before anything waits for the queries or the limit
     queries, reading = n.queries(query_ref, owner, added_ref), blocks_of(jnp.minimum(used, pages))
-    lax.fori_loop(0, reading, add, load(0))
+    lax.fori_loop(0, reading, add, chunks)
     nothing = arrays.spread(-jnp.inf, row.shape[0], jnp.float32)  # blocks behind the pages in use are not read
 
     def skip(step, carry):

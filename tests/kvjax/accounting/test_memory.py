@@ -11,10 +11,12 @@ import pytest
 
 import kvjax
 from experiments.speed import uneven_scores
+from kvjax.accounting.temporaries import most_bytes
 from kvjax.api import programs
 from kvjax.registry import without_text
 from kvjax.testing.model import TinyModel
 from models.shapes import llama31_8b
+from pallas_kernels.machine import assume_machine
 from tests.harness import NAMES
 
 MODEL = TinyModel(num_layers=8, head_dim=128, hidden_size=64, max_position_embeddings=1 << 20)
@@ -70,3 +72,14 @@ def test_an_offloaded_prompt_needs_little_more_than_decoding():
     config, method = dataclasses.replace(llama31_8b(), max_position_embeddings=1 << 20), kvjax.make("pariskv", offload=True)
     needed = kvjax.memory_needed(method, config, batch=1, prompt_slots=1 << 19, max_new_tokens=ROOM)
     assert needed.after <= needed.peak <= 1.05 * needed.after
+
+
+def test_axes_of_one_row_are_moved_without_a_copy_on_a_gpu():
+    keys = jax.ShapeDtypeStruct((1, 4, 1024, 128), jnp.float32)
+
+    def run(keys):
+        return jax.lax.map(lambda key: key @ key[0].T, keys.swapaxes(0, 1)[:, 0])
+
+    copied = most_bytes(run, keys)
+    with assume_machine("gpu", (9, 0)):
+        assert most_bytes(lambda keys: run(keys), keys) == copied - 4 * keys.size

@@ -17,7 +17,7 @@ SENTENCE_CUT = Operation.of("sentence_cut", pallas_triton, pallas_mosaic_gpu, re
 
 @declared(SENTENCE_CUT, derivative=INTEGERS)
 def sentence_cut(
-    score: Annotated[Array, "float32 B H N"],
+    score: Annotated[Array | None, "float32 B H N"],
     sentence: Annotated[Array, "int32 B H S"],
     position: Annotated[Array, "int32 B H S"],
     count: Annotated[Array, "int32 B H"],
@@ -27,6 +27,9 @@ def sentence_cut(
     budget: Annotated[Array | int, "int32 []"],
     *,
     rules: Rules,
+    query: Annotated[Array | None, "floating B H G D"] = None,
+    vector: Annotated[Array | None, "floating B H N D"] = None,
+    added: Annotated[Array | None, "float32 B H G D"] = None,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[Array, Array]:
@@ -37,7 +40,7 @@ def sentence_cut(
     when ``space`` slots are taken.
 
     Args:
-        score: of each sentence; NaN and -inf rank last.
+        score: of each sentence; NaN and -inf rank last. None: that of `vector_score` for ``query``, ``vector`` and ``added``.
         sentence: number of each slot's sentence, negative for none; the numbers never fall from one numbered slot to the
             next.
         count: finished sentences, at most N.
@@ -45,9 +48,14 @@ def sentence_cut(
         event: whether the step's token `JOINS` the open sentence or `CLOSES` it.
         budget: how many slots are taken in all.
         rules: which slots are taken whatever the scores.
+        query: given exactly with ``vector`` and without ``score``.
+        vector: of each sentence; those from ``count`` on may hold anything.
+        added: see `vector_score`.
         implementation: "pallas_triton" takes S up to 16,384.
 
     Returns:
         slots int32 [B, H, S], the taken slots ascending and 0 behind them, and bool [B, H, S], true where a slot is listed.
     """
+    if (score is None) == (query is None) or (query is None) != (vector is None):
+        raise ValueError("sentence_cut: got score with query or vector, or none of them, expected score, or query and vector")
     return forward(budget=jnp.asarray(budget, jnp.int32))

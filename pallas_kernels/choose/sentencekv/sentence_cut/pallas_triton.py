@@ -15,6 +15,7 @@ from pallas_kernels._triton.kth_best import threshold_of
 from pallas_kernels._triton.kth_search import NEVER, order_key
 from pallas_kernels._triton.pallas import pl, plt
 from pallas_kernels.choose.sentencekv.sentence_cut.rules import CLOSES, bounds
+from pallas_kernels.score.page_score import pallas_triton as score_kernel
 
 MOST_SLOTS = 1 << 14  # what the registers of one program hold
 _BITS = 15  # bits of a running count of at most MOST_SLOTS
@@ -60,9 +61,13 @@ def _kernel(
 
 
 def sentence_cut(
-    score, sentence, position, count, length, cursor, event, budget, *, rules, num_warps: int | None = None, interpret=False
+    score, sentence, position, count, length, cursor, event, budget, *, rules, query=None, vector=None, added=None,
+    num_warps: int | None = None, interpret=False,
 ):  # fmt: skip
     """List the first, the newest and the best slots between them by sentence; ``interpret=True`` runs anywhere, slowly."""
+    if score is None:
+        options = {"added": added, "reduce": "sum", "interpret": interpret}
+        score = score_kernel.scores(query, vector, None, count, name="vector_score", **options)
     rows, heads, num_slots = sentence.shape
     lists, size = rows * heads, pl.next_power_of_2(num_slots)
     warps = min(max(size // 256, 1), 16) if num_warps is None else num_warps
@@ -85,7 +90,9 @@ def sentence_cut(
     return slots.reshape(sentence.shape), listed.reshape(sentence.shape)
 
 
-def check(score, sentence, position, count, length, cursor, event, budget, *, rules):
-    """Raise ``NotImplementedError`` for more slots than one program holds."""
-    if not 0 < sentence.shape[2] <= MOST_SLOTS or not score.shape[2]:
+def check(score, sentence, position, count, length, cursor, event, budget, *, rules, query=None, vector=None, added=None):
+    """Raise ``NotImplementedError`` for more slots than one program holds, and vectors that `check_scores` refuses."""
+    if score is None:
+        score_kernel.check_scores(query, vector, None)
+    if not 0 < sentence.shape[2] <= MOST_SLOTS or not (vector if score is None else score).shape[2]:
         raise NotImplementedError(f"got {sentence.shape[2]} slots, expected 1 to {MOST_SLOTS}")

@@ -3,10 +3,15 @@
 import jax.numpy as jnp
 
 from pallas_kernels.choose.sentencekv.sentence_cut.rules import CLOSES, bounds
+from pallas_kernels.score.vector_score.reference import vector_score
 
 
-def sentence_cut(score, sentence, position, count, length, cursor, event, budget, *, rules):
+def sentence_cut(
+    score, sentence, position, count, length, cursor, event, budget, *, rules, query=None, vector=None, added=None
+):  # fmt: skip
     """List the first, the newest and the best slots between them by sentence, in plain JAX."""
+    if score is None:
+        score = vector_score(query, vector, count, added=added, reduce="sum", position=None, first=0)
     num_slots = sentence.shape[2]
     written = jnp.where(event[:, None] == CLOSES, 0, length + 1)
     cursor, budget = jnp.broadcast_to(cursor[:, None], written.shape), jnp.broadcast_to(budget, written.shape)
