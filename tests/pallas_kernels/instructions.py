@@ -71,8 +71,8 @@ OPERATIONS = {x: getattr(operator, x) for x in ("add", "sub", "mul", "xor", "neg
 class Threads:
     """The threads of a warpgroup, the ``team`` of its program.
 
-    ``memory(address, shared)`` returns bytes and an offset; ``meet`` waits for all threads of the program; ``lock`` keeps other
-    warpgroups from memory that this one reads and writes.
+    ``memory(address, shared)`` returns bytes and an offset; ``meet`` waits for all threads of the program; ``lock`` keeps
+    other warpgroups from memory that this one reads and writes.
     """
 
     def __init__(self, team, memory, meet, lock):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels._mosaic_gpu import arrays, products, team
+from pallas_kernels._mosaic_gpu import arrays, bins, products, team
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.products import CHUNK
 from pallas_kernels._mosaic_gpu.team import BINS, Team
@@ -93,11 +93,6 @@ def load_shared(ref, index):
 def store_shared(ref, index, x):
     assert (np.asarray(index) >= 0).all()
     store(ref, index, x)
-
-
-def load_run(ref, row, begin, size, other=0):
-    slot = begin + arrays.in_order(size)
-    return load(ref, jnp.where(slot < ref.shape[1], slot, -1), other, (row, ref.shape[1]))
 
 
 def before(words, scratch):
@@ -335,7 +330,7 @@ def emulated():
     here = globals()
     changed = {
         arrays: {
-            **{x: here[x] for x in (*"load store scalar put load_shared store_shared load_run before ballots".split(),)},
+            **{x: here[x] for x in (*"load store scalar put load_shared store_shared before ballots".split(),)},
             **{x: here[x] for x in ("exchanged", "wait", "of_parts", "program", "in_place", "assembly")},
             "spread": lambda x, size, dtype=jnp.int32: jnp.broadcast_to(jnp.asarray(x, dtype), (size,)),
             "counted": lambda size: jnp.arange(size, dtype=jnp.int32),
