@@ -335,7 +335,7 @@ def emulated():
             "spread": lambda x, size, dtype=jnp.int32: jnp.broadcast_to(jnp.asarray(x, dtype), (size,)),
             "counted": lambda size: jnp.arange(size, dtype=jnp.int32),
             "repeated": jnp.tile,
-            **dict.fromkeys(("meet", "arrive", "begin_parts"), lambda *_: None),
+            **dict.fromkeys(("meet", "arrive"), lambda *_: None),
         },
         plgpu: {"load": lambda ref, **_: ref[...]},
         bins: {"meet_all": lambda parts: (HERE.cluster if parts > 1 else HERE.block).wait()},
