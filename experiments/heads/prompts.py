@@ -31,7 +31,8 @@ class PromptSettings(ModelSettings):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        get_task(self.task)
+        for task in self.task.split(","):
+            get_task(task)
 
 
 def encode_prompts(model: LoadedModel, settings: PromptSettings) -> Encoded:

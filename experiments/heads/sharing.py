@@ -1,21 +1,23 @@
 """Which layers may share a selection? `python -m experiments.heads.sharing --method quest`, for `kvjax.wrappers.Reuse`.
 
-The model answers prompts of a task under a method that selects. Then each answer is scored while single heads share::
+The model answers prompts of tasks under a method that selects. Then the answers are scored while layers share lists: the loss
+is how much -log p of an answer grows, a mean over answers in nats. A token counts at most 6 nats, since one that is lost for
+certain says no more. Under ``every`` layers to an anchor, the anchors are found together: first every layer selects; the
+layer that costs least follows the last anchor before it, again and again; at last single anchors move while the loss falls.
 
-    loss[l, m, h, g] = how much -log p of the answer grows if head g of layer m takes in each step head h's list of layer l
+The table has the loss if one layer alone follows another, each KV head with its best head. The file has the knobs of
+`kvjax.wrappers.Reuse`, ``{"anchors": [...], "head_map": [[...], ...]}``; the loss of all followers together is printed for
+the same heads and for these best heads.
 
-a mean over answers, in nats; a token counts at most 6 nats, since one that is lost for certain says no more. A layer's
-attention under another's list says less: layers may agree to 97 % of their attention and lose most answers together, because
-few layers find what an answer needs. The anchors, one layer in ``every``, are those under which the layers lose least
-together, each under the last anchor before it and with its best head. A dynamic programme finds them, as in
-microsoft/kascade 695b8c9, which takes attention instead. The file has the knobs of `kvjax.wrappers.Reuse`,
-``{"anchors": [...], "head_map": [[...], ...]}``, and the loss of each pair of layers with the best heads.
+microsoft/kascade 695b8c9 finds anchors by a dynamic programme over the attention that a layer keeps under another's list.
+That says less: layers may agree to 97 % of their attention, and most answers are lost, because few layers find what an answer
+needs, and their losses do not add up.
 """
 
 import dataclasses
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -40,7 +42,9 @@ from kvjax.wrappers.reuse import no_selection
 
 _DISTANCES = (1, 2, 3, 4, 6, 8)  # between layers, in the printed table
 _MOST = 6.0  # nats that a token counts at most
-_FAR = 1e3  # nats, of a layer that was not measured under another
+_MOVE = 3  # selecting layers by which an anchor moves at most
+
+type Anchors = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,15 +54,18 @@ class SharingSettings(PromptSettings):
     Attributes:
         method: the method that selects, with its knobs
         every: layers to an anchor, on average
+        task: tasks of the prompts, with commas between them
+        samples: prompts of each task
         steps: tokens of an answer that count
         rows: answers that are scored at once
         out: the file of anchors and heads
     """
 
     method: str = "quest(budget=1/8)"
-    task: str = "niah_multikey_2"
+    task: str = "niah_multikey_2,niah_single_3,niah_multivalue,vt"
+    samples: PositiveInt = 4
     every: PositiveInt = 4
-    steps: PositiveInt = 16
+    steps: PositiveInt = 24
     rows: PositiveInt = 64
     out: pathlib.Path = pathlib.Path("runs/sharing.json")
 
@@ -153,73 +160,44 @@ def losses(params: Any, cache: Cache, answers: Sequence[Sequence[int]], sources:
     return np.array(found)
 
 
-def best_anchors(worth: np.ndarray, count: int) -> tuple[int, ...]:
-    """Choose ``count`` anchors among N layers: the first, and those under which the layers are worth most together.
+def search(lost: Callable[[list[Anchors]], np.ndarray], selecting: Anchors, count: int) -> Anchors:
+    """Choose ``count`` anchors: the layer that costs least follows, again and again; then anchors move while the loss falls.
 
     Args:
-        worth: float [N, N], of layer m under anchor l at [l, m].
-        count: from 1 to N.
+        lost: computes the loss of each of several sets of anchors, float [N].
+        selecting: all layers that select, ascending; the first is an anchor.
+        count: from 1.
     """
-    size = len(worth)
-    # best[n][end]: the most that the layers before `end` are worth under n anchors, and the last of these anchors.
-    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, -1)}]
-    for number in range(count):
-        at: dict[int, tuple[float, int]] = {}
-        for end in range(number + 1, size + 1):
-            at[end] = max((most + float(worth[x, x:end].sum()), x) for x, (most, _) in best[-1].items() if x < end)
-        best.append(at)
-    anchors, end = [], size
-    for at in reversed(best[1:]):
-        end = at[end][1]
-        anchors.append(end)
-    return tuple(reversed(anchors))
+    anchors = selecting
+    while len(anchors) > count:
+        fewer = [tuple(at for at in anchors if at != gone) for gone in anchors[1:]]
+        anchors = fewer[int(lost(fewer).argmin())]
+    least = float(lost([anchors])[0])
+    while True:
+        others = [at for at in selecting if at not in anchors]
+        moves = [(a, b) for a in anchors[1:] for b in others if abs(selecting.index(a) - selecting.index(b)) <= _MOVE]
+        moved = [tuple(sorted({*anchors, b} - {a})) for a, b in moves]
+        found = lost(moved) if moved else np.array([np.inf])
+        if found.min() >= least:
+            return anchors
+        least, anchors = float(found.min()), moved[int(found.argmin())]
 
 
-def pair_losses(
-    params: Any, cache: Cache, answers: Sequence[Sequence[int]], selecting: Sequence[int], apart: int, rows: int
-) -> np.ndarray:
-    """Measure ``loss`` of the module docstring: float64 [L, L, H, H], inf for layers more than ``apart`` apart.
+def followed(own: np.ndarray, selecting: Anchors, anchors: Anchors, best: Mapping[tuple[int, int], np.ndarray]) -> np.ndarray:
+    """Return the sources [L, H] if layers follow the last anchor before them, with the heads ``best``, or the same ones.
 
     Args:
-        cache, answers, rows: as for `losses`.
-        selecting: layers that select, of all L.
-    """
-    count = len(cache.layers)
-    heads = cache.layers[selecting[0]].aux.source.shape[1]
-    own = np.arange(count * heads).reshape(count, heads)
-    pairs = [(one, other) for one in selecting for other in selecting if 0 < other - one <= apart]
-    places = [(one, other, h, g) for one, other in pairs for h in range(heads) for g in range(heads)]
-    sources = np.repeat(own[None], len(places) + 1, axis=0)
-    for at, (one, other, h, g) in enumerate(places):
-        sources[at, other, g] = own[one, h]
-    found = losses(params, cache, answers, sources, rows)
-    loss = np.full((count, count, heads, heads), np.inf)
-    loss[tuple(np.array(places).T)] = found[:-1] - found[-1]
-    return loss
-
-
-def shared(loss: np.ndarray, every: int, selecting: Sequence[int]) -> dict[str, Any]:
-    """Choose anchors and heads; see the module docstring.
-
-    Args:
-        loss: float64 [L, L, H, H], of `pair_losses`.
-        every: layers to an anchor.
+        own: int [L, H], the sources of layers that share nothing.
         selecting: layers that select.
+        anchors: some of them.
+        best: int [H] for an anchor and a layer: the anchor's head for each head.
     """
-    pairs = loss.min(axis=2).sum(axis=2)  # each head with the best head of the other layer
-    np.fill_diagonal(pairs, 0)
-    worth = -np.minimum(pairs[np.ix_(selecting, selecting)], _FAR)
-    anchors = [selecting[at] for at in best_anchors(worth, -(-len(selecting) // every))]
-    heads = []
-    for layer in range(len(loss)):
-        before = [at for at in anchors if at < layer]
-        alone = layer in anchors or layer not in selecting or not before
-        heads.append(list(range(loss.shape[3])) if alone else loss[before[-1], layer].argmin(axis=0).tolist())
-    return {
-        "anchors": anchors,
-        "head_map": heads,
-        "loss": [[None if np.isinf(x) else round(x, 3) for x in row] for row in pairs],
-    }
+    sources = own.copy()
+    for layer in selecting:
+        before = [at for at in anchors if at <= layer]
+        if before and before[-1] < layer:
+            sources[layer] = own[before[-1]][best.get((before[-1], layer), np.arange(own.shape[1]))]
+    return sources
 
 
 def _sharing(settings: SharingSettings) -> None:
@@ -228,23 +206,47 @@ def _sharing(settings: SharingSettings) -> None:
     method = choice.at(settings.length, model.tokenizer, model.config).method
     count = model.config.num_layers
     inner = {layer: method.for_layer(layer, count) for layer in method_layers(model.config)}
-    selecting = [layer for layer, each in inner.items() if not each.composable or cast("SlotMethod", each).selects]
+    selecting = tuple(at for at, each in inner.items() if not each.composable or cast("SlotMethod", each).selects)
     if not selecting:
         raise ValueError(f"expected a method that selects in a layer of {settings.model}, got {settings.method}")
-    prompts = encode_prompts(model, settings).wholes
+    tasks = (dataclasses.replace(settings, task=task) for task in settings.task.split(","))
+    prompts = [prompt for each in tasks for prompt in encode_prompts(model, each).wholes]
     swapped = Swapped(method=cast("SlotMethod", method), layers=count)
     cache = kvjax.prefill(model.params, prompts, config=model.config, method=swapped, max_new_tokens=settings.steps)
     answers = kvjax.generate(model.params, kvjax.fork(cache), max_new_tokens=settings.steps).rows()
-    loss = pair_losses(model.params, cache, answers, selecting, 2 * settings.every, settings.rows)
-    choices = shared(loss, settings.every, selecting)
-    write_bytes(settings.out, (json.dumps(choices) + "\n").encode())
+    heads = cache.layers[selecting[0]].aux.source.shape[1]
+    own = np.arange(count * heads).reshape(count, heads)
+
+    def lost(sources: Sequence[np.ndarray]) -> np.ndarray:
+        found = losses(model.params, cache, answers, np.array([*sources, own]), settings.rows)
+        return found[:-1] - found[-1]
+
+    def best_heads(pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[np.ndarray, float]]:
+        """Return the best head of layer l for each head of layer m, int [H], and what they lose, for pairs (l, m)."""
+        sources = np.repeat(own[None], len(pairs) * heads * heads, axis=0).reshape(len(pairs), heads, heads, *own.shape)
+        for at, (one, other) in enumerate(pairs):
+            for head in range(heads):
+                sources[at, :, head, other, head] = own[one]
+        loss = lost(list(sources.reshape(-1, *own.shape))).reshape(len(pairs), heads, heads)
+        return {pair: (x.argmin(axis=0), float(x.min(axis=0).sum())) for pair, x in zip(pairs, loss, strict=True)}
+
+    anchors = search(
+        lambda sets: lost([followed(own, selecting, x, {}) for x in sets]), selecting, -(-len(selecting) // settings.every)
+    )
+    near = [(one, other) for other in selecting for one in selecting if other - one in _DISTANCES]
+    last = [(max(at for at in anchors if at < layer), layer) for layer in selecting if layer > anchors[0]]
+    pairs = best_heads(sorted({*near, *last}))
+    mapped = followed(own, selecting, anchors, {pair: best for pair, (best, _) in pairs.items()})
+    plain = followed(own, selecting, anchors, {})
+    write_bytes(settings.out, (json.dumps({"anchors": anchors, "head_map": (mapped % heads).tolist()}) + "\n").encode())
     rows = [("layer", "anchor", *(f"under layer -{d}" for d in _DISTANCES))]
     for layer in range(count):
-        seen = [choices["loss"][layer - d][layer] if layer >= d else None for d in _DISTANCES]
-        chosen = "left out" if layer not in selecting else "yes" if layer in choices["anchors"] else ""
-        rows.append((str(layer), chosen, *("" if x is None else f"{x:.2f}" for x in seen)))
+        chosen = "left out" if layer not in selecting else "yes" if layer in anchors else ""
+        seen = (pairs.get((layer - d, layer)) for d in _DISTANCES)
+        rows.append((str(layer), chosen, *("" if x is None else f"{x[1]:.2f}" for x in seen)))
     print("\n".join(markdown_rows(rows)))
-    print(f"\nanchors={tuple(choices['anchors'])}, head_map={settings.out}")
+    together = lost([plain, mapped])
+    print(f"\nanchors={anchors}: {together[0]:.2f} nats an answer; with head_map={settings.out}: {together[1]:.2f}")
 
 
 main = Job(_sharing, SharingSettings, compiles=True)

@@ -13,7 +13,7 @@ from kvjax import rope
 from kvjax.methods import Quest, SnapKV
 from models import weights
 from models.files.hf import config as hf_config
-from tests.fuzz import arguments, files, paths, tables, tokenizers
+from tests.fuzz import arguments, files, tables, tokenizers
 from tests.fuzz.__main__ import KINDS, main, run
 from tests.fuzz.structures import names as structures
 from tests.fuzz.structures import random_method, redraw
@@ -59,7 +59,6 @@ PLANTED = {  # a fault by the kind of cases that shall find it: an owner, a name
     "tables": (tables, "read", _wider, "wrong"),
     "suites": (tables, "score", lambda original: lambda example, answer: 1.0, "wrong"),
     "names": (kvjax, "make", lambda original: lambda text: SnapKV(budget=64), "wrong"),
-    "paths": (paths, "write_record", lambda original: lambda path, made: original(path.with_name("x"), made), "wrong"),
     "tokenizers": (tokenizers.GrowingText, "add", lambda original: lambda self, ids, last: "", "wrong"),
 }
 
@@ -77,7 +76,7 @@ def test_a_planted_fault_is_found_and_the_next_run_begins_with_it(kind, tmp_path
 
 
 FEW = {  # CI runs a minute of `kvjax fuzz`
-    "arguments": 100, "configs": 60, "ends": 30, "files": 100, "tables": 40, "suites": 50, "names": 80, "paths": 30,
+    "arguments": 100, "configs": 60, "ends": 30, "files": 100, "tables": 40, "suites": 50, "names": 80,
     "tokenizers": 30,
 }  # fmt: skip
 
