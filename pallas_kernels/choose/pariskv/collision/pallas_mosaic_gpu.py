@@ -30,7 +30,7 @@ MOST_VOTES = 7  # of a cluster
 EACH = HALF // 32  # pairs of opposite clusters of a lane
 ROOM = CLUSTERS + HALF // BYTES  # words of a warp that makes a table: keys of the clusters, votes
 BLOCKS = 132  # programs that an H100 or H200 holds at once, one on each multiprocessor
-MOST_KEYS = 2**15  # of a program, which counts in halves of words and has their votes in shared memory
+MOST_KEYS = 3 * 2**14  # of a program, which counts in halves of words and has their votes in shared memory
 EACH_BYTE = 0x01010101
 TAKES = f"{arrays.HOPPER}, D of 32, 64 or 128, whole rows and lists of up to {8 * MOST_KEYS} slots"
 
@@ -314,7 +314,7 @@ def sizes_for(query, ids, shares, *, first, capacity, rotate, parts=None, groups
         parts = next((n for n in (8, 4, 2) if n * lists <= BLOCKS and slots >= n * 512), 1)
         parts = max(parts, next((n for n in (1, 2, 4, 8) if n >= least), 8))
     if groups is None:
-        groups = 2 if slots <= parts * 2**13 else 4
+        groups = 2 if slots <= parts * 3 * 2**12 else 4
     run = -(-slots // (parts * groups * t.THREADS * TOGETHER)) * TOGETHER
     return Sizes(
         group=group, dim=dim, heads=heads, slots=slots, slices=slices, tiers=shares.shape[1] - 2, pieces=shares.shape[0],
