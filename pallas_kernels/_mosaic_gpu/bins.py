@@ -10,9 +10,31 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays
+from pallas_kernels._mosaic_gpu.threads import THREADS
 
 BINS = 128
 _EACH = range(BINS // 32)  # bins of a lane
+
+
+class Share(NamedTuple):
+    """How a list is shared: programs of its cluster, warpgroups of a program, keys of a thread."""
+
+    parts: int
+    groups: int
+    run: int
+
+    @property
+    def threads(self) -> int:
+        return THREADS * self.groups
+
+    @property
+    def size(self) -> int:
+        """Keys of a program."""
+        return self.run * self.threads
+
+    def part(self) -> jax.Array:
+        """Return which program of the cluster this is."""
+        return lax.axis_index("part") if self.parts > 1 else jnp.int32(0)
 
 
 class Cut(NamedTuple):
@@ -45,14 +67,13 @@ def clear(ref, words: int, threads: int, first: jax.Array | int = 0) -> None:
     arrays.assembly([*lines, f"add.s32 at, at, {4 * threads}; @p bra CLEAR;"], [ref], [jnp.int32(first)])
 
 
-def cut(ref, wanted: jax.Array, part: jax.Array, parts: int, first: jax.Array | int = 0, least: int = 0) -> Cut:
+def cut(ref, wanted: jax.Array, n: Share, first: jax.Array | int = 0, least: int = 0) -> Cut:
     """Find the cut, after all have counted and have met.
 
     Args:
         ref: int32 [N] in shared memory, of which each program has its counts from ``first`` on.
         wanted: entries to take.
-        part: which program of the cluster this is.
-        parts: programs of the cluster.
+        n: how the list is shared.
         least: the lowest number that is counted.
     """
     base, wanted_, part_, first_ = "$6", "$7", "$8", "$9"
@@ -63,9 +84,9 @@ def cut(ref, wanted: jax.Array, part: jax.Array, parts: int, first: jax.Array | 
     ]
     lines += [f"add.s32 at, bin, {first_}; shl.b32 at, at, 2; add.s32 at, at, {base};"]
     lines += [f"mov.b32 {x}{k}, 0;" for x in "tb" for k in _EACH]
-    for peer in range(parts):
-        far = "::cluster" * (parts > 1)
-        lines.append(f"mapa.shared::cluster.u32 there, at, {peer};" if parts > 1 else "mov.b32 there, at;")
+    for peer in range(n.parts):
+        far = "::cluster" * (n.parts > 1)
+        lines.append(f"mapa.shared::cluster.u32 there, at, {peer};" if n.parts > 1 else "mov.b32 there, at;")
         lines.append(f"ld.shared{far}.v4.b32 {{a0, a1, a2, a3}}, [there]; setp.gt.s32 p, {part_}, {peer};")
         lines += [f"add.s32 t{k}, t{k}, a{k}; @p add.s32 b{k}, b{k}, a{k};" for k in _EACH]
     lines += ["mov.b32 r3, t3;", *(f"add.s32 r{k}, t{k}, r{k + 1};" for k in (2, 1, 0)), "mov.b32 x, r0;"]
@@ -80,7 +101,7 @@ def cut(ref, wanted: jax.Array, part: jax.Array, parts: int, first: jax.Array | 
         lines += [f"add.s32 y, bin, {k}; setp.{compare}.s32 p, y, n; @p add.s32 x, x, {name}{k};" for k in _EACH]
         lines.append(f"redux.sync.add.s32 {result}, x, -1;")
     lines.append(f"sub.s32 $1, {wanted_}, m;")
-    return Cut(*arrays.assembly(lines, [ref], [wanted, part, jnp.int32(first)], [None] * len(Cut._fields)))
+    return Cut(*arrays.assembly(lines, [ref], [wanted, n.part(), jnp.int32(first)], [None] * len(Cut._fields)))
 
 
 def earlier(word: jax.Array, ref) -> jax.Array:

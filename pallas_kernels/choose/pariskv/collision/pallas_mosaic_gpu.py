@@ -8,7 +8,6 @@
    the list the candidates of each program go.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -35,34 +34,11 @@ EACH_BYTE = 0x01010101
 TAKES = f"{arrays.HOPPER}, D of 32, 64 or 128, whole rows and lists of up to {8 * MOST_KEYS} slots"
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What a program is for: the shapes of its operands, the programs of a list, their warpgroups, keys of a thread."""
-
-    group: int
-    dim: int
-    heads: int
-    slots: int
-    slices: int
-    tiers: int
-    pieces: int
-    first: int
-    capacity: int
-    rotate: bool
-    parts: int
-    groups: int
-    run: int
-
-    @property
-    def threads(self) -> int:
-        return t.THREADS * self.groups
-
-
-def _totals(counts_ref, line, slices):
-    """Sum up the first slice's counts of a line [L * N, 256]: an int32 scalar."""
+def _totals(counts_ref, line):
+    """Sum up the first slice's counts of a line [L, N * 256]: an int32 scalar."""
     names = [f"x{i}" for i in range(8)]
     lines = [f".reg .b64 at, to; .reg .b32 lane, {', '.join(names)}; mov.u32 lane, %laneid; mul.wide.u32 to, lane, 32;"]
-    lines.append(f"mad.wide.s32 at, $2, {4 * slices * CLUSTERS}, $1; add.s64 at, at, to;")
+    lines.append(f"mad.wide.s32 at, $2, {4 * counts_ref.shape[1]}, $1; add.s64 at, at, to;")
     lines += [f"ld.global.nc.v4.b32 {{{', '.join(names[i : i + 4])}}}, [at + {4 * i}];" for i in (0, 4)]
     lines += [*(f"add.s32 x0, x0, {x};" for x in names[1:]), "redux.sync.add.s32 $0, x0, -1;"]
     return arrays.assembly(lines, [counts_ref], [line], [None])[0]
@@ -99,9 +75,8 @@ def _upto(x):
     return arrays.assembly(lines, (), [x], [jnp.int32])[0]
 
 
-_ALIGN = (
-    "add.s32 table, table, 255; and.b32 table, table, -256;"  # so that a byte of ids can be the lowest byte of an address
-)
+# A byte of ids can be the lowest byte of an address then.
+_ALIGN = "add.s32 table, table, 255; and.b32 table, table, -256;"
 
 
 def _write(table, at, word):
@@ -110,22 +85,21 @@ def _write(table, at, word):
     arrays.assembly([*lines, "setp.ge.s32 p, $1, 0; @p st.shared.b32 [table], $2;"], [table], [at, word])
 
 
-def _gather(table, mine, n):
+def _gather(table, mine, slices, n):
     """Copy the tables of the other programs of the cluster, each of which has ``mine`` slices; wait for them before."""
     lines = [".reg .pred p; .reg .b32 table, at, i, x; mov.u32 i, %tid.x; mov.b32 table, $0;", _ALIGN]
-    lines.append(f"COPY: setp.ge.s32 p, i, {n.slices * HALF // BYTES}; @p bra DONE; div.u32 x, i, {mine * HALF // BYTES};")
+    lines.append(f"COPY: setp.ge.s32 p, i, {slices * HALF // BYTES}; @p bra DONE; div.u32 x, i, {mine * HALF // BYTES};")
     lines.append("setp.ne.s32 p, x, $1; mad.lo.s32 at, i, 4, table; mapa.shared::cluster.u32 x, at, x;")
     lines.append(f"@p ld.shared::cluster.b32 x, [x]; @p st.shared.b32 [at], x; add.s32 i, i, {n.threads}; bra COPY;")
-    arrays.assembly([*lines, "DONE: barrier.sync 0;"], [table], [lax.axis_index("part")])
+    arrays.assembly([*lines, "DONE: barrier.sync 0;"], [table], [n.part()])
 
 
 def _tables(n, refs, line, zone, cutoffs):
     """Make the tables, a warp for each slice; the programs of a cluster share the slices out."""
-    counts_ref, numbers, held, table = refs
-    part, thread = lax.axis_index("part") if n.parts > 1 else jnp.int32(0), arrays.counted(t.THREADS)
-    lane, team = thread & 31, lax.axis_index("group")
-    mine, warps, warp = -(-n.slices // n.parts), 4 * n.groups, team * 4 + lax.shift_right_logical(thread, 5)
-    last, room = jnp.minimum(mine, n.slices - part * mine), warp * ROOM
+    (counts_ref, numbers, held, table), part, team = refs, n.part(), lax.axis_index("group")
+    thread, slices = arrays.counted(t.THREADS), counts_ref.shape[1] // CLUSTERS
+    lane, warp, warps, mine = thread & 31, team * 4 + lax.shift_right_logical(thread, 5), 4 * n.groups, -(-slices // n.parts)
+    last, room = jnp.minimum(mine, slices - part * mine), warp * ROOM
 
     def one(i, carry):
         number = i * warps + warp
@@ -139,10 +113,9 @@ def _tables(n, refs, line, zone, cutoffs):
             # Of a cluster and its opposite the one with the better score; of equal scores the lower one is first.
             keys.append(lax.bitcast_convert_type(jnp.abs(score), jnp.int32))
             orders.append(jnp.where(score < 0, cluster, CLUSTERS - 1 - cluster))
+        begin = (line * slices + slice_) * CLUSTERS + lane
         for at in range(0, CLUSTERS, 32):
-            arrays.store_shared(
-                held, room + lane + at, arrays.load(counts_ref, (line * n.slices + slice_) * CLUSTERS + lane + at)
-            )
+            arrays.store_shared(held, room + lane + at, arrays.load(counts_ref, begin + at))
         arrays.store_shared(held, room + lane + CLUSTERS, arrays.spread(0, t.THREADS))
         worse = _sorted(keys, orders)  # the opposites of the clusters, best first, so that these are worst first
         better = [CLUSTERS - 1 - x for x in worse]
@@ -169,35 +142,34 @@ def _tables(n, refs, line, zone, cutoffs):
     lax.fori_loop(0, lax.div(jnp.maximum(last - team * 4 + warps - 1, 0), warps), one, 0)
     bins.meet_all(n.parts)
     if n.parts > 1:
-        _gather(table, mine, n)
+        _gather(table, mine, slices, n)
 
 
-def _prefetch(n, ids_ref, row, first, last):
+def _prefetch(ids_ref, row, first, last):
     """Ask for the ids of keys ``first`` to ``last - 1`` of those that begin at ``row``: they come to the level-2 cache."""
-    if n.slices == 16:
+    if ids_ref.shape[1] == 16:
         lines = [
             ".reg .pred p; .reg .b64 at; .reg .b32 x, size; mov.u32 x, %tid.x; setp.eq.s32 p, x, 0; sub.s32 size, $3, $2;"
         ]
-        lines.append("setp.gt.and.s32 p, size, 0, p; shl.b32 size, size, 4; add.s32 x, $1, $2; mad.wide.s32 at, x, 16, $0;")
+        lines += ["setp.gt.and.s32 p, size, 0, p; shl.b32 size, size, 4; add.s32 x, $1, $2; mad.wide.s32 at, x, 16, $0;"]
         arrays.assembly([*lines, "@p cp.async.bulk.prefetch.L2.global [at], size;"], [ids_ref], [row, first, last])
 
 
-def _load_ids(n, ids_ref, row, first, last):
+def _load_ids(ids_ref, row, first, last, n):
     """Load the ids of keys ``first`` int32 [128] and so on, `TOGETHER` of each thread: a list of words int32 [128] of each.
 
     Keys are counted from ``row`` on; what stands for keys from ``last`` on may be anything.
     """
-    count = n.slices // BYTES
-    out = TOGETHER * count
+    slices, count = ids_ref.shape[1], ids_ref.shape[1] // BYTES
+    out, kind = TOGETHER * count, f"v{count}.b32" if count > 1 else "b32"
     lines = [
         ".reg .pred p; .reg .b64 at; .reg .b32 x;",
-        f"add.s32 x, ${out + 1}, ${out + 3}; mad.wide.s32 at, x, {n.slices}, ${out};",
+        f"add.s32 x, ${out + 1}, ${out + 3}; mad.wide.s32 at, x, {slices}, ${out};",
     ]
     for k in range(TOGETHER):
-        names = [f"${k * count + i}" for i in range(count)]
-        kind, words = (f"v{count}.b32", "{" + ", ".join(names) + "}") if count > 1 else ("b32", names[0])
+        words = ", ".join(f"${k * count + i}" for i in range(count))
         lines.append(f"add.s32 x, ${out + 3}, {k * n.threads}; setp.lt.s32 p, x, ${out + 2};")
-        lines.append(f"@p ld.global.nc.{kind} {words}, [at + {k * n.threads * n.slices}];")
+        lines.append(f"@p ld.global.nc.{kind} {f'{{{words}}}' if count > 1 else words}, [at + {k * n.threads * slices}];")
     found = arrays.assembly(lines, [ids_ref], [row, last, first], [jnp.int32] * out)
     return [found[i : i + count] for i in range(0, out, count)]
 
@@ -245,49 +217,57 @@ def _list(list_ref, bits, at, slot, place, n):
     bins.for_each(bits, [list_ref], [at, slot, place], ".reg .b64 to; .reg .b32 slot;", begin, step)
 
 
-def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *refs, n):
-    # query [L, G, D]; counts [L * N, 256]; shares [P, 2 + Z]; ids [L * S, N]; position [L, S]; stop [B]; maybe signs [D];
+def _prepared(query_ref, counts_ref, shares_ref, signs_ref, rotated_ref, count_ref, numbers, capacity, n):
+    """Rotate the query, and return the keys of the zone and of each tier, and the number of candidates: int32 scalars."""
+    (_, group, dim), (pieces, width), line = query_ref.shape, shares_ref.shape, lax.axis_index("x")
+    zone = _totals(counts_ref, line)
+    ends = [arrays.scalar(shares_ref, line * 0 + i * width) for i in range(pieces - 1)]
+    piece = sum(((zone >= x).astype(jnp.int32) for x in ends), jnp.int32(0)) * width
+    wanted, *cutoffs = (portion(arrays.scalar(shares_ref, piece + i), zone) for i in range(1, width))
+    wanted = jnp.minimum(wanted, capacity)
+
+    @pl.when(lax.axis_index("group") < 1)
+    def _():
+        channel, first = arrays.counted(t.THREADS), n.part() < 1
+        inside = channel < dim
+        places = [jnp.where(inside, (line * group + g) * dim + channel, -1) for g in range(group)]
+        query = functools.reduce(jnp.add, [arrays.load(query_ref, x) for x in places]) / group
+        query = rotated(query, signs_ref[0], dim, numbers) if signs_ref else query
+        arrays.store(rotated_ref, jnp.where(inside & first, line * dim + channel, -1), query)
+        arrays.store_shared(numbers, channel, query)
+        arrays.put(count_ref, jnp.where(first, line, -1), wanted)
+
+    return zone, cutoffs, wanted
+
+
+def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *refs, n, heads, first):
+    # query [L, G, D]; counts [L, N * 256]; shares [P, 2 + Z]; ids [L * S, N]; position [L, S]; stop [B]; maybe signs [D];
     # rotated [L, D]; list [L, C]; count [L]. In shared memory: the query, keys of clusters, tables, counts, votes, sums.
     *signs_ref, rotated_ref, list_ref, count_ref, numbers, held, table, counted, votes, sums = refs
-    line, team = lax.axis_index("x"), lax.axis_index("group")
-    part = lax.axis_index("part") if n.parts > 1 else jnp.int32(0)
-    size, step = n.threads * n.run, n.threads * TOGETHER
-    begin, row = part * size, line * n.slots + part * size
-    _prefetch(n, ids_ref, row, jnp.int32(0), jnp.minimum(AHEAD * step, n.slots - begin))  # they arrive while tables are made
+    most, line, slots, step, begin = (
+        list_ref.shape[1],
+        lax.axis_index("x"),
+        position_ref.shape[1],
+        n.threads * TOGETHER,
+        n.part() * n.size,
+    )
+    row, thread = line * slots + begin, lax.axis_index("group") * t.THREADS + arrays.counted(t.THREADS)
+    _prefetch(ids_ref, row, jnp.int32(0), jnp.minimum(AHEAD * step, slots - begin))  # they arrive while tables are made
     bins.clear(counted, bins.BINS, n.threads)
-    bins.clear(votes, n.threads * n.run, n.threads)
-    zone = _totals(counts_ref, line, n.slices)
-    stop = jnp.minimum(arrays.scalar(stop_ref, lax.div(line, n.heads)), n.slots)
-    width = 2 + n.tiers
-    ends = [arrays.scalar(shares_ref, line * 0 + i * width) for i in range(n.pieces - 1)]
-    piece = sum(((zone >= x).astype(jnp.int32) for x in ends), jnp.int32(0)) * width
-    cutoffs = [portion(arrays.scalar(shares_ref, piece + 2 + i), zone) for i in range(n.tiers)]
-    wanted = jnp.minimum(portion(arrays.scalar(shares_ref, piece + 1), zone), n.capacity)
-
-    @pl.when(team < 1)
-    def _():
-        channel = arrays.counted(t.THREADS)
-        inside = channel < n.dim
-        places = [jnp.where(inside, (line * n.group + g) * n.dim + channel, -1) for g in range(n.group)]
-        query = functools.reduce(jnp.add, [arrays.load(query_ref, x) for x in places]) / n.group
-        query = rotated(query, signs_ref[0], n.dim, numbers) if n.rotate else query
-        arrays.store(rotated_ref, jnp.where(inside & (part < 1), line * n.dim + channel, -1), query)
-        arrays.store_shared(numbers, channel, query)
-        arrays.put(count_ref, jnp.where(part < 1, line, -1), wanted)
-
+    bins.clear(votes, n.size, n.threads)
+    stop = jnp.minimum(arrays.scalar(stop_ref, lax.div(line, heads)), slots)
+    zone, cutoffs, wanted = _prepared(query_ref, counts_ref, shares_ref, signs_ref, rotated_ref, count_ref, numbers, most, n)
     bins.meet_all(1)
     _tables(n, (counts_ref, numbers, held, table), line, zone, cutoffs)
-    low, span, holes = n.first - begin, jnp.maximum(stop - n.first, 0), zone != stop - n.first
-    thread, end = team * t.THREADS + arrays.counted(t.THREADS), stop - begin
+    low, span, end, holes = first - begin, jnp.maximum(stop - first, 0), stop - begin, zone != stop - first
 
     def add(number, words):
-        _prefetch(n, ids_ref, row, (number + AHEAD) * step, jnp.minimum((number + AHEAD + 1) * step, end))
-        ahead = _load_ids(n, ids_ref, row, (number + 1) * step + thread, end)
+        _prefetch(ids_ref, row, (number + AHEAD) * step, jnp.minimum((number + AHEAD + 1) * step, end))
+        ahead = _load_ids(ids_ref, row, (number + 1) * step + thread, end, n)
         keys = [number * step + k * n.threads + thread for k in range(TOGETHER)]
 
         def position(key):
-            inside = (key >= low) & (key < end)
-            return arrays.load(position_ref, jnp.where(inside, row + key, -1)) >> 31
+            return arrays.load(position_ref, jnp.where((key >= low) & (key < end), row + key, -1)) >> 31
 
         # Positions are read only if some slot of the zone is empty.
         hidden = lax.cond(holes, lambda: [position(x) for x in keys], lambda: [arrays.spread(0, t.THREADS)] * TOGETHER)
@@ -295,60 +275,43 @@ def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *r
             _vote(table, counted, votes, mine, key, gap, low, span)
         return ahead
 
-    last = lax.div(jnp.clip(end, 0, size) + step - 1, step)
-    lax.fori_loop(0, last, add, _load_ids(n, ids_ref, row, thread, end))
+    last = lax.div(jnp.clip(end, 0, n.size) + step - 1, step)
+    lax.fori_loop(0, last, add, _load_ids(ids_ref, row, thread, end, n))
     bins.meet_all(n.parts)
-    cut = bins.cut(counted, wanted, part, n.parts, least=1)
-    for first, bits, place in bins.chosen(votes, n.run, cut.bin, 1, cut, sums):
-        _list(list_ref, bits, line * n.capacity, begin + first, place, n)
+    cut = bins.cut(counted, wanted, n, least=1)
+    for number, bits, place in bins.chosen(votes, n.run, cut.bin, 1, cut, sums):
+        _list(list_ref, bits, line * most, begin + number, place, n)
     if n.parts > 1:
         bins.meet_all(n.parts)  # no program ends before all have read its counts
 
 
-def sizes_for(query, ids, shares, *, first, capacity, rotate, parts=None, groups=None):
-    """Choose the programs of a list and their warpgroups: as many as the multiprocessors hold at once."""
-    (batch, heads, slots, slices), (group, dim) = ids.shape, query.shape[2:]
-    lists = batch * heads
-    least = -(-slots // MOST_KEYS)
+def share_of(lists, slots, parts=None, groups=None):
+    """Choose how a list is shared: by as many programs as the multiprocessors hold at once, and by few warps."""
     if parts is None:
         parts = next((n for n in (8, 4, 2) if n * lists <= BLOCKS and slots >= n * 512), 1)
-        parts = max(parts, next((n for n in (1, 2, 4, 8) if n >= least), 8))
-    if groups is None:
-        groups = 2 if slots <= parts * 3 * 2**12 else 4
-    run = -(-slots // (parts * groups * t.THREADS * TOGETHER)) * TOGETHER
-    return Sizes(
-        group=group, dim=dim, heads=heads, slots=slots, slices=slices, tiers=shares.shape[1] - 2, pieces=shares.shape[0],
-        first=first, capacity=capacity, rotate=rotate, parts=parts, groups=groups, run=run,
-    )  # fmt: skip
+        parts = max(parts, next(n for n in (1, 2, 4, 8) if slots <= n * MOST_KEYS))
+    groups = groups or (2 if slots <= parts * 3 * 2**12 else 4)
+    return bins.Share(parts, groups, -(-slots // (parts * groups * t.THREADS * TOGETHER)) * TOGETHER)
 
 
-def collision(query, signs, counts, ids, position, stop, shares, *, first, capacity, part=None, **choice):
+def collision(query, signs, counts, ids, position, stop, shares, *, first, capacity, part=None):
     """List the keys of the zone with the most votes."""
-    n = sizes_for(query, ids, shares, first=first, capacity=capacity, rotate=signs is not None, **choice)
     batch, heads, slots, slices = ids.shape
-    lists = batch * heads
-    words = [ROOM * n.threads // 32, slices * HALF // BYTES + 64, bins.BINS, n.threads * n.run, 32]
+    (group, dim), lists = query.shape[2:], batch * heads
+    n = share_of(lists, slots)
+    words = ROOM * n.threads // 32, slices * HALF // BYTES + 64, bins.BINS, n.size, 32
     query, listed, count = arrays.program(
-        functools.partial(_body, n=n),
-        [
-            jax.ShapeDtypeStruct((lists, n.dim), jnp.float32),
-            jax.ShapeDtypeStruct((lists, capacity), jnp.int32),
-            jax.ShapeDtypeStruct((lists,), jnp.int32),
-        ],
+        functools.partial(_body, n=n, heads=heads, first=first),
+        [jax.ShapeDtypeStruct((lists, *x), y) for *x, y in ((dim, jnp.float32), (capacity, jnp.int32), (jnp.int32,))],
         grid=(lists,),
         parts=n.parts,
         groups=n.groups,
         scratch=[plgpu.SMEM((t.THREADS,), jnp.float32), *(plgpu.SMEM((x,), jnp.int32) for x in words)],
     )(
-        query.reshape(lists, n.group, n.dim),
-        counts.reshape(lists * slices, CLUSTERS),
-        shares,
-        ids.reshape(lists * slots, slices),
-        position.reshape(lists, slots),
-        stop,
-        *(() if signs is None else (signs,)),
-    )
-    return query.reshape(batch, heads, n.dim), listed.reshape(batch, heads, capacity), count.reshape(batch, heads)
+        query.reshape(lists, group, dim), counts.reshape(lists, -1), shares, ids.reshape(lists * slots, slices),
+        position.reshape(lists, slots), stop, *(() if signs is None else (signs,)),
+    )  # fmt: skip
+    return query.reshape(batch, heads, dim), listed.reshape(batch, heads, capacity), count.reshape(batch, heads)
 
 
 def check(query, signs, counts, ids, position, stop, shares, *, first, capacity, part=None):

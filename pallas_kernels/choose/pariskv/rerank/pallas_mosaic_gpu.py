@@ -6,7 +6,6 @@
 3. Each thread writes its candidates in order; the programs share out the rest of the list.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -32,43 +31,17 @@ LEAST = float(jnp.finfo(jnp.float32).min)
 TAKES = f"{arrays.HOPPER}, D of 32 to 256, lists of up to 98,304 candidates, or less"
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What a program is for: candidates, slots and channels; programs of a list, their warpgroups, candidates of a thread."""
-
-    heads: int
-    candidates: int
-    slots: int
-    dim: int
-    scale: float
-    parts: int
-    groups: int
-    run: int
-
-    @property
-    def threads(self) -> int:
-        return t.THREADS * self.groups
-
-    @property
-    def size(self) -> int:
-        """Candidates of a program."""
-        return self.run * self.threads
-
-    @property
-    def quarters(self) -> int:
-        """Warps that share a candidate."""
-        return self.dim // LANES
-
-
-def _quarter(n, size):
+def _quarter(dim, size):
     """Write instructions: ``at`` becomes the place of what this warp reads of ``size`` bytes for all warps of a candidate."""
-    return f"mov.u32 x, %tid.x; shr.u32 x, x, 5; and.b32 x, x, {n.quarters - 1}; mul.wide.u32 at, x, {size // n.quarters};"
+    warps = dim // LANES
+    return f"mov.u32 x, %tid.x; shr.u32 x, x, 5; and.b32 x, x, {warps - 1}; mul.wide.u32 at, x, {size // warps};"
 
 
-def _products(query_ref, line, n):
+def _products(query_ref, line):
     """Multiply 32 channels of the query with the level of each code: a register for each, float32 [128]."""
+    dim = query_ref.shape[1]
     lines = [".reg .pred p; .reg .b64 at; .reg .b32 x, code; .reg .f32 level, y, a, b, c, d; mov.f32 level, 0f00000000;"]
-    lines.append(f"{_quarter(n, 4 * n.dim)} add.s64 at, at, ${LANES}; mad.wide.s32 at, ${LANES + 1}, {4 * n.dim}, at;")
+    lines.append(f"{_quarter(dim, 4 * dim)} add.s64 at, at, ${LANES}; mad.wide.s32 at, ${LANES + 1}, {4 * dim}, at;")
     lines.append("mov.u32 code, %laneid; and.b32 x, code, 7;")
     for i, level in enumerate(LEVELS):
         lines.append(f"setp.eq.s32 p, x, {i}; @p mov.f32 level, 0f{np.float32(level).view(np.uint32):08X};")
@@ -79,22 +52,22 @@ def _products(query_ref, line, n):
     return arrays.assembly(lines, [query_ref], [line], [jnp.float32] * LANES)
 
 
-def _codes(rows_ref, row, n):
+def _codes(rows_ref, row):
     """Load this warp's part of the codes of ``row`` int32 [N], nothing where it is negative: 8 words, int32 [N] each."""
-    names, row_ = [f"${i}" for i in range(WORDS)], f"${WORDS + 1}"
-    lines = [".reg .pred p; .reg .b64 at; .reg .b32 x;", *(f"mov.b32 {x}, 0;" for x in names), _quarter(n, n.dim)]
-    lines.append(f"add.s64 at, at, ${WORDS}; mad.wide.s32 at, {row_}, {n.dim}, at; setp.ge.s32 p, {row_}, 0;")
+    names, row_, dim = [f"${i}" for i in range(WORDS)], f"${WORDS + 1}", rows_ref.shape[1]
+    lines = [".reg .pred p; .reg .b64 at; .reg .b32 x;", *(f"mov.b32 {x}, 0;" for x in names), _quarter(dim, dim)]
+    lines.append(f"add.s64 at, at, ${WORDS}; mad.wide.s32 at, {row_}, {dim}, at; setp.ge.s32 p, {row_}, 0;")
     for i in (0, 4):
         lines.append(f"@p ld.global.nc.L2::128B.v4.b32 {{{', '.join(names[i : i + 4])}}}, [at + {4 * i}];")
     return arrays.assembly(lines, [rows_ref], [row], [jnp.int32] * WORDS)
 
 
-def _prefetch(rows_ref, row, n):
+def _prefetch(rows_ref, row):
     """Ask for the codes of ``row`` int32 [N], unless it is negative: they come to the level-2 cache."""
-    lines = [
-        f".reg .pred p; .reg .b64 at; .reg .b32 x; {_quarter(n, n.dim)} setp.eq.s64 p, at, 0; setp.ge.and.s32 p, $1, 0, p;"
-    ]
-    arrays.assembly([*lines, f"mad.wide.s32 at, $1, {n.dim}, $0; @p prefetch.global.L2 [at];"], [rows_ref], [row])
+    dim = rows_ref.shape[1]
+    lines = [f".reg .pred p; .reg .b64 at; .reg .b32 x; {_quarter(dim, dim)} setp.eq.s64 p, at, 0;"]
+    lines.append(f"setp.ge.and.s32 p, $1, 0, p; mad.wide.s32 at, $1, {dim}, $0; @p prefetch.global.L2 [at];")
+    arrays.assembly(lines, [rows_ref], [row])
 
 
 def _estimate(products, words):
@@ -103,10 +76,8 @@ def _estimate(products, words):
     for i in range(LANES):
         levels, weight = (f"${1 + LANES + i // SLICE * 2 + j}" for j in (0, 1))
         number = i % SLICE
-        lines.append(
-            f"shr.u32 at, {levels}, {4 * number}; mov.b32 x, ${1 + i}; shfl.sync.idx.b32 x, x, at, 31, -1; mov.b32 v, x;"
-        )
-        lines.append("add.f32 sum, sum, v;" if number else "mov.f32 sum, v;")
+        lines.append(f"shr.u32 at, {levels}, {4 * number}; mov.b32 x, ${1 + i}; shfl.sync.idx.b32 x, x, at, 31, -1;")
+        lines.append("mov.b32 v, x; " + ("add.f32 sum, sum, v;" if number else "mov.f32 sum, v;"))
         if number == SLICE - 1:
             lines.append(f"shl.b32 x, {weight}, 16; mov.b32 v, x; fma.rn.f32 total, sum, v, total;")
     return arrays.assembly([*lines, "mov.f32 $0, total;"], (), [*products, *words], [jnp.float32])[0]
@@ -133,74 +104,71 @@ def _list(refs, bits, at, entry, place, n):
     bins.for_each(bits, refs, [at, entry, place], ".reg .b64 to, mask, from, at; .reg .b32 one;", begin, step)
 
 
-def _estimates(n, query_ref, slots_ref, rows_ref, sums, line, begin, live):
+def _estimates(n, query_ref, slots_ref, rows_ref, sums, live, stored):
     """Write the parts of the estimates of this program's first ``live`` candidates to ``sums`` int32 [Q, N], as bits."""
-    team, table = lax.axis_index("group"), _products(query_ref, line, n)
+    dim, candidates, line = query_ref.shape[1], slots_ref.shape[1], lax.axis_index("x")
+    begin, quarters, products = n.part() * n.size, dim // LANES, _products(query_ref, line)
     entry = arrays.counted(t.THREADS * TOGETHER)
-    warp = team * 4 + (lax.shift_right_logical(entry, 5) & 3)
-    step = n.threads // n.quarters * TOGETHER  # candidates of all warps
-    place = lax.div(warp, n.quarters) * (LANES * TOGETHER) + lax.shift_right_logical(entry, 7) * LANES + (entry & (LANES - 1))
+    warp = lax.axis_index("group") * 4 + (lax.shift_right_logical(entry, 5) & 3)
+    step = n.threads // quarters * TOGETHER  # candidates of all warps
+    place = lax.div(warp, quarters) * (LANES * TOGETHER) + lax.shift_right_logical(entry, 7) * LANES + (entry & (LANES - 1))
 
     def slots(number):
         at = number * step + place
-        return arrays.load(slots_ref, jnp.where(at < live, line * n.candidates + begin + at, -1), -1)
+        return arrays.load(slots_ref, jnp.where(at < live, line * candidates + begin + at, -1), -1)
 
     def rows(slot):
-        return jnp.where(slot >= 0, line * n.slots + jnp.minimum(slot, n.slots - 1), -1)
+        return jnp.where(slot >= 0, line * stored + jnp.minimum(slot, stored - 1), -1)
 
     def add(number, ahead):
         words, row, slot = ahead
         next_row = rows(slot)
-        _prefetch(rows_ref, next_row, n)
-        ahead = _codes(rows_ref, row, n), next_row, slots(number + 3)
-        at = (warp & (n.quarters - 1)) * n.size + number * step + place
-        arrays.store_shared(sums, at, lax.bitcast_convert_type(_estimate(table, words), jnp.int32))
+        _prefetch(rows_ref, next_row)
+        ahead = _codes(rows_ref, row), next_row, slots(number + 3)
+        at = (warp & (quarters - 1)) * n.size + number * step + place
+        arrays.store_shared(sums, at, lax.bitcast_convert_type(_estimate(products, words), jnp.int32))
         return ahead
 
     begins = [slots(jnp.int32(i)) for i in range(3)]
     first, second = rows(begins[0]), rows(begins[1])
-    _prefetch(rows_ref, second, n)
-    lax.fori_loop(0, lax.div(live + step - 1, step), add, (_codes(rows_ref, first, n), second, begins[2]))
-
-
-def _joined(n, sums, number, live):
-    """Add up the parts of the estimates of candidates ``number`` int32 [N]: float32 [N], -inf from ``live`` on."""
-    parts = [arrays.load_shared(sums, number + i * n.size) for i in range(n.quarters)]
-    total = functools.reduce(jnp.add, [lax.bitcast_convert_type(x, jnp.float32) for x in parts])
-    total = total * (n.scale * LEVEL)
-    total = jnp.where(total == 0, 0.0, total)
-    total = jnp.where(total < LEAST, LEAST, total)  # NaN stays, and is never chosen
-    return jnp.where(number < live, total, -jnp.inf)
-
-
-def _begin(n, count_ref):
-    """Return the line, the program's first candidate, and how many candidates it has."""
-    line, part = lax.axis_index("x"), lax.axis_index("part") if n.parts > 1 else jnp.int32(0)
-    begin = part * n.size
-    return line, part, begin, jnp.clip(jnp.minimum(arrays.scalar(count_ref, line), n.candidates) - begin, 0, n.size)
-
-
-def _numbers(n, i):
-    """Return the candidates that the threads of a warpgroup work on in round ``i``."""
-    return i * n.threads + lax.axis_index("group") * t.THREADS + arrays.counted(t.THREADS)
-
-
-def _body_estimates(query_ref, slots_ref, count_ref, rows_ref, out_ref, sums, *, n):
-    # query [L, D]; slots [L, C]; count [L]; rows [L * S, D]; out [L, C]. In shared memory: parts of the estimates.
-    line, _, begin, live = _begin(n, count_ref)
-    _estimates(n, query_ref, slots_ref, rows_ref, sums, line, begin, live)
+    _prefetch(rows_ref, second)
+    lax.fori_loop(0, lax.div(live + step - 1, step), add, (_codes(rows_ref, first), second, begins[2]))
     bins.meet_all(1)
 
-    def write(i, carry):
-        number = _numbers(n, i)
-        at = begin + number
-        arrays.store(out_ref, jnp.where(at < n.candidates, line * n.candidates + at, -1), _joined(n, sums, number, live))
+
+def _for_each(n, sums, live, scale, write):
+    """Call ``write`` with candidates int32 [128] of the program and their estimates float32 [128], -inf from ``live`` on."""
+
+    def one(i, carry):
+        number = i * n.threads + lax.axis_index("group") * t.THREADS + arrays.counted(t.THREADS)
+        parts = [arrays.load_shared(sums, number + at) for at in range(0, sums.shape[0], n.size)]
+        total = functools.reduce(jnp.add, [lax.bitcast_convert_type(x, jnp.float32) for x in parts]) * (scale * LEVEL)
+        total = jnp.where(total == 0, 0.0, total)
+        total = jnp.where(total < LEAST, LEAST, total)  # NaN stays, and is never chosen
+        write(number, jnp.where(number < live, total, -jnp.inf))
         return carry
 
-    lax.fori_loop(0, n.run, write, 0)
+    lax.fori_loop(0, n.run, one, 0)
 
 
-def _search(n, keys, counted, wanted, part):
+def _live(n, slots_ref, count_ref):
+    """Count this program's candidates."""
+    count = jnp.minimum(arrays.scalar(count_ref, lax.axis_index("x")), slots_ref.shape[1])
+    return jnp.clip(count - n.part() * n.size, 0, n.size)
+
+
+def _body_estimates(query_ref, slots_ref, count_ref, rows_ref, out_ref, sums, *, n, stored, scale):
+    # query [L, D]; slots [L, C]; count [L]; rows [L * S, D]; out [L, C]. In shared memory: parts of the estimates.
+    live, most, line, begin = _live(n, slots_ref, count_ref), slots_ref.shape[1], lax.axis_index("x"), n.part() * n.size
+    _estimates(n, query_ref, slots_ref, rows_ref, sums, live, stored)
+
+    def write(number, total):
+        arrays.store(out_ref, jnp.where(begin + number < most, line * most + begin + number, -1), total)
+
+    _for_each(n, sums, live, scale, write)
+
+
+def _search(n, keys, counted, wanted):
     """Find the best ``wanted`` keys, digit by digit, of those that are not 0.
 
     Returns:
@@ -216,7 +184,7 @@ def _search(n, keys, counted, wanted, part):
         shift, low, width, first, (_, left, _, above, _, total) = state
         _count(counted, keys, low, width, shift, first, n)
         bins.meet_all(n.parts)
-        cut = bins.cut(counted, left, part, n.parts, first)
+        cut = bins.cut(counted, left, n, first)
         bins.clear(counted, bins.BINS, n.threads, bins.BINS - first)  # all programs have read what is there
         bins.meet_all(1)
         low, width = low + lax.shift_left(cut.bin, shift), lax.shift_left(jnp.int32(1), shift)
@@ -231,41 +199,34 @@ def _search(n, keys, counted, wanted, part):
 
 def _body(
     query_ref, slots_ref, count_ref, rows_ref, position_ref, cursor_ref, stop_ref, limits_ref, list_ref, mask_ref, keys,
-    counted, totals, *, n, regions,
+    counted, totals, *, n, regions, heads, scale,
 ):  # fmt: skip
     # query [L, D]; slots [L, C]; count [L]; rows [L * S, D]; position [L, S]; cursor, stop [B]; limits: budget and enough;
     # list and mask [L, size]. In shared memory: parts of the estimates, then keys; two counts of digits; sums of warps.
-    line, part, begin, live = _begin(n, count_ref)
+    line, candidates, stored = lax.axis_index("x"), slots_ref.shape[1], position_ref.shape[1]
     bins.clear(counted, 2 * bins.BINS, n.threads)
-    cursor, stop = (arrays.scalar(ref, lax.div(line, n.heads)) for ref in (cursor_ref, stop_ref))
+    cursor, stop = (arrays.scalar(ref, lax.div(line, heads)) for ref in (cursor_ref, stop_ref))
     dense = (cursor < arrays.scalar(limits_ref, line * 0 + 1)) | (stop <= regions.sinks)
     wanted = jnp.where(dense, 0, jnp.clip(arrays.scalar(limits_ref, line * 0), 0, regions.best))
-    live = jnp.where(dense, 0, live)
-    _estimates(n, query_ref, slots_ref, rows_ref, keys, line, begin, live)
+    live = jnp.where(dense, 0, _live(n, slots_ref, count_ref))
+    _estimates(n, query_ref, slots_ref, rows_ref, keys, live, stored)
+    _for_each(n, keys, live, scale, lambda number, total: arrays.store_shared(keys, number, order_key(total) ^ NEVER))
     bins.meet_all(1)
-
-    def order(i, carry):
-        number = _numbers(n, i)
-        arrays.store_shared(keys, number, order_key(_joined(n, keys, number, live)) ^ NEVER)
-        return carry
-
-    lax.fori_loop(0, n.run, order, 0)
-    bins.meet_all(n.parts)
-    low, width, cut = _search(n, keys, counted, wanted, part)
-    at, entry = line * regions.size + regions.sinks, line * n.candidates + begin
+    low, width, cut = _search(n, keys, counted, wanted)
+    at, entry = line * regions.size + regions.sinks, line * candidates + n.part() * n.size
     for first, bits, place in bins.chosen(keys, n.run, low, width, cut, totals):
         _list((list_ref, mask_ref, slots_ref), bits, at, entry + first, place, n)
 
     # The chosen stand behind the sinks. All programs share out the rest: sinks, the tail, entries that nothing fills.
     share = arrays.size_of(-(-regions.size // (n.parts * n.groups)))
-    at = (part * n.groups + lax.axis_index("group")) * share + arrays.counted(share)
+    at = (n.part() * n.groups + lax.axis_index("group")) * share + arrays.counted(share)
     behind = at - (regions.sinks + regions.best)
     slot = jnp.where(dense, at, jnp.where(behind >= 0, stop + behind, jnp.minimum(at, regions.sinks)))
     near = (at < regions.sinks) | ((behind >= 0) & (behind < regions.tail))
-    listed = (dense | near) & (slot < jnp.minimum(cursor, n.slots))
     rest = (at < regions.size) & ((at < regions.sinks) | (at >= regions.sinks + jnp.minimum(wanted, cut.total)))
-    listed, where, slot = listed & rest, jnp.where(rest, line * regions.size + at, -1), jnp.clip(slot, 0, n.slots - 1)
-    held = arrays.load(position_ref, jnp.where(listed, line * n.slots + slot, -1), -1) >= 0
+    listed = rest & (dense | near) & (slot < jnp.minimum(cursor, stored))
+    where, slot = jnp.where(rest, line * regions.size + at, -1), jnp.clip(slot, 0, stored - 1)
+    held = arrays.load(position_ref, jnp.where(listed, line * stored + slot, -1), -1) >= 0
     arrays.store(list_ref, where, slot)
     arrays.store(mask_ref, where, held.astype(jnp.int32))
     if n.parts > 1:
@@ -277,51 +238,43 @@ def _most(dim):
     return min(MOST, LANES * ROOM // dim)
 
 
-def sizes_for(slots, rows, scale, parts=None, groups=None):
-    """Choose the programs of a list and their warpgroups: as many as the multiprocessors hold at once."""
-    (batch, heads, candidates), (stored, dim) = slots.shape, rows.shape[2:]
+def share_of(lists, candidates, dim, parts=None, groups=None):
+    """Choose how a list is shared: by as many programs as the multiprocessors hold at once."""
     if parts is None:
-        parts = next((n for n in (8, 4, 2) if n * batch * heads <= BLOCKS and candidates >= n * 256), 1)
-        parts = max(parts, next((n for n in (1, 2, 4) if candidates <= n * _most(dim)), 8))
-    if groups is None:
-        groups = 2 if candidates <= parts * 1024 else 4
-    run = -(-candidates // (parts * groups * t.THREADS * 2)) * 2
-    return Sizes(heads=heads, candidates=candidates, slots=stored, dim=dim, scale=scale, parts=parts, groups=groups, run=run)
+        parts = next((n for n in (8, 4, 2) if n * lists <= BLOCKS and candidates >= n * 256), 1)
+        parts = max(parts, next(n for n in (1, 2, 4, 8) if candidates <= n * _most(dim)))
+    groups = groups or (2 if candidates <= parts * 1024 else 4)
+    return bins.Share(parts, groups, -(-candidates // (parts * groups * t.THREADS * 2)) * 2)
 
 
-def _launch(body, n, out, *operands, more=()):
-    """Run a kernel of a list's programs."""
-    return arrays.program(
-        functools.partial(body, n=n),
-        out,
-        grid=(operands[0].shape[0],),
+def _launch(body, query, slots, count, rows, *operands, out, more=(), **options):
+    """Run a kernel of programs that share the lists."""
+    lists, dim = slots.shape[0] * slots.shape[1], rows.shape[3]
+    n = share_of(lists, slots.shape[2], dim)
+    made = arrays.program(
+        functools.partial(body, n=n, **options),
+        [jax.ShapeDtypeStruct((lists, size), dtype) for size, dtype in out],
+        grid=(lists,),
         parts=n.parts,
         groups=n.groups,
-        scratch=[plgpu.SMEM((x,), jnp.int32) for x in (n.quarters * n.size, *more)],
-    )(*operands)
-
-
-def _flat(query, slots, count, rows):
-    """Reshape operands: one axis of lists."""
-    lists = slots.shape[0] * slots.shape[1]
-    return query.reshape(lists, -1), slots.reshape(lists, -1), count.reshape(-1), rows.reshape(-1, rows.shape[3])
+        scratch=[plgpu.SMEM((x,), jnp.int32) for x in (dim // LANES * n.size, *more)],
+    )(query.reshape(lists, dim), slots.reshape(lists, -1), count.reshape(-1), rows.reshape(-1, dim), *operands)
+    return tuple(x.reshape(*slots.shape[:2], -1) for x in made)
 
 
 def estimates(query, slots, count, rows, *, scale):
     """Estimate the product of the query with each candidate."""
-    n, operands = sizes_for(slots, rows, scale), _flat(query, slots, count, rows)
-    (out,) = _launch(_body_estimates, n, [jax.ShapeDtypeStruct(operands[1].shape, jnp.float32)], *operands)
-    return out.reshape(slots.shape)
+    out = [(slots.shape[2], jnp.float32)]
+    return _launch(_body_estimates, query, slots, count, rows, out=out, stored=rows.shape[2], scale=scale)[0]
 
 
-def rerank(query, slots, count, rows, position, cursor, stop, budget, enough, *, regions, scale, **choice):
+def rerank(query, slots, count, rows, position, cursor, stop, budget, enough, *, regions, scale):
     """List the best candidates by estimate between the first and the last slots."""
-    n, operands = sizes_for(slots, rows, scale, **choice), _flat(query, slots, count, rows)
-    lists, limits = len(operands[0]), jnp.stack([jnp.asarray(x, jnp.int32) for x in (budget, enough)])
-    out = [jax.ShapeDtypeStruct((lists, regions.size), dtype) for dtype in (jnp.int32, jnp.bool_)]
-    body = functools.partial(_body, regions=regions)
-    made = _launch(body, n, out, *operands, position.reshape(lists, -1), cursor, stop, limits, more=(2 * bins.BINS, 32))
-    return tuple(x.reshape(*slots.shape[:2], -1) for x in made)
+    limits, lists = jnp.stack([jnp.asarray(x, jnp.int32) for x in (budget, enough)]), slots.shape[0] * slots.shape[1]
+    operands = position.reshape(lists, -1), cursor, stop, limits
+    out, options = [(regions.size, jnp.int32), (regions.size, jnp.bool_)], {"regions": regions, "heads": slots.shape[1]}
+    more = 2 * bins.BINS, 32
+    return _launch(_body, query, slots, count, rows, *operands, out=out, more=more, scale=scale, **options)
 
 
 def check(query, slots, count, rows, position, cursor, stop, budget, enough, *, regions, scale):
