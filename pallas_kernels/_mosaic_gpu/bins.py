@@ -116,7 +116,7 @@ def earlier(word: jax.Array, ref) -> jax.Array:
     return arrays.assembly(lines, [ref], [word], [jnp.int32])[0]
 
 
-def chosen(keys, run: int, low: jax.Array, width: jax.Array | int, found: Cut, ref) -> list[tuple[int, jax.Array, jax.Array]]:
+def choose(keys, run: int, low: jax.Array, width: jax.Array | int, found: Cut, ref) -> list[tuple[int, jax.Array, jax.Array]]:
     """Choose keys in order: all above ``low + width - 1``, and from ``low`` on the first ``found.left``; never 0.
 
     Args:

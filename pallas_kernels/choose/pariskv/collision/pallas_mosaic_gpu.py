@@ -44,7 +44,7 @@ def _totals(counts_ref, line):
     return arrays.assembly(lines, [counts_ref], [line], [None])[0]
 
 
-def _sorted(keys, orders):
+def _sort(keys, orders):
     """Sort 128 pairs of int32 without signs, four of each lane, largest first: the second ones of all, in the same form."""
     each = range(EACH)
     lines = [".reg .pred p, upper; .reg .b64 t, a<4>, b<4>; .reg .b32 lane, x, y; mov.u32 lane, %laneid;"]
@@ -96,7 +96,7 @@ def _gather(table, mine, slices, n):
 
 def _tables(n, refs, line, zone, cutoffs):
     """Make the tables, a warp for each slice; the programs of a cluster share the slices out."""
-    (counts_ref, numbers, held, table), part, team = refs, n.part(), lax.axis_index("group")
+    (counts_ref, numbers, weights, table), part, team = refs, n.part(), lax.axis_index("group")
     thread, slices = arrays.counted(t.THREADS), counts_ref.shape[1] // CLUSTERS
     lane, warp, warps, mine = thread & 31, team * 4 + lax.shift_right_logical(thread, 5), 4 * n.groups, -(-slices // n.parts)
     last, room = jnp.minimum(mine, slices - part * mine), warp * ROOM
@@ -115,13 +115,13 @@ def _tables(n, refs, line, zone, cutoffs):
             orders.append(jnp.where(score < 0, cluster, CLUSTERS - 1 - cluster))
         begin = (line * slices + slice_) * CLUSTERS + lane
         for at in range(0, CLUSTERS, 32):
-            arrays.store_shared(held, room + lane + at, arrays.load(counts_ref, begin + at))
-        arrays.store_shared(held, room + lane + CLUSTERS, arrays.spread(0, t.THREADS))
-        worse = _sorted(keys, orders)  # the opposites of the clusters, best first, so that these are worst first
+            arrays.store_shared(weights, room + lane + at, arrays.load(counts_ref, begin + at))
+        arrays.store_shared(weights, room + lane + CLUSTERS, arrays.spread(0, t.THREADS))
+        worse = _sort(keys, orders)  # the opposites of the clusters, best first, so that these are worst first
         better = [CLUSTERS - 1 - x for x in worse]
         arrays.assembly(["bar.warp.sync -1;"])
         for clusters, from_end in ((better, False), (worse, True)):
-            counts = [arrays.load_shared(held, room + x) for x in clusters]
+            counts = [arrays.load_shared(weights, room + x) for x in clusters]
             total = functools.reduce(jnp.add, counts)
             before = _upto(total) - total
             for cluster, count in zip(clusters, counts, strict=True):
@@ -132,10 +132,10 @@ def _tables(n, refs, line, zone, cutoffs):
                 word = votes << (8 * (place & (BYTES - 1)) + 4 * lax.shift_right_logical(cluster, 7))
                 at = room + CLUSTERS + lax.shift_right_logical(place, 2)
                 lines = [".reg .b32 at; mad.lo.s32 at, $1, 4, $0; red.shared.add.u32 [at], $2;"]
-                arrays.assembly(lines, [held], [at, word])
+                arrays.assembly(lines, [weights], [at, word])
                 before = after
         arrays.assembly(["bar.warp.sync -1;"])
-        word = arrays.load_shared(held, room + lane + CLUSTERS)
+        word = arrays.load_shared(weights, room + lane + CLUSTERS)
         _write(table, jnp.where(number < last, slice_ * (HALF // BYTES) + lane, -1), word)
         return carry
 
@@ -174,12 +174,12 @@ def _load_ids(ids_ref, row, first, last, n):
     return [found[i : i + count] for i in range(0, out, count)]
 
 
-def _vote(table, counted, votes, words, key, hidden, low, span):
+def _vote(table, tally, votes, words, key, hidden, low, span):
     """Sum up the votes of a thread's key, whose ids are ``words``, plus 1: write and count them; 0 outside of the zone.
 
     Args:
         table: the tables in shared memory.
-        counted: shared memory int32 [128].
+        tally: shared memory int32 [128].
         votes: shared memory, int32.
         words: int32 [128], several.
         key: int32 [128], where its votes go.
@@ -206,7 +206,7 @@ def _vote(table, counted, votes, words, key, hidden, low, span):
         lines.append("mov.b32 e, a;")
     lines.append("sub.s32 a, $3, $5; or.b32 a, a, $4; setp.ge.u32 p, a, $6; @p mov.b32 x, 0; mad.lo.s32 at, $3, 4, $2;")
     lines.append("st.shared.b32 [at], x; mad.lo.s32 at, x, 4, $1; red.shared.add.u32 [at], 1;")
-    arrays.assembly(lines, [table, counted, votes], [key, hidden, low, span, *words])
+    arrays.assembly(lines, [table, tally, votes], [key, hidden, low, span, *words])
 
 
 def _list(list_ref, bits, at, slot, place, n):
@@ -217,7 +217,7 @@ def _list(list_ref, bits, at, slot, place, n):
     bins.for_each(bits, [list_ref], [at, slot, place], ".reg .b64 to; .reg .b32 slot;", begin, step)
 
 
-def _prepared(query_ref, counts_ref, shares_ref, signs_ref, rotated_ref, count_ref, numbers, capacity, n):
+def _prepare(query_ref, counts_ref, shares_ref, signs_ref, rotated_ref, count_ref, numbers, capacity, n):
     """Rotate the query, and return the keys of the zone and of each tier, and the number of candidates: int32 scalars."""
     (_, group, dim), (pieces, width), line = query_ref.shape, shares_ref.shape, lax.axis_index("x")
     zone = _totals(counts_ref, line)
@@ -243,7 +243,7 @@ def _prepared(query_ref, counts_ref, shares_ref, signs_ref, rotated_ref, count_r
 def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *refs, n, heads, first):
     # query [L, G, D]; counts [L, N * 256]; shares [P, 2 + Z]; ids [L * S, N]; position [L, S]; stop [B]; maybe signs [D];
     # rotated [L, D]; list [L, C]; count [L]. In shared memory: the query, keys of clusters, tables, counts, votes, sums.
-    *signs_ref, rotated_ref, list_ref, count_ref, numbers, held, table, counted, votes, sums = refs
+    *signs_ref, rotated_ref, list_ref, count_ref, numbers, weights, table, tally, votes, sums = refs
     most, line, slots, step, begin = (
         list_ref.shape[1],
         lax.axis_index("x"),
@@ -253,12 +253,12 @@ def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *r
     )
     row, thread = line * slots + begin, lax.axis_index("group") * t.THREADS + arrays.counted(t.THREADS)
     _prefetch(ids_ref, row, jnp.int32(0), jnp.minimum(AHEAD * step, slots - begin))  # they arrive while tables are made
-    bins.clear(counted, bins.BINS, n.threads)
+    bins.clear(tally, bins.BINS, n.threads)
     bins.clear(votes, n.size, n.threads)
     stop = jnp.minimum(arrays.scalar(stop_ref, lax.div(line, heads)), slots)
-    zone, cutoffs, wanted = _prepared(query_ref, counts_ref, shares_ref, signs_ref, rotated_ref, count_ref, numbers, most, n)
+    zone, cutoffs, wanted = _prepare(query_ref, counts_ref, shares_ref, signs_ref, rotated_ref, count_ref, numbers, most, n)
     bins.meet_all(1)
-    _tables(n, (counts_ref, numbers, held, table), line, zone, cutoffs)
+    _tables(n, (counts_ref, numbers, weights, table), line, zone, cutoffs)
     low, span, end, holes = first - begin, jnp.maximum(stop - first, 0), stop - begin, zone != stop - first
 
     def add(number, words):
@@ -272,14 +272,14 @@ def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *r
         # Positions are read only if some slot of the zone is empty.
         hidden = lax.cond(holes, lambda: [position(x) for x in keys], lambda: [arrays.spread(0, t.THREADS)] * TOGETHER)
         for key, mine, gap in zip(keys, words, hidden, strict=True):
-            _vote(table, counted, votes, mine, key, gap, low, span)
+            _vote(table, tally, votes, mine, key, gap, low, span)
         return ahead
 
     last = lax.div(jnp.clip(end, 0, n.size) + step - 1, step)
     lax.fori_loop(0, last, add, _load_ids(ids_ref, row, thread, end, n))
     bins.meet_all(n.parts)
-    cut = bins.cut(counted, wanted, n, least=1)
-    for number, bits, place in bins.chosen(votes, n.run, cut.bin, 1, cut, sums):
+    cut = bins.cut(tally, wanted, n, least=1)
+    for number, bits, place in bins.choose(votes, n.run, cut.bin, 1, cut, sums):
         _list(list_ref, bits, line * most, begin + number, place, n)
     if n.parts > 1:
         bins.meet_all(n.parts)  # no program ends before all have read its counts

@@ -83,13 +83,13 @@ def _estimate(products, words):
     return arrays.assembly([*lines, "mov.f32 $0, total;"], (), [*products, *words], [jnp.float32])[0]
 
 
-def _count(counted, keys, low, width, shift, first, n):
+def _count(tally, keys, low, width, shift, first, n):
     """Count the keys from ``low`` to ``low + width``, all without signs, by their bits from ``shift`` on."""
     lines = [".reg .pred p, q; .reg .b32 at, x, i, bins; mov.u32 at, %tid.x; mad.lo.s32 at, at, 4, $1; mov.b32 i, 0;"]
     lines.append("mad.lo.s32 bins, $5, 4, $0; KEY: ld.shared.b32 x, [at]; setp.ne.s32 q, x, 0; sub.s32 x, x, $2;")
     lines.append("setp.lt.and.u32 p, x, $3, q; shr.u32 x, x, $4; mad.lo.s32 x, x, 4, bins; @p red.shared.add.u32 [x], 1;")
     lines.append(f"add.s32 at, at, {4 * n.threads}; add.s32 i, i, 1; setp.lt.s32 p, i, {n.run}; @p bra KEY;")
-    arrays.assembly(lines, [counted, keys], [low, width, shift, first])
+    arrays.assembly(lines, [tally, keys], [low, width, shift, first])
 
 
 def _list(refs, bits, at, entry, place, n):
@@ -168,7 +168,7 @@ def _body_estimates(query_ref, slots_ref, count_ref, rows_ref, out_ref, sums, *,
     _for_each(n, sums, live, scale, write)
 
 
-def _search(n, keys, counted, wanted):
+def _search(n, keys, tally, wanted):
     """Find the best ``wanted`` keys, digit by digit, of those that are not 0.
 
     Returns:
@@ -182,10 +182,10 @@ def _search(n, keys, counted, wanted):
 
     def narrow(state):
         shift, low, width, first, (_, left, _, above, _, total) = state
-        _count(counted, keys, low, width, shift, first, n)
+        _count(tally, keys, low, width, shift, first, n)
         bins.meet_all(n.parts)
-        cut = bins.cut(counted, left, n, first)
-        bins.clear(counted, bins.BINS, n.threads, bins.BINS - first)  # all programs have read what is there
+        cut = bins.cut(tally, left, n, first)
+        bins.clear(tally, bins.BINS, n.threads, bins.BINS - first)  # all programs have read what is there
         bins.meet_all(1)
         low, width = low + lax.shift_left(cut.bin, shift), lax.shift_left(jnp.int32(1), shift)
         cut = cut._replace(above_before=above + cut.above_before, total=jnp.maximum(total, cut.total))
@@ -199,12 +199,12 @@ def _search(n, keys, counted, wanted):
 
 def _body(
     query_ref, slots_ref, count_ref, rows_ref, position_ref, cursor_ref, stop_ref, limits_ref, list_ref, mask_ref, keys,
-    counted, totals, *, n, regions, heads, scale,
+    tally, totals, *, n, regions, heads, scale,
 ):  # fmt: skip
     # query [L, D]; slots [L, C]; count [L]; rows [L * S, D]; position [L, S]; cursor, stop [B]; limits: budget and enough;
     # list and mask [L, size]. In shared memory: parts of the estimates, then keys; two counts of digits; sums of warps.
     line, candidates, stored = lax.axis_index("x"), slots_ref.shape[1], position_ref.shape[1]
-    bins.clear(counted, 2 * bins.BINS, n.threads)
+    bins.clear(tally, 2 * bins.BINS, n.threads)
     cursor, stop = (arrays.scalar(ref, lax.div(line, heads)) for ref in (cursor_ref, stop_ref))
     dense = (cursor < arrays.scalar(limits_ref, line * 0 + 1)) | (stop <= regions.sinks)
     wanted = jnp.where(~dense, jnp.clip(arrays.scalar(limits_ref, line * 0), 0, regions.best), 0)
@@ -212,9 +212,9 @@ def _body(
     _estimates(n, query_ref, slots_ref, rows_ref, keys, live, stored)
     _for_each(n, keys, live, scale, lambda number, total: arrays.store_shared(keys, number, order_key(total) ^ NEVER))
     bins.meet_all(1)
-    low, width, cut = _search(n, keys, counted, wanted)
+    low, width, cut = _search(n, keys, tally, wanted)
     at, entry = line * regions.size + regions.sinks, line * candidates + n.part() * n.size
-    for first, bits, place in bins.chosen(keys, n.run, low, width, cut, totals):
+    for first, bits, place in bins.choose(keys, n.run, low, width, cut, totals):
         _list((list_ref, mask_ref, slots_ref), bits, at, entry + first, place, n)
 
     # The chosen stand behind the sinks. All programs share out the rest: sinks, the tail, entries that nothing fills.
@@ -251,7 +251,7 @@ def _launch(body, query, slots, count, rows, *operands, out, more=(), **options)
     """Run a kernel of programs that share the lists."""
     lists, dim = slots.shape[0] * slots.shape[1], rows.shape[3]
     n = share_of(lists, slots.shape[2], dim)
-    made = arrays.program(
+    results = arrays.program(
         functools.partial(body, n=n, **options),
         [jax.ShapeDtypeStruct((lists, size), dtype) for size, dtype in out],
         grid=(lists,),
@@ -259,7 +259,7 @@ def _launch(body, query, slots, count, rows, *operands, out, more=(), **options)
         groups=n.groups,
         scratch=[plgpu.SMEM((x,), jnp.int32) for x in (dim // LANES * n.size, *more)],
     )(query.reshape(lists, dim), slots.reshape(lists, -1), count.reshape(-1), rows.reshape(-1, dim), *operands)
-    return tuple(x.reshape(*slots.shape[:2], -1) for x in made)
+    return tuple(x.reshape(*slots.shape[:2], -1) for x in results)
 
 
 def estimates(query, slots, count, rows, *, scale):
