@@ -60,11 +60,13 @@ def meet_all(parts: int) -> None:
         arrays.assembly(["barrier.sync 0;"])
 
 
-def clear(ref, words: int, threads: int, first: jax.Array | int = 0) -> None:
+def clear(ref, words: jax.Array | int, threads: int, first: jax.Array | int = 0) -> None:
     """Set ``words`` int32 of shared memory to 0 from ``first`` on, each thread its own."""
-    lines = [".reg .pred p; .reg .b32 i, at, x; mov.u32 i, %tid.x; add.s32 at, i, $1; shl.b32 at, at, 2; add.s32 at, at, $0;"]
-    lines.append(f"mov.b32 x, 0; CLEAR: setp.lt.s32 p, i, {words}; @p st.shared.b32 [at], x; add.s32 i, i, {threads};")
-    arrays.assembly([*lines, f"add.s32 at, at, {4 * threads}; @p bra CLEAR;"], [ref], [jnp.int32(first)])
+    lines = [
+        ".reg .pred p; .reg .b32 i, at, x; mov.u32 i, %tid.x; add.s32 at, i, $2; mad.lo.s32 at, at, 4, $0; mov.b32 x, 0;"
+    ]
+    lines.append(f"CLEAR: setp.lt.s32 p, i, $1; @p st.shared.b32 [at], x; add.s32 i, i, {threads};")
+    arrays.assembly([*lines, f"add.s32 at, at, {4 * threads}; @p bra CLEAR;"], [ref], [jnp.int32(words), jnp.int32(first)])
 
 
 def cut(ref, wanted: jax.Array, n: Share, first: jax.Array | int = 0, least: int = 0) -> Cut:
@@ -120,7 +122,7 @@ def choose(keys, run: int, low: jax.Array, width: jax.Array | int, found: Cut, r
     """Choose keys in order: all above ``low + width - 1``, and from ``low`` on the first ``found.left``; never 0.
 
     Args:
-        keys: int32 in shared memory without signs, ``run`` neighbours for each thread.
+        keys: int32 in shared memory without signs, ``run`` neighbours for each thread, an even number.
         found: with all keys above, and all from ``low`` on, of earlier programs.
         ref: see `earlier`.
 
@@ -129,14 +131,19 @@ def choose(keys, run: int, low: jax.Array, width: jax.Array | int, found: Cut, r
         first chosen one in the list of all.
     """
     count, masks = ["popc.b32 $0, $1;"], []
+    each = 4 if run % 4 == 0 else 2
+    names = ", ".join("xyzw"[:each])
     for first in range(0, run, 32):
-        lines = [".reg .pred p, q, r; .reg .b32 at, x, i, bit; mov.u32 at, %tid.x; mov.b32 i, 0; mov.b32 bit, 1;"]
-        lines.append(
-            f"mad.lo.s32 at, at, {4 * run}, $2; mov.b32 $0, 0; mov.b32 $1, 0; KEY: ld.shared.b32 x, [at + {4 * first}];"
-        )
-        lines.append("setp.ne.s32 q, x, 0; setp.ge.u32 p, x, $3; sub.s32 x, x, $3; setp.ge.and.u32 p, x, $4, p;")
-        lines.append("setp.lt.and.u32 q, x, $4, q; @p or.b32 $0, $0, bit; @q or.b32 $1, $1, bit; shl.b32 bit, bit, 1;")
-        lines.append(f"add.s32 at, at, 4; add.s32 i, i, 1; setp.lt.s32 r, i, {min(run - first, 32)}; @r bra KEY;")
+        lines = [f".reg .pred p, q; .reg .b32 at, {names}; mov.u32 at, %tid.x; mad.lo.s32 at, at, {4 * run}, $2;"]
+        lines.append("mov.b32 $0, 0; mov.b32 $1, 0;")
+        for i in range(first, min(first + 32, run)):
+            if i % each == 0:
+                lines.append(f"ld.shared.v{each}.b32 {{{names}}}, [at + {4 * i}];")
+            x, bit = "xyzw"[i % each], 1 << (i - first)
+            lines.append(
+                f"setp.ne.s32 q, {x}, 0; setp.ge.u32 p, {x}, $3; sub.s32 {x}, {x}, $3; setp.ge.and.u32 p, {x}, $4, p;"
+            )
+            lines.append(f"setp.lt.and.u32 q, {x}, $4, q; @p or.b32 $0, $0, {bit}; @q or.b32 $1, $1, {bit};")
         masks.append(arrays.assembly(lines, [keys], [low, jnp.int32(width)], [jnp.int32] * 2))
     numbers = [[arrays.assembly(count, (), [x], [jnp.int32])[0] for x in pair] for pair in masks]
     word = earlier(sum(above + (level << 16) for above, level in numbers), ref)

@@ -220,21 +220,24 @@ def _list(list_ref, bits, at, slot, place, n):
 def _prepare(query_ref, counts_ref, shares_ref, signs_ref, rotated_ref, count_ref, numbers, capacity, n):
     """Rotate the query, and return the keys of the zone and of each tier, and the number of candidates: int32 scalars."""
     (_, group, dim), (pieces, width), line = query_ref.shape, shares_ref.shape, lax.axis_index("x")
+    channel, first = arrays.counted(t.THREADS), n.part() < 1
+    inside = channel < dim
+    # All loads are on their way before any is waited for.
+    query = [arrays.load(query_ref, jnp.where(inside, (line * group + g) * dim + channel, -1)) for g in range(group)]
+    shares = [[arrays.scalar(shares_ref, line * 0 + row * width + i) for i in range(width)] for row in range(pieces)]
     zone = _totals(counts_ref, line)
-    ends = [arrays.scalar(shares_ref, line * 0 + i * width) for i in range(pieces - 1)]
-    piece = sum(((zone >= x).astype(jnp.int32) for x in ends), jnp.int32(0)) * width
-    wanted, *cutoffs = (portion(arrays.scalar(shares_ref, piece + i), zone) for i in range(1, width))
+    best = shares[0]  # of the zone's range of lengths
+    for (end, *_), row in zip(shares, shares[1:], strict=False):
+        best = [jnp.where(zone >= end, x, y) for x, y in zip(row, best, strict=True)]
+    wanted, *cutoffs = (portion(x, zone) for x in best[1:])
     wanted = jnp.minimum(wanted, capacity)
 
     @pl.when(lax.axis_index("group") < 1)
     def _():
-        channel, first = arrays.counted(t.THREADS), n.part() < 1
-        inside = channel < dim
-        places = [jnp.where(inside, (line * group + g) * dim + channel, -1) for g in range(group)]
-        query = functools.reduce(jnp.add, [arrays.load(query_ref, x) for x in places]) / group
-        query = rotated(query, signs_ref[0], dim, numbers) if signs_ref else query
-        arrays.store(rotated_ref, jnp.where(inside & first, line * dim + channel, -1), query)
-        arrays.store_shared(numbers, channel, query)
+        mean = functools.reduce(jnp.add, query) / group
+        mean = rotated(mean, signs_ref[0], dim, numbers) if signs_ref else mean
+        arrays.store(rotated_ref, jnp.where(inside & first, line * dim + channel, -1), mean)
+        arrays.store_shared(numbers, channel, mean)
         arrays.put(count_ref, jnp.where(first, line, -1), wanted)
 
     return zone, cutoffs, wanted
@@ -254,7 +257,6 @@ def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *r
     row, thread = line * slots + begin, lax.axis_index("group") * t.THREADS + arrays.counted(t.THREADS)
     _prefetch(ids_ref, row, jnp.int32(0), jnp.minimum(AHEAD * step, slots - begin))  # they arrive while tables are made
     bins.clear(tally, bins.BINS, n.threads)
-    bins.clear(votes, n.size, n.threads)
     stop = jnp.minimum(arrays.scalar(stop_ref, lax.div(line, heads)), slots)
     zone, cutoffs, wanted = _prepare(query_ref, counts_ref, shares_ref, signs_ref, rotated_ref, count_ref, numbers, most, n)
     bins.meet_all(1)
@@ -277,6 +279,7 @@ def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *r
 
     last = lax.div(jnp.clip(end, 0, n.size) + step - 1, step)
     lax.fori_loop(0, last, add, _load_ids(ids_ref, row, thread, end, n))
+    bins.clear(votes, n.size - last * step, n.threads, last * step)
     bins.meet_all(n.parts)
     cut = bins.cut(tally, wanted, n, least=1)
     for number, bits, place in bins.choose(votes, n.run, cut.bin, 1, cut, sums):

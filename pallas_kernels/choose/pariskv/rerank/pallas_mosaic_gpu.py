@@ -124,10 +124,10 @@ def _estimates(n, query_ref, slots_ref, rows_ref, sums, live, stored):
         words, row, slot = ahead
         next_row = rows(slot)
         _prefetch(rows_ref, next_row)
-        ahead = _codes(rows_ref, row), next_row, slots(number + 3)
         at = (warp & (quarters - 1)) * n.size + number * step + place
         arrays.store_shared(sums, at, lax.bitcast_convert_type(_estimate(products, words), jnp.int32))
-        return ahead
+        # Loaded into the registers that are free now: to copy what is on its way would be to wait for it.
+        return _codes(rows_ref, row), next_row, slots(number + 3)
 
     begins = [slots(jnp.int32(i)) for i in range(3)]
     first, second = rows(begins[0]), rows(begins[1])
