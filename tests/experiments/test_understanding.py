@@ -224,14 +224,15 @@ def scored(method: str, **values: float) -> list[dict]:
 def test_a_kind_is_a_mean_over_the_tasks_that_full_solves_and_twins_count_together():
     pytest.importorskip("matplotlib")
     full = scored(
-        "full", assoc_kind=80, assoc_kind_literal=40, assoc_dish=20, assoc_dish_literal=90, log_most=70, log_next=60
+        "full", assoc_kind=80, assoc_kind_literal=40, assoc_made=20, assoc_made_literal=90, log_most=70, log_next=60
     )
     rows = [*full, *scored("quest", assoc_kind=50, assoc_kind_literal=60, log_most=10)]
     means = by_kind(rows)
     assert means["full", "prefill", 4096] == {"literal": 40, "paraphrased": 80, "logs": 65}
     assert means["quest", "prefill", 4096] == {"literal": 60, "paraphrased": 50}  # it lacks a log that Full solves
     assert "paraphrase" in default_kinds(rows) and "paraphrase" not in default_kinds(scored("full", vt=90))
-    (points,) = (panel.lines for panel in paraphrase(rows).axes)
+    elsewhere = [{**row, "length": 8192} for row in full]  # fewer methods, so it is not drawn
+    (points,) = (panel.lines for panel in paraphrase([*elsewhere, *rows]).axes)
     assert {(*line.get_xdata(), *line.get_ydata()) for line in points if len(line.get_xdata()) == 1} == {(40, 80), (60, 50)}
     with pytest.raises(ValueError, match="needs tasks of the group paraphrased"):
         paraphrase(scored("full", vt=90))
