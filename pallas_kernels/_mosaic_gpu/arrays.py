@@ -395,7 +395,7 @@ def of_parts(numbers: list[jax.Array], peers, parts: int) -> list[list[jax.Array
         there = t.number(t.ptx("mapa.shared::cluster.u32 $0, $1, $2;", place, to, result=t.i32()))
         there = there + t.special("cluster_ctarank") * 16 + (thread & 3) * 4
         t.ptx("st.shared::cluster.b32 [$0], $1;", there, mine, where=thread < 4 * parts)
-        t.meet_cluster()
+        t.meet_cluster(released="")
         t.ptx("st.shared.b32 [$0], $1;", base, turn ^ 1, where=thread < 1)
         t.ptx("barrier.sync 0;")  # of all warpgroups
         return tuple(tuple(t.load_shared(place + 16 * i + 4 * at) for at in range(count)) for i in range(parts))

@@ -118,7 +118,8 @@ def load_word(source, offset):
 
 def far_address(address, peer):
     """Return where another block of the cluster has what this block has at a shared address."""
-    return _run("mapa.shared::cluster.u32 $0, $1, $2;", address, t.number(peer), result=[t.i32()])[0]
+    peer = t.number(peer) if isinstance(peer, int) else peer
+    return _run("mapa.shared::cluster.u32 $0, $1, $2;", address, peer, result=[t.i32()])[0]
 
 
 def load_matrices(address, offset, transposed=False):

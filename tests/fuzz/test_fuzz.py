@@ -9,7 +9,6 @@ import pytest
 import kvjax
 from experiments.cli import fuzz
 from experiments.cli.main import main as kvjax_main
-from kvjax import rope
 from kvjax.methods import Quest, SnapKV
 from models import weights
 from models.files.hf import config as hf_config
@@ -54,7 +53,6 @@ PLANTED = {  # a fault by the kind of cases that shall find it: an owner, a name
     "arguments": (kvjax, "make", lambda original: lambda *args, **knobs: SnapKV(budget=64), "silent"),
     "configs": (hf_config, "check_names", lambda original: lambda hf: None, "silent"),
     "ends": (weights, "end_ids", lambda original: lambda ids: (), "wrong"),
-    "ropes": (rope, "attention_factor", lambda original: lambda scaling: 1.0, "wrong"),
     "files": (files, "from_pretrained", lambda original: lambda folder: 1 / 0, "raw"),
     "tables": (tables, "read", _wider, "wrong"),
     "suites": (tables, "score", lambda original: lambda example, answer: 1.0, "wrong"),
@@ -63,9 +61,7 @@ PLANTED = {  # a fault by the kind of cases that shall find it: an owner, a name
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(x, marks=pytest.mark.slow) if x in ("arguments", "ropes") else x for x in PLANTED]
-)
+@pytest.mark.parametrize("kind", [pytest.param(x, marks=pytest.mark.slow) if x == "arguments" else x for x in PLANTED])
 def test_a_planted_fault_is_found_and_the_next_run_begins_with_it(kind, tmp_path, monkeypatch):
     owner, name, replacement, verdict = PLANTED[kind]
     monkeypatch.chdir(tmp_path)  # where failing cases are remembered
@@ -81,7 +77,7 @@ FEW = {  # CI runs a minute of `kvjax fuzz`
 }  # fmt: skip
 
 
-MANY = {"ropes": 60, "switches": 2, "laws": 2}  # whose programs are compiled
+MANY = {"switches": 2, "laws": 2}  # whose programs are compiled
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def team_load(self, ref, line, other=0):
     return load(ref, jnp.where(slot < ref.shape[1], slot, -1), other, (line, ref.shape[1]))
 
 
-def joined(self, sums, scratch):
+def joined(self, sums, scratch, first=0):
     folds = {"add": np.sum, "min": np.min, "max": np.max}
     columns = zip(*_of_groups([x for x, _ in sums]), strict=True)
     return [jnp.asarray(folds[fold](np.stack(x)), x[0].dtype) for x, (_, fold) in zip(columns, sums, strict=True)]
@@ -192,13 +192,23 @@ def counts(self, bins, first):
     return jnp.asarray(found, jnp.int32), jnp.asarray(number)
 
 
+def together(self, numbers, folds, scratch, first):
+    HERE.numbers[HERE.axes["part"]] = numbers
+    HERE.cluster.wait()
+    found = np.asarray([[int(x) for x in HERE.numbers[part]] for part in range(self.parts)])
+    HERE.cluster.wait()
+    pieces = {"min": np.min, "max": np.max, "low": lambda x: (x & 0xFFFF).sum(), "high": lambda x: (x >> 16).sum()}
+    mine = HERE.axes["part"]
+    return [jnp.int32(pieces[fold](found[: mine if earlier else None, at])) for at, fold, earlier in folds]
+
+
 def team_meet(self):
     HERE.cluster.wait()
 
 
 TEAM = {
     "load": team_load, "joined": joined, "before": team_before, "maxima": maxima, "clear": clear, "tally": tally,
-    "counts": counts, "meet": team_meet, "begin": lambda *_: None,
+    "counts": counts, "meet": team_meet, "end": team_meet, "together": together,
 }  # fmt: skip
 
 
