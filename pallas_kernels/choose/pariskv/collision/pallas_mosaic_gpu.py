@@ -20,6 +20,7 @@ from pallas_kernels._mosaic_gpu.key_codes import DIMS, rotated
 from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
 from pallas_kernels.choose.pariskv.collision.votes import portion
 from pallas_kernels.formats.key_codes import CLUSTERS, SLICE
+from pallas_kernels.machine import current_machine
 
 BYTES = 4  # of a word
 HALF = CLUSTERS // 2
@@ -331,3 +332,8 @@ def check(query, signs, counts, ids, position, stop, shares, *, first, capacity,
         raise NotImplementedError(f"got {tiers} tiers and {slices} slices, expected at most {bins.BINS - 2} votes")
     if not 1 <= slots <= most or not 1 <= capacity <= most or batch * heads * slots >= 2**31:
         raise NotImplementedError(f"got {slots} slots and room for {capacity}, expected 1 to {most}")
+
+
+def first(query, signs, counts, ids, *_, **__):
+    """Tell whether the lists fill the multiprocessors: then Triton's three kernels take longer."""
+    return current_machine().capability == (9, 0) and 2 * ids.shape[0] * ids.shape[1] >= BLOCKS - 4

@@ -18,6 +18,7 @@ from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._triton.kth_search import NEVER, order_key
 from pallas_kernels.formats.key_codes import LEVEL, LEVELS, SLICE
+from pallas_kernels.machine import current_machine
 
 LANES = 32  # channels of a warp
 WORDS = LANES // 4  # of their codes: of each slice one of levels, and one with its weight
@@ -292,3 +293,8 @@ def check_estimates(query, slots, count, rows, *, scale):
         raise NotImplementedError(f"got rows {rows.shape} and slots {slots.shape}, expected head_dim 32 to 256")
     if slots.shape[2] > 8 * _most(dim):
         raise NotImplementedError(f"got {slots.shape[2]} candidates, expected at most {8 * _most(dim)}")
+
+
+def first(query, slots, *_, **__):
+    """Tell whether the lists fill the multiprocessors: then Triton's two kernels take longer."""
+    return current_machine().capability == (9, 0) and 2 * slots.shape[0] * slots.shape[1] >= BLOCKS - 4
