@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._mosaic_gpu import arrays
+from pallas_kernels._mosaic_gpu import assembly
 from pallas_kernels._mosaic_gpu.threads import THREADS
 
 BINS = 128
@@ -55,9 +55,9 @@ def meet_all(parts: int) -> None:
     """
     if parts > 1:
         fence = "fence.release.sync_restrict::shared::cta.cluster;"
-        arrays.assembly([fence, "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;"])
+        assembly.run([fence, "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;"])
     else:
-        arrays.assembly(["barrier.sync 0;"])
+        assembly.run(["barrier.sync 0;"])
 
 
 def clear(ref, words: jax.Array | int, threads: int, first: jax.Array | int = 0) -> None:
@@ -66,7 +66,7 @@ def clear(ref, words: jax.Array | int, threads: int, first: jax.Array | int = 0)
         ".reg .pred p; .reg .b32 i, at, x; mov.u32 i, %tid.x; add.s32 at, i, $2; mad.lo.s32 at, at, 4, $0; mov.b32 x, 0;"
     ]
     lines.append(f"CLEAR: setp.lt.s32 p, i, $1; @p st.shared.b32 [at], x; add.s32 i, i, {threads};")
-    arrays.assembly([*lines, f"add.s32 at, at, {4 * threads}; @p bra CLEAR;"], [ref], [jnp.int32(words), jnp.int32(first)])
+    assembly.run([*lines, f"add.s32 at, at, {4 * threads}; @p bra CLEAR;"], [ref], [jnp.int32(words), jnp.int32(first)])
 
 
 def cut(ref, wanted: jax.Array, n: Share, first: jax.Array | int = 0, least: int = 0) -> Cut:
@@ -103,7 +103,7 @@ def cut(ref, wanted: jax.Array, n: Share, first: jax.Array | int = 0, least: int
         lines += [f"add.s32 y, bin, {k}; setp.{compare}.s32 p, y, n; @p add.s32 x, x, {name}{k};" for k in _EACH]
         lines.append(f"redux.sync.add.s32 {result}, x, -1;")
     lines.append(f"sub.s32 $1, {wanted_}, m;")
-    return Cut(*arrays.assembly(lines, [ref], [wanted, n.part(), jnp.int32(first)], [None] * len(Cut._fields)))
+    return Cut(*assembly.run(lines, [ref], [wanted, n.part(), jnp.int32(first)], [None] * len(Cut._fields)))
 
 
 def earlier(word: jax.Array, ref) -> jax.Array:
@@ -115,7 +115,7 @@ def earlier(word: jax.Array, ref) -> jax.Array:
     lines.append("shl.b32 at, warp, 2; add.s32 at, at, $1; setp.eq.s32 p, lane, 31; @p st.shared.b32 [at], x;")
     lines.append("barrier.sync 0; shl.b32 at, lane, 2; add.s32 at, at, $1; mov.b32 y, 0; setp.lt.s32 p, lane, warp;")
     lines.append("@p ld.shared.b32 y, [at]; redux.sync.add.s32 y, y, -1; add.s32 y, y, x; sub.s32 $0, y, $2;")
-    return arrays.assembly(lines, [ref], [word], [jnp.int32])[0]
+    return assembly.run(lines, [ref], [word], [jnp.int32])[0]
 
 
 def choose(keys, run: int, low: jax.Array, width: jax.Array | int, found: Cut, ref) -> list[tuple[int, jax.Array, jax.Array]]:
@@ -144,8 +144,8 @@ def choose(keys, run: int, low: jax.Array, width: jax.Array | int, found: Cut, r
                 f"setp.ne.s32 q, {x}, 0; setp.ge.u32 p, {x}, $3; sub.s32 {x}, {x}, $3; setp.ge.and.u32 p, {x}, $4, p;"
             )
             lines.append(f"setp.lt.and.u32 q, {x}, $4, q; @p or.b32 $0, $0, {bit}; @q or.b32 $1, $1, {bit};")
-        masks.append(arrays.assembly(lines, [keys], [low, jnp.int32(width)], [jnp.int32] * 2))
-    numbers = [[arrays.assembly(count, (), [x], [jnp.int32])[0] for x in pair] for pair in masks]
+        masks.append(assembly.run(lines, [keys], [low, jnp.int32(width)], [jnp.int32] * 2))
+    numbers = [[assembly.run(count, (), [x], [jnp.int32])[0] for x in pair] for pair in masks]
     word = earlier(sum(above + (level << 16) for above, level in numbers), ref)
     above_before, level_before = found.above_before + (word & 0xFFFF), found.level_before + lax.shift_right_logical(word, 16)
     out = []
@@ -155,7 +155,7 @@ def choose(keys, run: int, low: jax.Array, width: jax.Array | int, found: Cut, r
         lines.append(
             "setp.gt.and.s32 p, x, 0, p; @!p bra DONE; bfind.u32 x, $0; shl.b32 x, 1, x; xor.b32 $0, $0, x; bra LESS;"
         )
-        kept = arrays.assembly([*lines, "DONE: mov.b32 x, 0;"], (), [level, found.left - level_before], [jnp.int32])[0]
+        kept = assembly.run([*lines, "DONE: mov.b32 x, 0;"], (), [level, found.left - level_before], [jnp.int32])[0]
         out.append((first, above | kept, above_before + jnp.minimum(level_before, found.left)))
         above_before, level_before = above_before + more, level_before + same
     return out
@@ -169,4 +169,4 @@ def for_each(bits: jax.Array, refs, numbers, registers: str, begin: str, step: s
     mask = f"${len(refs)}"
     lines = [f"{registers} .reg .pred p; .reg .b32 left, i, x; mov.b32 left, {mask}; {begin} BIT: setp.eq.s32 p, left, 0;"]
     lines.append(f"@p bra DONE; sub.s32 x, 0, left; and.b32 x, x, left; xor.b32 left, left, x; bfind.u32 i, x; {step}")
-    arrays.assembly([*lines, "bra BIT; DONE: mov.b32 x, 0;"], refs, [bits, *numbers])
+    assembly.run([*lines, "bra BIT; DONE: mov.b32 x, 0;"], refs, [bits, *numbers])

@@ -1,4 +1,4 @@
-"""PTX of Mosaic GPU kernels in NumPy: what `arrays.assembly` runs, for the 128 threads of a warpgroup.
+"""PTX of Mosaic GPU kernels in NumPy: what `assembly.run` does, for the 128 threads of a warpgroup.
 
 Threads that have branched apart wait for the one that is farthest behind. Registers hold bits, as uint64.
 """

@@ -17,6 +17,7 @@ import pytest
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays, bins, products, team
+from pallas_kernels._mosaic_gpu import assembly as module
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.products import CHUNK
 from pallas_kernels._mosaic_gpu.team import BINS, Team
@@ -383,13 +384,14 @@ def emulated():
     changed = {
         arrays: {
             **{x: here[x] for x in (*"load store scalar put load_shared store_shared before ballots".split(),)},
-            **{x: here[x] for x in ("exchanged", "wait", "of_parts", "program", "in_place", "assembly")},
+            **{x: here[x] for x in ("exchanged", "wait", "of_parts", "program", "in_place")},
             "spread": lambda x, size, dtype=jnp.int32: jnp.broadcast_to(jnp.asarray(x, dtype), (size,)),
             "counted": lambda size: jnp.arange(size, dtype=jnp.int32),
             "repeated": jnp.tile,
             **dict.fromkeys(("meet", "arrive"), lambda *_: None),
         },
         plgpu: {"load": lambda ref, **_: ref[...]},
+        module: {"run": assembly},
         bins: {"meet_all": lambda parts: (HERE.cluster if parts > 1 else HERE.block).wait()},
         Team: TEAM,
         team: {"order": order},

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._mosaic_gpu import arrays, bins
+from pallas_kernels._mosaic_gpu import arrays, assembly, bins
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.key_codes import DIMS, rotated
 from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
@@ -42,7 +42,7 @@ def _totals(counts_ref, line):
     lines.append(f"mad.wide.s32 at, $2, {4 * counts_ref.shape[1]}, $1; add.s64 at, at, to;")
     lines += [f"ld.global.nc.v4.b32 {{{', '.join(names[i : i + 4])}}}, [at + {4 * i}];" for i in (0, 4)]
     lines += [*(f"add.s32 x0, x0, {x};" for x in names[1:]), "redux.sync.add.s32 $0, x0, -1;"]
-    return arrays.assembly(lines, [counts_ref], [line], [None])[0]
+    return assembly.run(lines, [counts_ref], [line], [None])[0]
 
 
 def _sort(keys, orders):
@@ -65,7 +65,7 @@ def _sort(keys, orders):
             lines.append(f"and.b32 x, lane, {1 << (far.bit_length() - 1)}; setp.ne.s32 upper, x, 0;")
             lines += [f"setp.gt.xor.u64 p, a{k}, b{k}, upper; selp.b64 a{k}, a{k}, b{k}, p;" for k in each]
     lines += [f"mov.b64 {{x, y}}, a{k}; mov.b32 ${k}, x;" for k in each]
-    return arrays.assembly(lines, (), [*keys, *orders], [jnp.int32] * EACH)
+    return assembly.run(lines, (), [*keys, *orders], [jnp.int32] * EACH)
 
 
 def _upto(x):
@@ -73,7 +73,7 @@ def _upto(x):
     lines = [".reg .pred p; .reg .b32 lane, y; mov.u32 lane, %laneid; mov.b32 $0, $1;"]
     for step in (1, 2, 4, 8, 16):
         lines.append(f"shfl.sync.up.b32 y, $0, {step}, 0, -1; setp.ge.s32 p, lane, {step}; @p add.s32 $0, $0, y;")
-    return arrays.assembly(lines, (), [x], [jnp.int32])[0]
+    return assembly.run(lines, (), [x], [jnp.int32])[0]
 
 
 # A byte of ids can be the lowest byte of an address then.
@@ -83,7 +83,7 @@ _ALIGN = "add.s32 table, table, 255; and.b32 table, table, -256;"
 def _write(table, at, word):
     """Write int32 [128] to the tables, at int32 [128] unless that is negative."""
     lines = [f".reg .pred p; .reg .b32 table; mov.b32 table, $0; {_ALIGN} mad.lo.s32 table, $1, 4, table;"]
-    arrays.assembly([*lines, "setp.ge.s32 p, $1, 0; @p st.shared.b32 [table], $2;"], [table], [at, word])
+    assembly.run([*lines, "setp.ge.s32 p, $1, 0; @p st.shared.b32 [table], $2;"], [table], [at, word])
 
 
 def _gather(table, mine, slices, n):
@@ -92,7 +92,7 @@ def _gather(table, mine, slices, n):
     lines.append(f"COPY: setp.ge.s32 p, i, {slices * HALF // BYTES}; @p bra DONE; div.u32 x, i, {mine * HALF // BYTES};")
     lines.append("setp.ne.s32 p, x, $1; mad.lo.s32 at, i, 4, table; mapa.shared::cluster.u32 x, at, x;")
     lines.append(f"@p ld.shared::cluster.b32 x, [x]; @p st.shared.b32 [at], x; add.s32 i, i, {n.threads}; bra COPY;")
-    arrays.assembly([*lines, "DONE: barrier.sync 0;"], [table], [n.part()])
+    assembly.run([*lines, "DONE: barrier.sync 0;"], [table], [n.part()])
 
 
 def _tables(n, refs, line, zone, cutoffs):
@@ -120,7 +120,7 @@ def _tables(n, refs, line, zone, cutoffs):
         arrays.store_shared(weights, room + lane + CLUSTERS, arrays.spread(0, t.THREADS))
         worse = _sort(keys, orders)  # the opposites of the clusters, best first, so that these are worst first
         better = [CLUSTERS - 1 - x for x in worse]
-        arrays.assembly(["bar.warp.sync -1;"])
+        assembly.run(["bar.warp.sync -1;"])
         for clusters, from_end in ((better, False), (worse, True)):
             counts = [arrays.load_shared(weights, room + x) for x in clusters]
             total = functools.reduce(jnp.add, counts)
@@ -133,9 +133,9 @@ def _tables(n, refs, line, zone, cutoffs):
                 word = votes << (8 * (place & (BYTES - 1)) + 4 * lax.shift_right_logical(cluster, 7))
                 at = room + CLUSTERS + lax.shift_right_logical(place, 2)
                 lines = [".reg .b32 at; mad.lo.s32 at, $1, 4, $0; red.shared.add.u32 [at], $2;"]
-                arrays.assembly(lines, [weights], [at, word])
+                assembly.run(lines, [weights], [at, word])
                 before = after
-        arrays.assembly(["bar.warp.sync -1;"])
+        assembly.run(["bar.warp.sync -1;"])
         word = arrays.load_shared(weights, room + lane + CLUSTERS)
         _write(table, jnp.where(number < last, slice_ * (HALF // BYTES) + lane, -1), word)
         return carry
@@ -153,7 +153,7 @@ def _prefetch(ids_ref, row, first, last):
             ".reg .pred p; .reg .b64 at; .reg .b32 x, size; mov.u32 x, %tid.x; setp.eq.s32 p, x, 0; sub.s32 size, $3, $2;"
         ]
         lines += ["setp.gt.and.s32 p, size, 0, p; shl.b32 size, size, 4; add.s32 x, $1, $2; mad.wide.s32 at, x, 16, $0;"]
-        arrays.assembly([*lines, "@p cp.async.bulk.prefetch.L2.global [at], size;"], [ids_ref], [row, first, last])
+        assembly.run([*lines, "@p cp.async.bulk.prefetch.L2.global [at], size;"], [ids_ref], [row, first, last])
 
 
 def _load_ids(ids_ref, row, first, last, n):
@@ -171,7 +171,7 @@ def _load_ids(ids_ref, row, first, last, n):
         words = ", ".join(f"${k * count + i}" for i in range(count))
         lines.append(f"add.s32 x, ${out + 3}, {k * n.threads}; setp.lt.s32 p, x, ${out + 2};")
         lines.append(f"@p ld.global.nc.{kind} {f'{{{words}}}' if count > 1 else words}, [at + {k * n.threads * slices}];")
-    found = arrays.assembly(lines, [ids_ref], [row, last, first], [jnp.int32] * out)
+    found = assembly.run(lines, [ids_ref], [row, last, first], [jnp.int32] * out)
     return [found[i : i + count] for i in range(0, out, count)]
 
 
@@ -207,7 +207,7 @@ def _vote(table, tally, votes, words, key, hidden, low, span):
         lines.append("mov.b32 e, a;")
     lines.append("sub.s32 a, $3, $5; or.b32 a, a, $4; setp.ge.u32 p, a, $6; @p mov.b32 x, 0; mad.lo.s32 at, $3, 4, $2;")
     lines.append("st.shared.b32 [at], x; mad.lo.s32 at, x, 4, $1; red.shared.add.u32 [at], 1;")
-    arrays.assembly(lines, [table, tally, votes], [key, hidden, low, span, *words])
+    assembly.run(lines, [table, tally, votes], [key, hidden, low, span, *words])
 
 
 def _list(list_ref, bits, at, slot, place, n):

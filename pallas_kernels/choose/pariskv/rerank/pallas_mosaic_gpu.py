@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels._mosaic_gpu import arrays, bins
+from pallas_kernels._mosaic_gpu import arrays, assembly, bins
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._triton.kth_search import NEVER, order_key
@@ -50,7 +50,7 @@ def _products(query_ref, line):
     for i in range(0, LANES, 4):
         lines.append(f"ld.global.nc.v4.f32 {{a, b, c, d}}, [at + {4 * i}];")
         lines += [f"mul.f32 ${i + j}, level, {x};" for j, x in enumerate("abcd")]
-    return arrays.assembly(lines, [query_ref], [line], [jnp.float32] * LANES)
+    return assembly.run(lines, [query_ref], [line], [jnp.float32] * LANES)
 
 
 def _codes(rows_ref, row):
@@ -60,7 +60,7 @@ def _codes(rows_ref, row):
     lines.append(f"add.s64 at, at, ${WORDS}; mad.wide.s32 at, {row_}, {dim}, at; setp.ge.s32 p, {row_}, 0;")
     for i in (0, 4):
         lines.append(f"@p ld.global.nc.L2::128B.v4.b32 {{{', '.join(names[i : i + 4])}}}, [at + {4 * i}];")
-    return arrays.assembly(lines, [rows_ref], [row], [jnp.int32] * WORDS)
+    return assembly.run(lines, [rows_ref], [row], [jnp.int32] * WORDS)
 
 
 def _prefetch(rows_ref, row):
@@ -68,7 +68,7 @@ def _prefetch(rows_ref, row):
     dim = rows_ref.shape[1]
     lines = [f".reg .pred p; .reg .b64 at; .reg .b32 x; {_quarter(dim, dim)} setp.eq.s64 p, at, 0;"]
     lines.append(f"setp.ge.and.s32 p, $1, 0, p; mad.wide.s32 at, $1, {dim}, $0; @p prefetch.global.L2 [at];")
-    arrays.assembly(lines, [rows_ref], [row])
+    assembly.run(lines, [rows_ref], [row])
 
 
 def _estimate(products, words):
@@ -81,7 +81,7 @@ def _estimate(products, words):
         lines.append("mov.b32 v, x; " + ("add.f32 sum, sum, v;" if number else "mov.f32 sum, v;"))
         if number == SLICE - 1:
             lines.append(f"shl.b32 x, {weight}, 16; mov.b32 v, x; fma.rn.f32 total, sum, v, total;")
-    return arrays.assembly([*lines, "mov.f32 $0, total;"], (), [*products, *words], [jnp.float32])[0]
+    return assembly.run([*lines, "mov.f32 $0, total;"], (), [*products, *words], [jnp.float32])[0]
 
 
 def _count(tally, keys, low, width, shift, first, n):
@@ -90,7 +90,7 @@ def _count(tally, keys, low, width, shift, first, n):
     lines.append("mad.lo.s32 bins, $5, 4, $0; KEY: ld.shared.b32 x, [at]; setp.ne.s32 q, x, 0; sub.s32 x, x, $2;")
     lines.append("setp.lt.and.u32 p, x, $3, q; shr.u32 x, x, $4; mad.lo.s32 x, x, 4, bins; @p red.shared.add.u32 [x], 1;")
     lines.append(f"add.s32 at, at, {4 * n.threads}; add.s32 i, i, 1; setp.lt.s32 p, i, {n.run}; @p bra KEY;")
-    arrays.assembly(lines, [tally, keys], [low, width, shift, first])
+    assembly.run(lines, [tally, keys], [low, width, shift, first])
 
 
 def _list(refs, bits, at, entry, place, n):
