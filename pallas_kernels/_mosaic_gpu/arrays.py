@@ -208,10 +208,10 @@ def put(ref, index: jax.Array, x: jax.Array) -> None:
 
 
 def repeated(x: jax.Array, times: int) -> jax.Array:
-    """Repeat an array of 128 entries."""
+    """Repeat an array [N]: [N * times]."""
     floats = jnp.issubdtype(x.dtype, jnp.floating)
 
-    @plgpu.inline_mgpu(arg_types=(_own(t.THREADS),), return_type=_type(t.THREADS * times, x.dtype))
+    @plgpu.inline_mgpu(arg_types=(_own(x.shape[0]),), return_type=_type(x.shape[0] * times, x.dtype))
     def run(ctx, x):
         return t.made_of(t.numbers_of(x, floats) * times, floats)
 

@@ -21,7 +21,7 @@ def run(lines: list[str], refs=(), numbers=(), results=()) -> list[jax.Array]:
     arrays = [
         plgpu.ShapeDtypeStruct((count * t.THREADS,), dtype, layout=t.own(count)) for dtype in results if dtype is not None
     ]
-    splat = plgpu.Layout.WG_splat
+    splat = plgpu.Layout.WG_SPLAT
     kinds = [t.own(x.shape[0] // t.THREADS) if x.ndim else splat for x in numbers]
     scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat)
     arrays = [x and plgpu.ShapeDtypeStruct((count * t.THREADS,), x, layout=t.own(count)) for x in results]

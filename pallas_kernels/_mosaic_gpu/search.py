@@ -44,7 +44,7 @@ def threshold_of(
         int32: the threshold; how many of the keys that equal it are chosen, from the first on; how many keys are chosen.
     """
     team.clear(bins)
-    may, tops = key > NEVER, team.maxima(key, min(team.each, -(-most // (team.members * t.THREADS))))
+    may, tops = key > NEVER, team.folded(key, min(team.each, -(-most // (team.members * t.THREADS))), "max")
     full = tops > NEVER
     low, lowest, high, held, tall = team.joined(
         [

@@ -196,15 +196,17 @@ class Team:
         if self.parts > 1:
             plgpu.inline_mgpu()(lambda ctx: t.meet_cluster())()
 
-    def maxima(self, key: jax.Array, each: int) -> jax.Array:
-        """Return the largest of a thread's entries i, i + ``each``, i + 2 * ``each``, ...: int32 [128 * each]."""
+    @staticmethod
+    def folded(x: jax.Array, each: int, fold: str) -> jax.Array:
+        """Fold a thread's entries i, i + ``each``, i + 2 * ``each``, ... by "add", "min" or "max": [128 * each]."""
+        floats = jnp.issubdtype(x.dtype, jnp.floating)
 
-        @plgpu.inline_mgpu(arg_types=(t.own(key.shape[0] // t.THREADS),), return_type=_type(each))
-        def run(ctx, key):
-            numbers = t.numbers_of(key)
-            return t.made_of([functools.reduce(FOLDS["max"], numbers[i::each]) for i in range(each)])
+        @plgpu.inline_mgpu(arg_types=(t.own(x.shape[0] // t.THREADS),), return_type=_type(each, floats))
+        def run(ctx, x):
+            numbers = t.numbers_of(x, floats)
+            return t.made_of([functools.reduce(FOLDS[fold], numbers[i::each]) for i in range(each)], floats)
 
-        return run(key)
+        return run(x)
 
     def clear(self, bins) -> None:
         """Set both histograms to zero; `joined` or `before` has to follow before they count."""

@@ -174,6 +174,11 @@ def store_at(address, x, dtype, where):
     ptx(f"st.global.{kind} [$0], $1;", address, x, where=where)
 
 
+def rounded(x, dtype):
+    """Round a float32 number to ``dtype``, a float of 16 bits, and return it as float32."""
+    return number(arith.extf(ir.F32Type.get(), arith.truncf(mgpu.utils.dtype_to_ir_type(np.dtype(dtype)), value(x))), None)
+
+
 def special(name):
     """Read a special register."""
     return number(mgpu.utils.inline_ptx(f"mov.u32 $0, %{name};", result_types=i32()))

@@ -169,8 +169,9 @@ def order(size):
     return jnp.asarray(place.reshape(-1), jnp.int32)
 
 
-def maxima(self, key, each):
-    return jnp.max(key.reshape(-1, each * THREADS), axis=0)
+@staticmethod
+def folded(x, each, fold):
+    return {"add": jnp.sum, "max": jnp.max}[fold](x.reshape(-1, each * THREADS), axis=0)
 
 
 def clear(self, bins):
@@ -208,7 +209,7 @@ def team_meet(self):
 
 
 TEAM = {
-    "load": team_load, "joined": joined, "before": team_before, "maxima": maxima, "clear": clear, "tally": tally,
+    "load": team_load, "joined": joined, "before": team_before, "folded": folded, "clear": clear, "tally": tally,
     "counts": counts, "meet": team_meet, "end": team_meet, "together": together,
 }  # fmt: skip
 
@@ -374,6 +375,7 @@ def assembly(lines, refs=(), numbers=(), results=()):
 KERNELS = {  # functions of kernels that emit instructions themselves
     "attend.mosaickv.packed_attention": {"load_queries": load_queries, "step_functions": attention_step},
     "score.mosaickv.packed_score": {"load_queries": load_queries, "step_functions": score_step},
+    "query.mosaickv.project_query": {"rounded": lambda x, dtype: x.astype(dtype).astype(jnp.float32)},
 }
 
 
