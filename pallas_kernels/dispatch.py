@@ -94,6 +94,11 @@ def accept(*args: Any, **kwargs: Any) -> None:
     """Accept all arguments: the check of an implementation that has no limits."""
 
 
+def nowhere(*args: Any, **kwargs: Any) -> bool:
+    """Keep an implementation's place in its operation's order."""
+    return False
+
+
 @dataclasses.dataclass(frozen=True)
 class Implementation:
     """One way to compute an operation.
@@ -106,6 +111,7 @@ class Implementation:
             ``NotImplementedError`` that names got and expected.
         derivative: whether ``run`` has one; it is asked of kernels alone.
         takes: what ``check`` lets pass, for the operation's docstring, or "" where that says so itself.
+        first: a function like ``check`` to whether this one comes before those that stand before it.
     """
 
     run: Callable[..., Any]
@@ -113,6 +119,7 @@ class Implementation:
     check: Callable[..., None] = accept
     derivative: bool = False
     takes: str = ""
+    first: Callable[..., bool] = nowhere
 
 
 @contextlib.contextmanager
@@ -237,14 +244,19 @@ class Operation:
         """Make an operation of the files in its folder, fastest first, of which the last is its ``reference``.
 
         A file has a function of the operation's name, and a back end's has a function ``check``, ``TAKES``, which says what
-        that lets pass, and ``DERIVATIVE = True`` if it is a kernel with a derivative. The table names it as the file, and
-        the reference "xla".
+        that lets pass, ``DERIVATIVE = True`` if it is a kernel with a derivative, and a function ``first`` if it is faster
+        than those before it for some sizes. The table names it as the file, and the reference "xla".
         """
         *kernels, reference = modules
         names = {module.__name__.rpartition(".")[2]: module for module in kernels}
         rows = {
             end: Implementation(
-                getattr(x, name), BACK_ENDS[end], x.check, getattr(x, "DERIVATIVE", False), getattr(x, "TAKES", "")
+                getattr(x, name),
+                BACK_ENDS[end],
+                x.check,
+                getattr(x, "DERIVATIVE", False),
+                getattr(x, "TAKES", ""),
+                getattr(x, "first", nowhere),
             )
             for end, x in names.items()
         }
@@ -301,7 +313,11 @@ class Operation:
         if named is None:
             _say_where_kernels_are(here)
         errors = []
-        for name in table if named is None else (named,):
+
+        def later(name: str) -> bool:  # what `added_implementation` has added stays first
+            return table[name] is self.implementations.get(name) and not table[name].first(*args, **kwargs)
+
+        for name in sorted(table, key=later) if named is None else (named,):
             entry = table[name]
             try:
                 if entry.platforms and here.platform not in entry.platforms:

@@ -20,6 +20,7 @@ from experiments.evaluation.settings import EvaluationSettings
 from experiments.tasks import get_task
 from kvjax.accounting.memory import free_bytes, needed_each, needed_together
 from kvjax.decoding.layers import shares_prefill
+from kvjax.decoding.one_layer import has_few_kinds
 from kvjax.protocol.method import Method
 
 _UNKNOWN = 4 << 30  # bytes for the caches of a group where the device does not report its memory
@@ -83,11 +84,14 @@ class Plan:
         self._needed: dict[Hashable, int] = {}
 
     def groups(self, jobs: Sequence[Job]) -> list[Group]:
-        """Group jobs: each joins the first group of its cell in which it fits, and opens another one if there is none."""
+        """Group jobs: each joins the first group of its cell in which it fits, and opens another one if there is none.
+
+        Methods whose layers differ are apart (`has_few_kinds`): beside them every layer would need a program of its own.
+        """
         groups: list[list[Job]] = []
         shared: dict[Hashable, list[list[Job]]] = {}  # the groups that other jobs of a cell may join
         for job in jobs:
-            near = shared.setdefault((*job.cell.identity.values(), job.question), [])
+            near = shared.setdefault((*job.cell.identity.values(), job.question, self._kinds(job)), [])
             alone = self._settings.together == 1 or self._alone(job)
             group = None if alone else next((group for group in near if self._fits([*group, job])), None)
             if group is not None:
@@ -133,6 +137,9 @@ class Plan:
 
     def _alone(self, job: Job) -> bool:
         return bool(job.setting.method.offload) or not shares_prefill(job.setting.method, self._model.config)
+
+    def _kinds(self, job: Job) -> bool:
+        return has_few_kinds(job.setting.method, self._model.config)
 
     def _fits(self, jobs: Sequence[Job]) -> bool:
         return len(jobs) <= self._settings.together and self.needed(jobs, self._settings.batch_tokens) <= self._bytes

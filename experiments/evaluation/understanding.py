@@ -7,7 +7,7 @@ import numpy as np
 
 from experiments.answering import PAPERS
 from experiments.evaluation.comparison import BASELINE, COUNTED
-from experiments.records import REFERENCE, Curve, chosen, line_style, method_title, name_curves, new_figure, tidy
+from experiments.records import REFERENCE, Curve, chosen, line_style, method_title, name_curves, new_figure, tidy, token_label
 from experiments.tasks import GROUPS
 
 KINDS = ("ruler", "literal", "paraphrased", "logs", "dialogues", "events")  # groups of tasks
@@ -43,7 +43,7 @@ def paraphrase(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Plot the score of paraphrased facts against the score of their literal twins, a point for each method.
 
     A method below the diagonal loses what the question does not name. The methods of papers and those that lose most have
-    names.
+    names. Of several lengths and places of the question, those of most methods are drawn.
     """
     points = {
         setting: (means["literal"], means["paraphrased"])
@@ -55,12 +55,9 @@ def paraphrase(rows: Sequence[Mapping[str, Any]]) -> Any:
             "a plot of paraphrase needs tasks of the group paraphrased, which Full solves, and their literal twins, got "
             f"{', '.join(dict.fromkeys(str(row['name']) for row in rows)) or 'no scores'}"
         )
-    several = len({setting[1:] for setting in points}) > 1
-    title = {
-        setting: method_title(setting[0]) + f" ({setting[1]}, {setting[2]})" * several
-        for setting in points
-        if setting[0] != BASELINE
-    }
+    question, length = max(points, key=lambda setting: sum(setting[1:] == other[1:] for other in points))[1:]
+    points = {setting: point for setting, point in points.items() if setting[1:] == (question, length)}
+    title = {setting: method_title(setting[0]) for setting in points if setting[0] != BASELINE}
     losing = sorted(title, key=lambda setting: points[setting][1] - points[setting][0])
     papers = [setting for name in PAPERS for setting in title if setting[0] == name]
     names = chosen(title, [*papers, *losing], _NAMED)
@@ -75,6 +72,12 @@ def paraphrase(rows: Sequence[Mapping[str, Any]]) -> Any:
         if setting in names or setting[0] == BASELINE:
             curves.append(Curve(title.get(setting, "Full"), style["color"], [point]))
     panel.set(xlim=(-4, 104), ylim=(-4, 104))
-    tidy(panel, "", "score where the fact has the question's words", "score where the fact is paraphrased")
+    place = {"prefill": "in the prompt", "extend": "after the context"}.get(question, "in turns")
+    tidy(
+        panel,
+        f"{token_label(length or 0)} tokens, question {place}",
+        "score where the fact has the question's words",
+        "score where the fact is paraphrased",
+    )
     name_curves(panel, curves, [point for setting, point in points.items() if setting not in names])
     return figure

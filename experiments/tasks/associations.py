@@ -22,7 +22,7 @@ forms that a model of 1.5B parameters does not answer.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from experiments.tasks.base import Document, Question, Request
 from experiments.tasks.fitting import fit_among
@@ -35,22 +35,26 @@ PEOPLE = (
 TOLD = 4  # facts in a text, unless more questions are asked
 
 
-def association(
-    request: Request, pairs: Mapping[str, Sequence[str]], literal: bool = False, people: bool = False
-) -> Document:
+def table(pairs: Sequence[str]) -> dict[str, list[str]]:
+    """Read pairs such as "animal: horse, tiger": what a question names -> what a fact may name instead."""
+    return {key: things.split(", ") for key, _, things in (pair.partition(": ") for pair in pairs)}
+
+
+def association(request: Request, pairs: Sequence[str], literal: bool = False, people: bool = False) -> Document:
     """Hide some facts in a text; a question asks for the person or the number of which something follows.
 
     Args:
         request: what to make.
-        pairs: what the question names -> what a fact may name instead.
+        pairs: see `table`.
         literal: whether facts name it as the question does.
         people: whether the answer is a person instead of a number.
     """
     rng, haystack, prompt, count_tokens = request.rng, request.haystack, request.prompt, request.count_tokens
+    named = table(pairs)
     count = max(TOLD, request.num_questions)
-    keys = rng.sample(sorted(pairs), count)
+    keys = rng.sample(sorted(named), count)
     names = rng.sample(PEOPLE, count) if people else request.words.distinct("numbers", count, rng)
-    things = [rng.choice(pairs[key]) for key in keys]
+    things = [rng.choice(named[key]) for key in keys]
     facts = [prompt.forms["fact"].format(name=name, it=thing) for name, thing in zip(names, things, strict=True)]
     twins = [prompt.forms["literal"].format(name=name, it=key) for name, key in zip(names, keys, strict=True)]
     questions = [

@@ -113,6 +113,11 @@ def observed(cache: Cache) -> Cache:
     return dataclasses.replace(made, layers=()) if same else made
 
 
+def has_few_kinds(method: Method, model: Model) -> bool:
+    """Tell whether a method runs in few kinds of layers; methods that do not spoil the programs of those beside them."""
+    return len({jax.tree.structure(layer) for layer in layer_methods(method, model)}) <= _KINDS
+
+
 def each_layer(methods: tuple[Method, ...], *, model: Model) -> tuple:
     """Return the methods of the layers, [method][layer]."""
     return tuple(layer_methods(method, model) for method in methods)

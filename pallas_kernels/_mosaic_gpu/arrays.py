@@ -42,7 +42,7 @@ def program(body, out_type, *, grid, names=NAMES, scratch=(), parts=1, groups=1)
         names: of the axes of the grid.
         scratch: shared memory.
         parts: programs of a cluster, axis "part".
-        groups: warpgroups of a program, axis "group".
+        groups: warpgroups of a program, axis "group". The compiler gives a thread of 3 at most 168 registers, and of 4 128.
     """
     return plgpu.kernel(
         body,
@@ -208,10 +208,10 @@ def put(ref, index: jax.Array, x: jax.Array) -> None:
 
 
 def repeated(x: jax.Array, times: int) -> jax.Array:
-    """Repeat an array of 128 entries."""
+    """Repeat an array [N]: [N * times]."""
     floats = jnp.issubdtype(x.dtype, jnp.floating)
 
-    @plgpu.inline_mgpu(arg_types=(_own(t.THREADS),), return_type=_type(t.THREADS * times, x.dtype))
+    @plgpu.inline_mgpu(arg_types=(_own(x.shape[0]),), return_type=_type(x.shape[0] * times, x.dtype))
     def run(ctx, x):
         return t.made_of(t.numbers_of(x, floats) * times, floats)
 
@@ -363,7 +363,7 @@ def begin_parts(peers, parts: int) -> None:
     @plgpu.inline_mgpu(arg_types=(_ref(),))
     def run(ctx, peers):
         t.ptx("st.shared.b32 [$0], $1;", t.number(t.address(peers)), t.number(0), where=t.thread() < 1)
-        t.meet_cluster()
+        t.meet_cluster(released="")
 
     run(peers)
 
@@ -391,7 +391,7 @@ def of_parts(numbers: list[jax.Array], peers, parts: int) -> list[list[jax.Array
         there = t.number(t.ptx("mapa.shared::cluster.u32 $0, $1, $2;", place, to, result=t.i32()))
         there = there + t.special("cluster_ctarank") * 16 + (thread & 3) * 4
         t.ptx("st.shared::cluster.b32 [$0], $1;", there, mine, where=thread < 4 * parts)
-        t.meet_cluster()
+        t.meet_cluster(released="")
         t.ptx("st.shared.b32 [$0], $1;", base, turn ^ 1, where=thread < 1)
         t.ptx("barrier.sync 0;")  # of all warpgroups
         return tuple(tuple(t.load_shared(place + 16 * i + 4 * at) for at in range(count)) for i in range(parts))

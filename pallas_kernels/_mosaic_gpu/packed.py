@@ -1,117 +1,266 @@
-"""Packed vectors on Mosaic GPU: their products with queries, and their weighted sums.
+"""Packed vectors on Mosaic GPU: 16 at a time become the left operand of a product on tensor cores, in registers.
 
-As for Triton (`pallas_kernels._triton.packed_vectors`), in a product a thread has a vector: it walks through the bits that
-are set, and reads the entries of all heads at each bit's channel from a table that stays in the first-level cache. In a sum
-D / 8 threads share a vector, and each has one byte of the bitmap.
+Four lanes of a warp share a vector, as `mma` wants it: each has a quarter of its channels, and of two vectors. The values lie
+in shared memory as words of two neighbours, one word for each value. So one load brings what any two channels may need, and
+a permutation of bytes puts a value, or zero, in either half. Which permutation, and how far to go on, are looked up by a
+permutation too, for four pairs of channels at once; sums of four bytes are one instruction. That takes 2.7 instructions a
+channel, kept or not, where one of them is a load.
 """
 
-import jax
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+from typing import Any
+
 import jax.numpy as jnp
 
 from pallas_kernels._mosaic_gpu import threads as t
+from pallas_kernels._mosaic_gpu import warps as w
 from pallas_kernels._mosaic_gpu.pallas import plgpu
+from pallas_kernels._mosaic_gpu.steps import a_number, a_ref, numbers, scalar
+from pallas_kernels.machine import current_machine
+from pallas_kernels.numerics import LOG2_E
 
-MOST_QUERIES = 8  # of a KV head, in registers
-WORD, BYTE = 32, 8  # channels of a word of a bitmap, and of a byte
+VECTORS = 16  # of a step of a warp
+HEADS = 4  # query heads of a product, with two terms of each
+MOST_QUERIES = 8  # of a KV head
+START = 2  # steps in the time in which a program begins and ends
+CARDS = "an NVIDIA GPU of compute capability 8.0 or above"
+SIZES = f"{CARDS}, D of 32 to 256 in 16 bits, r a multiple of 8, G up to {MOST_QUERIES}"
+WORD, HALF = 32, 16  # channels of a word of a bitmap, and those of a lane that are unpacked together
 
 
-def products(refs, line, row: jax.Array, first: jax.Array, padded: int) -> tuple[jax.Array, ...]:
-    """Multiply vectors with ``padded`` queries: as many float32 [N].
+@dataclasses.dataclass(frozen=True)
+class Vectors:
+    """Sizes of packed vectors, of the queries that meet them, and of a warp's shared memory.
+
+    Attributes:
+        dim, rank: channels, and values of a vector.
+        group: query heads.
+        stored, terms: numbers whose sum is a channel of a query, and how many of them are multiplied, an even number.
+        dtype: of values and terms.
+    """
+
+    dim: int
+    rank: int
+    group: int
+    stored: int
+    terms: int
+    dtype: Any
+
+    @property
+    def channels(self):
+        """Channels that a lane has of a vector."""
+        return self.dim // 4
+
+    @property
+    def groups(self):
+        """Products of a vector with some heads."""
+        return -(-self.group // HEADS)
+
+    @property
+    def loads(self):
+        """Values of 16 bytes that a lane loads of a vector."""
+        return -(-self.rank // WORD)
+
+    @property
+    def bits(self):
+        """Words of a bitmap that a lane loads."""
+        return -(-self.channels // WORD)
+
+    @property
+    def pitch(self):
+        """Bytes of a vector in shared memory: a word for each value, and one that may be written in front of it."""
+        return 4 * self.rank + 16
+
+    @property
+    def room(self):
+        """Bytes of a warp's vectors in shared memory."""
+        return VECTORS * self.pitch + 16
+
+    def check(self):
+        """Raise ``NotImplementedError`` for sizes and dtypes that the functions here do not take."""
+        if not current_machine().has_kernels:
+            raise NotImplementedError(f"got {current_machine()}, expected {CARDS}")
+        if self.dim not in (32, 64, 128, 256) or self.rank % 8 or str(self.dtype) not in ("bfloat16", "float16"):
+            raise NotImplementedError(
+                f"got {self.rank} of {self.dim} channels in {self.dtype}, expected 8, 16, ... of 32, 64, 128, 256 in 16 bits"
+            )
+        if self.group > MOST_QUERIES:
+            raise NotImplementedError(f"got {self.group} query heads, expected at most {MOST_QUERIES}")
+
+
+def steps_of(lists: int, steps: int, programs: int) -> int:
+    """Choose how many of the ``steps`` of a list a program takes, so that all end soonest if ``programs`` run at once."""
+    return min(range(1, steps + 1), key=lambda some: (-(-lists * -(-steps // some) // programs) * (some + START), some))
+
+
+def warp():
+    """Return the index of this warp in its program."""
+    return t.signed(t.thread() // w.LANES)
+
+
+def quad():
+    """Return which quarter of a vector this lane has."""
+    return t.signed(w.lane() % 4)
+
+
+def load_queries(n: Vectors, parts, head):
+    """Load the terms of all heads in one basis: int32 [128 * N].
+
+    Column i of product j has term ``2 * (j % 2) + i % 2`` of head ``i / 2`` of the four ``j / 2``.
 
     Args:
-        refs: in global memory the table [L, M * D * Gp] of `query_table`, values [L * P, r] and bitmaps [L * P, W].
-        line: int32, the list.
-        row: int32 [N], which of the L * P vectors.
-        first: int32 [N], the entry of the table at which the vector's segment begins.
-        padded: queries in the table.
+        n: sizes.
+        parts: a ref [L * M * G * N, D].
+        head: int32, the row of the first head and term.
     """
-    ref, own, kind = plgpu.RefType(), t.own(row.shape[0] // t.THREADS), jnp.dtype(refs[1].dtype)
-    out = plgpu.ShapeDtypeStruct(row.shape, jnp.float32, layout=own)
-    width, rank, words = refs[0].shape[1], refs[1].shape[1], refs[2].shape[1]
+    products, words = n.groups * n.terms // 2, n.channels // 2
 
-    @plgpu.inline_mgpu(arg_types=((ref,) * 3, plgpu.Layout.WG_SPLAT, own, own), return_type=(out,) * padded)
-    def run(ctx, refs, line, row, first):
-        table, values, bitmap = (t.address(x) for x in refs)
+    @plgpu.inline_mgpu(arg_types=(a_ref(), a_number()), return_type=numbers(products * words, jnp.int32))
+    def run(ctx, parts, head):
+        column, found = t.signed(w.lane() // 4), []
+        for product in range(products):
+            group, pair = divmod(product, n.terms // 2)
+            row = t.least((column >> 1) + group * HEADS, n.group - 1) * n.stored
+            term = (column & 1) + 2 * pair
+            place = t.element(scalar(head) + row + t.least(term, n.stored - 1), n.dim, quad() * n.channels)
+            for at in range(0, words, 4):
+                some = t.load_words(t.at(t.address(parts), place, 2), 4 * at, min(words, 4))
+                found += [(term < n.stored).select(x, t.number(0)) for x in some]
+        return t.made_of(found)
 
-        def product(row, first):
-            query = t.at(table, t.element(t.number(t.value(line)), width, first), 4)
-            word = [t.load_int(t.at(bitmap, t.element(row, words, t.number(k)), 4)) for k in range(words)]
-            each = 8 if rank % 8 == 0 else 4 if kind.itemsize == 4 and rank % 4 == 0 else 1
-            value = []
-            for i in range(0, rank, each):
-                value += t.load_some(t.at(values, t.element(row, rank, t.number(i)), kind.itemsize), kind, each)
-            begin = [t.number(0)]  # values before each word
-            for x in word[:-1]:
-                begin.append(begin[-1] + t.popcount(x))
-            left, base = word[0], t.number(0)  # bits of the word that are left, and the entry of the word's first channel
-            sums = [t.float_number(0)] * padded
-            for i in range(rank):
-                # Of words that begin at the same value, all but the last are empty.
-                for k in range(1, words):
-                    here = begin[k] == i
-                    left, base = here.select(word[k], left), here.select(t.number(WORD * k * padded), base)
-                below = left - 1
-                # The zeros below the lowest set bit are its channel. Where no bit is left, the value is zero.
-                entry = base + t.popcount((left ^ -1) & below & 0x7FFFFFFF) * padded
-                left = left & below
-                heads = t.load_some(t.at(query, entry, 4), jnp.dtype(jnp.float32), padded)
-                sums = [t.fused(total, (value[i], x)) for total, x in zip(sums, heads, strict=True)]
-            return sums
-
-        found = [product(*x) for x in zip(t.numbers_of(row), t.numbers_of(first), strict=True)]
-        return tuple(t.made_of(list(x), floats=True) for x in zip(*found, strict=True))
-
-    return run(refs, line, row, first)
+    return run(parts, head)
 
 
-def add_weighted(sums: jax.Array, refs, rows, weights, first: jax.Array, steps: int) -> jax.Array:
-    """Add vectors times their weights to this thread's sums, float32 [128 * G * 8]: of each query the channels of a byte.
+def load_vectors(n: Vectors, values, bitmap, row, seen):
+    """List what this lane loads of two vectors: of each 16 bytes of values or more, and its words of the bitmap.
+
+    A vector that is not ``seen`` has no bits.
+    """
+    found = []
+    for x, held in zip(row, seen, strict=True):
+        read = held.select(x, t.number(0))
+        for load in range(n.loads):
+            chunk = t.least(quad() + 4 * load, n.rank // 8 - 1)  # lanes behind the last one repeat it
+            found += t.load_words(t.at(t.address(values), t.element(read, n.rank, chunk * 8), 2), 0, 4)
+        bits = quad() * n.channels
+        words = t.load_words(t.at(t.address(bitmap), t.element(read, n.dim // WORD, bits >> 5), 4), 0, n.bits)
+        if n.channels < WORD:
+            words = [(words[0] >> (bits & (WORD - 1))) & ((1 << n.channels) - 1)]
+        found += [held.select(x, t.number(0)) for x in words]
+    return found
+
+
+def load_whole(n: Vectors, ref, row, seen):
+    """List this lane's channels of two vectors that are not packed, two in a word; zeros of one that is not ``seen``."""
+    found = []
+    for x, held in zip(row, seen, strict=True):
+        place = t.at(t.address(ref), t.element(held.select(x, t.number(0)), n.dim, quad() * n.channels), 2)
+        for at in range(0, n.channels // 2, 4):
+            found += [held.select(y, t.number(0)) for y in t.load_words(place, 4 * at, min(n.channels // 2, 4))]
+    return found
+
+
+def placed(n: Vectors, loaded, place):
+    """Put the values of two vectors into a warp's shared memory at ``place``; list bits and place of this lane's channels."""
+    each, found, firsts = 4 * n.loads + n.bits, [], []
+    w.meet_warp()
+    for vector in (0, 1):
+        to, one = place + 16 + t.signed(w.lane() // 4) * n.pitch + vector * 8 * n.pitch, loaded[vector * each :][:each]
+        for load in range(n.loads):
+            chunk, pairs = to + t.least(quad() + 4 * load, n.rank // 8 - 1) * 32, one[4 * load : 4 * load + 4]
+            between = [w.neighbours(x, y) for x, y in zip(pairs, [*pairs[1:], pairs[-1]], strict=True)]
+            for half in (0, 2):
+                w.store_shared(chunk, [pairs[half], between[half], pairs[half + 1], between[half + 1]], None, 8 * half)
+            firsts.append((chunk, pairs[0]))
+        count = functools.reduce(operator.add, map(t.popcount, one[-n.bits :]))
+        behind = count
+        for step in (1, 2):
+            behind = behind + (quad() >= step).select(t.shuffle_up(behind, step), t.number(0))
+        found.append((one[-n.bits :], to + (behind - count) * 4))
+    w.meet_warp()
+    for chunk, x in firsts:
+        w.store_half(chunk, x, -2)  # the successor of the last value of the lane before
+    w.meet_warp()
+    return found
+
+
+def unpacked(n: Vectors, vectors):
+    """Unpack two vectors that are `placed`, 16 of this lane's channels or all at a time: a list of pairs for each."""
+    for first in range(0, n.channels, HALF):
+        both, later = [], []
+        for bits, place in vectors:
+            *words, place = w.unpack(bits[first // WORD] >> first % WORD, place, min(HALF, n.channels - first))
+            both.append(words)
+            later.append((bits, place))
+        yield first // 2, both
+        vectors = later
+
+
+def whole(n: Vectors, loaded):
+    """Yield two vectors that are not packed as `unpacked` does."""
+    words = n.channels // 2
+    yield 0, [loaded[:words], loaded[words:]]
+
+
+def multiplied(n: Vectors, pieces, query):
+    """Multiply two vectors in `unpacked` pieces with queries: for each four heads, products of this lane's head with both."""
+    words, pairs = n.channels // 2, n.terms // 2
+    sums = [[t.float_number(0)] * 4 for _ in range(n.groups * pairs)]
+    for first, both in pieces:
+        for product, step in itertools.product(range(len(sums)), range(0, len(both[0]), 2)):
+            left = [both[i][step + j] for j in (0, 1) for i in (0, 1)]
+            sums[product] = w.multiply(sums[product], left, query[product * words + first + step :][:2], n.dtype)
+    halves = [[x[2 * i] + x[2 * i + 1] for i in (0, 1)] for x in sums]
+    return [
+        [functools.reduce(operator.add, x) for x in zip(*halves[i : i + pairs], strict=True)]
+        for i in range(0, len(sums), pairs)
+    ]
+
+
+def over_rows(x, combine):
+    """Combine a float32 number with those of the seven other lanes that have the same head."""
+    for distance in (4, 8, 16):
+        x = combine(x, t.shuffle(x, distance))
+    return x
+
+
+def weighed(n: Vectors, pieces, query, seen, scale: float, maximum, total):
+    """Weigh 16 keys for each head: the new maximum and total to base 2, what the sums so far are scaled by, and the weights.
+
+    The maximum is that of all keys, the total of this lane's. The weights are the right operand of `added`.
 
     Args:
-        sums: as they are so far.
-        refs: in global memory values [L * S, r] and bitmaps [L * S, W].
-        rows: in shared memory int32 [N], which of the L * S vectors; one that is negative is left out, and not read.
-        weights: in shared memory float32 [G * N].
-        first: int32, the first of N for the first D / 8 threads; the next threads have the next vectors.
-        steps: vectors of a thread.
+        n: sizes.
+        pieces, query: see `multiplied`.
+        seen: which of this lane's two keys hold a token.
+        scale: of logits.
+        maximum, total: as they are so far, of each four heads.
     """
-    ref, kind = plgpu.RefType(), jnp.dtype(refs[0].dtype)
-    rank, words, number = refs[0].shape[1], refs[1].shape[1], rows.shape[0]
-    lanes, group = words * (WORD // BYTE), weights.shape[0] // number
-    own = t.own(group * BYTE)
+    weights, decays, sums, low = [], [], [], t.float_number(-math.inf)
+    for logits, highest, before in zip(multiplied(n, pieces, query), maximum, total, strict=True):
+        logits = [held.select(x * (scale * LOG2_E), low) for x, held in zip(logits, seen, strict=True)]
+        risen = over_rows(w.most(*logits), w.most).max(highest)
+        shift = (risen > low).select(risen, t.float_number(0.0))
+        decays.append((highest - shift).exp2(approx=True))
+        weights.append([(x - shift).exp2(approx=True) for x in logits])
+        sums.append((risen, before * decays[-1] + (weights[-1][0] + weights[-1][1])))
+    both = [*weights, [t.float_number(0.0)] * 2][:2]
+    right = [w.transposed(w.pair(x, y, n.dtype)) for x, y in zip(*both, strict=True)]
+    maximum, total = zip(*sums, strict=True)
+    return maximum, total, decays, right
 
-    @plgpu.inline_mgpu(
-        arg_types=(own, (ref,) * 2, ref, ref, plgpu.Layout.WG_SPLAT),
-        return_type=plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, layout=own),
-    )
-    def run(ctx, sums, refs, rows, weights, first):
-        sums = t.numbers_of(sums, floats=True)
-        values, bitmap = (t.address(x) for x in refs)
-        rows, weights = (t.number(t.address(x)) for x in (rows, weights))
-        byte, mine = t.signed(t.thread() % lanes), t.signed(t.thread() // lanes)
-        found = []
-        for step in range(steps):  # all is loaded before anything is added
-            at = (t.number(t.value(first)) + (mine + step * (t.THREADS // lanes))) * 4
-            row = t.load_shared(rows + at)
-            held, read = row >= 0, (row < 0).select(t.number(0), row)
-            place = t.at(bitmap, t.element(read, words, t.number(0)), 4)
-            word = [x for k in range(0, words, 4) for x in t.load_words(place, 4 * k, min(words, 4))]
-            bits, before = word[0], t.number(0)
-            for k in range(1, words):
-                past = byte >= k * (WORD // BYTE)
-                bits, before = past.select(word[k], bits), past.select(before + t.popcount(word[k - 1]), before)
-            shift = (byte & 3) * BYTE
-            before = before + t.popcount(bits & ((t.number(1) << shift) - 1))
-            bits = bits >> shift
-            index, some = t.element(read, rank, before), []
-            for j in range(BYTE):
-                kept = ((bits >> j) & 1) > 0
-                place = t.at(values, t.plus(index, t.popcount(bits & ((1 << j) - 1))), kind.itemsize)
-                some.append(t.load_at(place, kind, held & kept, 0))
-            found.append((some, [t.load_shared_float(weights + (at + g * number * 4)) for g in range(group)]))
-        for some, shares in found:
-            pairs = ((x, share) for share in shares for x in some)
-            sums = [t.fused(total, pair) for total, pair in zip(sums, pairs, strict=True)]
-        return t.made_of(sums, floats=True)
 
-    return run(sums, refs, rows, weights, first)
+def added(n: Vectors, pieces, right, decays, sums):
+    """Add 16 values, weighed, to the sums of channels of each head: four for each 16 channels of the head."""
+    sums = [x * decays[i % 2 % n.groups] for i, x in enumerate(sums)]
+    for first, both in pieces:
+        turned = [[w.transposed(x) for x in words] for words in both]
+        for at in range(0, len(both[0]), 2):
+            mine = slice(2 * (first + at), 2 * (first + at) + 4)
+            left = [turned[i][at + j] for i in (0, 1) for j in (0, 1)]
+            sums[mine] = w.multiply(sums[mine], left, right, n.dtype)
+    return sums

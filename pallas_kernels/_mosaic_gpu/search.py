@@ -1,6 +1,5 @@
 """The k-th largest of keys that lie in the registers of one program, or of the programs of a cluster."""
 
-import functools
 from typing import Any
 
 import jax
@@ -9,12 +8,11 @@ from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu import threads as t
-from pallas_kernels._mosaic_gpu.team import BINS, Team
+from pallas_kernels._mosaic_gpu.team import BINS, HALF, Team
 from pallas_kernels._triton.kth_search import ALL, INFINITE, NEVER
 
-HALF = 2**16 - 1
 ALONE = 2**13  # entries of a row for which one program is enough
-EACH = 8  # entries of a thread: a warpgroup more costs more than so many
+EACH = 16  # entries of a thread: a warpgroup more costs more than so many
 MOST = 2**14 + 2**12  # keys of a program: they are in registers, and counts of two kinds share a word
 
 
@@ -26,7 +24,7 @@ def team_for(slots: int) -> Team:
 
 
 def threshold_of(
-    key: jax.Array, wanted: Any, most: int, team: Team, scratch: Any, peers: Any, bins: Any, repeated: bool = False
+    key: jax.Array, wanted: Any, most: int, team: Team, scratch: Any, bins: Any, repeated: bool = False
 ) -> tuple[Any, Any, Any]:
     """Find the threshold that the best keys reach, by histograms, of which each divides an interval of keys by `BINS`.
 
@@ -38,8 +36,7 @@ def threshold_of(
         wanted: int32, keys to choose of the whole row, at most ``most``.
         most: its upper bound.
         team: who shares the row.
-        scratch: with ``peers`` and ``bins`` `Team.scratch`.
-        peers: see ``scratch``.
+        scratch: with ``bins`` `Team.scratch`.
         bins: see ``scratch``.
         repeated: many keys are equal, so each step also finds the least and the greatest that are left; one program alone.
 
@@ -47,7 +44,7 @@ def threshold_of(
         int32: the threshold; how many of the keys that equal it are chosen, from the first on; how many keys are chosen.
     """
     team.clear(bins)
-    may, tops = key > NEVER, team.maxima(key, min(team.each, -(-most // (team.members * t.THREADS))))
+    may, tops = key > NEVER, team.folded(key, min(team.each, -(-most // (team.members * t.THREADS))), "max")
     full = tops > NEVER
     low, lowest, high, held, tall = team.joined(
         [
@@ -59,14 +56,8 @@ def threshold_of(
         ],
         scratch,
     )
-    team.ready()
-    if team.parts > 1:
-        numbers = arrays.of_parts([low, lowest, high, held + (tall << 16)], peers, team.parts)
-        lows, lowests, highs, sums = zip(*numbers, strict=True)
-        low, lowest, high = (
-            functools.reduce(f, x) for f, x in ((jnp.minimum, lows), (jnp.minimum, lowests), (jnp.maximum, highs))
-        )
-        held, tall = (functools.reduce(jnp.add, x) for x in ([y & HALF for y in sums], [y >> 16 for y in sums]))
+    folds = [(0, "min", False), (1, "min", False), (2, "max", False), (3, "low", False), (3, "high", False)]
+    low, lowest, high, held, tall = team.together([low, lowest, high, held + (tall << 16)], folds, scratch, 8)
     wanted = jnp.minimum(held, wanted)
     low = jnp.where((held > wanted) & (tall >= wanted), low, lowest)
 
@@ -88,7 +79,7 @@ def threshold_of(
         if repeated:
             inside = (key >= low) & (key < high)
             least, most = ((jnp.where(inside, key, x), fold) for x, fold in ((INFINITE, "min"), (NEVER, "max")))
-            low, high = team.joined([least, most], scratch)
+            low, high = team.joined([least, most], scratch, 5)
             high = high + 1
         return low, high, reach, over, BINS - first
 
@@ -97,24 +88,21 @@ def threshold_of(
     return jnp.where(wanted > 0, low, 2**31 - 1), jnp.where(reach > wanted, wanted - over, ALL), wanted
 
 
-def listed(word: jax.Array, ties: Any, team: Team, scratch: Any, peers: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+def listed(word: jax.Array, ties: Any, team: Team, scratch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Choose entries of a row, all of one kind and the first ``ties`` of another.
 
     Args:
         word: int32 [N], whose bits 0 and 16 tell the kinds.
         ties: int32.
-        team: who shares the row.
-        scratch: with ``peers`` `Team.scratch`.
-        peers: see ``scratch``.
+        team: who shares the row; `Team.end` has to follow.
+        scratch: the first of `Team.scratch`.
 
     Returns:
         which entries are chosen, bool [N]; how many are chosen before each, int32 [N]; and how many in all, int32.
     """
     earlier, total = team.before(word, scratch)
-    over = equal = over_all = equal_all = jnp.int32(0)
-    for part, (more, same) in enumerate(arrays.of_parts([total & HALF, total >> 16], peers, team.parts)):
-        over, equal = over + jnp.where(part < team.part(), more, 0), equal + jnp.where(part < team.part(), same, 0)
-        over_all, equal_all = over_all + more, equal_all + same
+    folds = [(0, fold, earlier) for earlier in (True, False) for fold in ("low", "high")]
+    over, equal, over_all, equal_all = team.together([total], folds, scratch, 9)
     equal = equal + (earlier >> 16)
     chosen = ((word & 1) > 0) | ((word > HALF) & (equal < ties))
     return chosen, over + (earlier & HALF) + jnp.minimum(equal, ties), over_all + jnp.minimum(equal_all, ties)

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu import warps as w
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 
-MOST_SUMS = 6  # of `Team.joined`
+SUMS = 10  # places for `Team.joined` and `Team.together`
 BINS = 1024  # of a histogram
+HALF = 2**16 - 1
 FOLDS = {"add": operator.add, "min": lambda x, y: (x < y).select(x, y), "max": lambda x, y: (x < y).select(y, x)}
 
 
@@ -50,8 +50,8 @@ class Team:
 
     @property
     def scratch(self) -> list[Any]:
-        """Shared memory: of sums, of `arrays.of_parts`, and of two histograms, which take turns."""
-        return [plgpu.SMEM((x,), jnp.int32) for x in (MOST_SUMS * w.LANES, arrays.PEERS, 2 * BINS)]
+        """Shared memory: of sums, and of two histograms, which take turns."""
+        return [plgpu.SMEM((x,), jnp.int32) for x in ((SUMS + 1) * w.LANES, 2 * BINS)]
 
     def group(self) -> jax.Array:
         """Return which warpgroup of its program this is."""
@@ -94,8 +94,11 @@ class Team:
 
         return run(ref, line, self.member() * self.share)
 
-    def joined(self, sums: list[tuple[jax.Array, str]], scratch) -> list[jax.Array]:
-        """Fold arrays of all warpgroups of the program; each has its word "add", "min" or "max"."""
+    def joined(self, sums: list[tuple[jax.Array, str]], scratch, first: int = 0) -> list[jax.Array]:
+        """Fold arrays of all warpgroups of the program; each has its word "add", "min" or "max".
+
+        Places of ``scratch`` are used from ``first`` on; the next call or `before` has to use others.
+        """
         floats = [jnp.issubdtype(x.dtype, jnp.floating) for x, _ in sums]
         layouts = tuple(t.own(x.shape[0] // t.THREADS) for x, _ in sums)
 
@@ -104,12 +107,11 @@ class Team:
             base, lane, mine = t.number(t.address(scratch)), t.signed(w.lane()), []
             for x, (_, fold), is_float in zip(columns, sums, floats, strict=True):
                 mine.append(over_lanes(functools.reduce(FOLDS[fold], t.numbers_of(x, is_float)), fold))
-            w.meet_block()
-            for i, x in enumerate(mine):
+            for i, x in enumerate(mine, first):
                 t.ptx("st.shared.b32 [$0], $1;", base + w.warp() * 4 + 4 * w.LANES * i, x, where=lane < 1)
             w.meet_block()
             warps, found = 4 * self.groups, []
-            for i, ((_, fold), is_float) in enumerate(zip(sums, floats, strict=True)):
+            for i, ((_, fold), is_float) in enumerate(zip(sums, floats, strict=True), first):
                 place = base + t.least(lane, warps - 1) * 4 + 4 * w.LANES * i
                 x = t.load_shared_float(place) if is_float else t.load_shared(place)
                 if fold == "add":
@@ -119,21 +121,43 @@ class Team:
 
         return list(run(scratch, tuple(x for x, _ in sums)))
 
-    def begin(self, peers) -> None:
-        """Prepare shared memory for `arrays.of_parts`, which other programs of the cluster may use after `ready`."""
-        if self.parts > 1:
-            plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(_set_turn)(peers)
-            arrays.arrive(self.parts)
+    def together(self, numbers: list[jax.Array], folds: list[tuple[int, str, bool]], scratch, first: int) -> list[jax.Array]:
+        """Fold up to four int32 numbers of each program of the cluster, which are the same in all of its threads.
 
-    def ready(self) -> None:
-        """Wait until all programs of the cluster have begun."""
-        if self.parts > 1:
-            arrays.wait(self.parts)
+        Args:
+            numbers: this program's.
+            folds: for each result which number it folds; "min", "max", or "low" or "high", the sum of the lower or upper
+                halves of words; and whether only programs before this one count, in a sum.
+            scratch: as for `joined`.
+            first: a place of ``scratch`` that nothing else uses.
+        """
+        pieces = {"min": lambda x: x, "max": lambda x: x, "low": lambda x: x & HALF, "high": lambda x: x >> 16}
+        if self.parts == 1:
+            return [jnp.int32(0) if earlier else pieces[fold](numbers[at]) for at, fold, earlier in folds]
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), (SPLAT,) * len(numbers)), return_type=(_one(),) * len(folds))
+        def run(ctx, scratch, numbers):
+            place, lane = t.number(t.address(scratch)) + 4 * w.LANES * first, t.signed(w.lane())
+            for at, x in enumerate(numbers):
+                t.ptx("st.shared.b32 [$0], $1;", place + 4 * at, t.number(t.value(x)), where=t.signed(w.thread()) < 1)
+            t.meet_cluster()
+            peer, at, results = lane >> 2, lane & 3, []
+            far = w.far_address(place, t.least(peer, self.parts - 1)) + at * 4
+            found = t.number(t.ptx("ld.shared::cluster.b32 $0, [$1];", far, result=t.i32()))
+            for which, fold, earlier in folds:
+                last = t.special("cluster_ctarank") if earlier else t.number(self.parts)
+                kind, none = {"min": ("min", 2**31 - 1), "max": ("max", -(2**31))}.get(fold, ("add", 0))
+                counts = (at < which + 1) & (at > which - 1) & (peer < last)
+                results.append(w.redux(counts.select(pieces[fold](found), t.number(none)), kind))
+            return tuple(results)
+
+        return list(run(scratch, tuple(numbers)))
 
     def before(self, words: jax.Array, scratch, small: bool = True) -> tuple[jax.Array, jax.Array]:
         """Sum up the numbers int32 [N] of the program before each of them, in the order of `order`, and all of them.
 
-        If they are ``small``, they are truth values in bits 0 and 16, of which a program has less than 2**15.
+        If they are ``small``, they are truth values in bits 0 and 16, of which a program has less than 2**15. Between two
+        calls there has to be `joined` or `meet`.
         """
         each, together, halves = words.shape[0] // t.THREADS, *((2, 0xFF00FF) if small else (1, -1))
 
@@ -153,10 +177,10 @@ class Team:
                     first = total + ((behind >> (8 * i)) & halves)
                     found += itertools.accumulate(chunk[:-1], operator.add, initial=first)
                     total = total + ((whole >> (8 * i)) & halves)
+            place = base + 4 * w.LANES * SUMS
+            t.ptx("st.shared.b32 [$0], $1;", place + warp * 4, total, where=lane < 1)
             w.meet_block()
-            t.ptx("st.shared.b32 [$0], $1;", base + warp * 4, total, where=lane < 1)
-            w.meet_block()
-            warps = t.load_shared(base + t.least(lane, 4 * self.groups - 1) * 4)
+            warps = t.load_shared(place + t.least(lane, 4 * self.groups - 1) * 4)
             earlier = w.redux((lane < warp).select(warps, t.number(0)), "add")
             whole = w.redux((lane < 4 * self.groups).select(warps, t.number(0)), "add")
             return t.made_of([x + earlier for x in found]), whole
@@ -164,22 +188,25 @@ class Team:
         return run(scratch, words)
 
     def meet(self) -> None:
-        """Wait for all threads of the team, and see what they wrote."""
+        """Wait for all threads of the team; what they wrote in their own shared memory may be read then."""
+        plgpu.inline_mgpu()(lambda ctx: w.meet_block() if self.parts == 1 else t.meet_cluster())()
+
+    def end(self) -> None:
+        """Wait until all programs of the cluster have read what they need."""
         if self.parts > 1:
-            arrays.arrive(self.parts)
-            arrays.wait(self.parts)
-        else:
-            plgpu.inline_mgpu()(lambda ctx: w.meet_block())()
+            plgpu.inline_mgpu()(lambda ctx: t.meet_cluster())()
 
-    def maxima(self, key: jax.Array, each: int) -> jax.Array:
-        """Return the largest of a thread's entries i, i + ``each``, i + 2 * ``each``, ...: int32 [128 * each]."""
+    @staticmethod
+    def folded(x: jax.Array, each: int, fold: str) -> jax.Array:
+        """Fold a thread's entries i, i + ``each``, i + 2 * ``each``, ... by "add", "min" or "max": [128 * each]."""
+        floats = jnp.issubdtype(x.dtype, jnp.floating)
 
-        @plgpu.inline_mgpu(arg_types=(t.own(key.shape[0] // t.THREADS),), return_type=_type(each))
-        def run(ctx, key):
-            numbers = t.numbers_of(key)
-            return t.made_of([functools.reduce(FOLDS["max"], numbers[i::each]) for i in range(each)])
+        @plgpu.inline_mgpu(arg_types=(t.own(x.shape[0] // t.THREADS),), return_type=_type(each, floats))
+        def run(ctx, x):
+            numbers = t.numbers_of(x, floats)
+            return t.made_of([functools.reduce(FOLDS[fold], numbers[i::each]) for i in range(each)], floats)
 
-        return run(key)
+        return run(x)
 
     def clear(self, bins) -> None:
         """Set both histograms to zero; `joined` or `before` has to follow before they count."""
@@ -243,10 +270,6 @@ def order(size: int) -> jax.Array:
         return t.made_of([first + (i // chunk * (w.LANES * chunk) + i % chunk) for i in range(each)])
 
     return run()
-
-
-def _set_turn(ctx, peers):
-    t.ptx("st.shared.b32 [$0], $1;", t.number(t.address(peers)), t.number(0), where=t.thread() < 1)
 
 
 def over_lanes(x, fold):

@@ -169,6 +169,11 @@ def store_at(address, x, dtype, where):
     ptx(f"st.global.{kind} [$0], $1;", address, x, where=where)
 
 
+def rounded(x, dtype):
+    """Round a float32 number to ``dtype``, a float of 16 bits, and return it as float32."""
+    return number(arith.extf(ir.F32Type.get(), arith.truncf(mgpu.utils.dtype_to_ir_type(np.dtype(dtype)), value(x))), None)
+
+
 def special(name):
     """Read a special register."""
     return number(mgpu.utils.inline_ptx(f"mov.u32 $0, %{name};", result_types=i32()))
@@ -211,9 +216,14 @@ def float_number(x):
     return number(arith.constant(ir.F32Type.get(), float(x)), None)
 
 
-def meet_cluster():
-    """Wait for all threads of all blocks of the cluster."""
-    ptx("barrier.cluster.arrive.aligned;")
+def meet_cluster(released="fence.release.sync_restrict::shared::cta.cluster;"):
+    """Wait for all threads of all blocks of the cluster, and see what they wrote in the shared memory of their own block.
+
+    Without this fence the barrier releases all memory, which takes a fence of the whole GPU.
+    """
+    if released:
+        ptx(released)
+    ptx(f"barrier.cluster.arrive{'.relaxed' if released else ''}.aligned;")
     ptx("barrier.cluster.wait.aligned;")
 
 

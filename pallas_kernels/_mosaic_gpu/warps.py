@@ -118,7 +118,8 @@ def load_word(source, offset):
 
 def far_address(address, peer):
     """Return where another block of the cluster has what this block has at a shared address."""
-    return _run("mapa.shared::cluster.u32 $0, $1, $2;", address, t.number(peer), result=[t.i32()])[0]
+    peer = t.number(peer) if isinstance(peer, int) else peer
+    return _run("mapa.shared::cluster.u32 $0, $1, $2;", address, peer, result=[t.i32()])[0]
 
 
 def load_matrices(address, offset, transposed=False):
@@ -187,3 +188,61 @@ def meet_warp():
 def meet_block():
     """Wait for all threads of the block."""
     _meet("barrier.sync 0;")
+
+
+def neighbours(x, y):
+    """Return the second half of ``x`` and the first half of ``y``, two numbers of 16 bits."""
+    return t.number(mgpu.utils.inline_ptx("prmt.b32 $0, $1, $2, 0x5432;", t.value(x), t.value(y), result_types=t.i32()))
+
+
+def store_half(to, x, offset):
+    """Store the first half of an int32 at a shared address."""
+    t.ptx(f"{{ .reg .b16 l, h; mov.b32 {{l, h}}, $1; st.shared.b16 [$0 + {offset}], l; }}", to, x)
+
+
+def transposed(x):
+    """Transpose a matrix of 8 x 8 numbers of 16 bits, of which each lane has two neighbours of a row."""
+    return _run("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", x, result=[t.i32()])[0]
+
+
+# Of the two bits of a pair of channels: the bytes of a permutation of a value and its successor that give the first and the
+# second channel, where byte 4 is zero; and the bytes of the values that they have.
+FIRST, SECOND, PAST = 0x10441044, 0x32104444, 0x08040400
+
+
+def unpack(bits, place, channels):
+    """List the values of channels of this lane, two of 16 bits in a word, with zeros for channels without a bit.
+
+    The last number of the list is the place of the value behind them.
+
+    Args:
+        bits: a bit for each of 8 or 16 ``channels``, the lowest ones.
+        place: the shared address of the first value; behind each value is its successor, and then this one and its successor.
+        channels: how many.
+    """
+    return _run(unpacking(channels), bits, place, result=[t.i32()] * (channels // 2 + 1))
+
+
+def unpacking(channels):
+    """Return the PTX of `unpack`."""
+    words = channels // 2
+    lines = [f"and.b32 e, ${words + 1}, 0x33333333; shr.u32 o, ${words + 1}, 2; and.b32 o, o, 0x33333333;"]
+    lines.append(
+        f"mov.b32 b, ${words + 2}; mov.b32 p, b; mov.b32 z, ${words + 1};"
+    )  # a result may have the register of an operand
+    for kind in "eo":  # pairs of even numbers, and of odd ones; each has four bits
+        tables = {"x": PAST, "s": FIRST, "t": SECOND}
+        lines += [f"prmt.b32 {name}{kind}, {table}, 0, {kind};" for name, table in tables.items()]
+    lines.append("add.u32 a, xe, xo;")
+    for pair in range(words):
+        at, kind = pair // 2, "eo"[pair % 2]
+        if kind == "o":
+            lines.append(f"dp4a.u32.u32 p, xe, {1 << 8 * at}, p;")
+        elif at:
+            lines.append(f"dp4a.u32.u32 p, a, {(1 << 8 * at) // 255}, b;")
+        # Half of the pairs have no value: then nothing is loaded, and nothing of the register is taken.
+        lines.append(f"and.b32 q, z, {3 << 2 * pair}; setp.ne.u32 any, q, 0; @any ld.shared.b32 w{pair}, [p];")
+        lines.append(f"prmt.b32 q, s{kind}, t{kind}, {64 + 17 * at}; prmt.b32 ${pair}, w{pair}, 0, q;")
+    lines.append(f"dp4a.u32.u32 ${words}, a, {(1 << 4 * words) // 255}, b;")
+    registers = "e, o, a, b, p, q, z, xe, xo, se, so, te, to"
+    return f"{{ .reg .pred any; .reg .b32 w<{words}>, {registers}; {' '.join(lines)} }}"

@@ -16,7 +16,6 @@ import pytest
 import kvjax
 import models
 from experiments import tasks
-from experiments.answering import MEASURED
 from experiments.cli.main import COMMANDS, main
 from experiments.records import CompileClock, Timer
 from kvjax import registry, version
@@ -117,24 +116,6 @@ def test_help_names_every_command(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert len(COMMANDS) <= 15 and all(f"\n  {name} " in text and about in text for name, (_, about) in COMMANDS.items())
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", sorted(registry.classes()))
-def test_generate_under_every_method(name, directory, prompt, tmp_path, capsys):
-    knobs = {"chess": ["trigger=fixed"], "infllm": ["budget=48", "block_size=16"]}  # CHESS's event trigger needs calibration
-    if name in MEASURED:
-        scores = tmp_path / "scores.tsv"
-        scores.write_text(("\t".join(["0.5"] * CONFIG.num_kv_heads) + "\n") * CONFIG.num_layers)
-        knobs["duoattention"] = [f"scores={scores}"]
-        knobs["headkv"] = ["budget=48", f"scores={scores}"]
-    has_budget = "budget" in {knob.name for knob in registry.knobs(registry.classes()[name])}
-    usual = [f"budget={72 if name == 'sentencekv' else 48}"] if has_budget else []
-    given = [text for knob in knobs.get(name, usual) for text in ("--set", knob)]
-    code = main(["generate", "--model", str(directory), "--prompt-file", str(prompt), "--method", name,
-                     *given, "--max-new-tokens", "8"])  # fmt: skip
-    out, err = capsys.readouterr()
-    assert code == 0 and out.strip() and "tokens attended" in err
 
 
 def test_a_text_is_put_into_the_template(directory, tmp_path, capsys):

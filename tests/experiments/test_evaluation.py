@@ -340,13 +340,16 @@ def test_a_file_that_changed_is_never_compared_with_what_it_was(directory, tmp_p
 
 
 class Sized(plan.Plan):
-    """A plan of jobs that need identity["needs"] bytes for 65,536 tokens; "x" is prefilled alone."""
+    """A plan of jobs that need identity["needs"] bytes for 65,536 tokens; "x" is prefilled alone, "e" apart from others."""
 
     def __init__(self, most, limit, tokens=65536):
         self._settings, self._bytes = types.SimpleNamespace(together=most, batch_tokens=tokens), limit
 
     def _alone(self, job):
         return job.label == "x"
+
+    def _kinds(self, job):
+        return job.label == "e"
 
     def needed(self, jobs, tokens):
         return sum(job.identity["needs"] for job in jobs) * tokens / 65536
@@ -374,6 +377,7 @@ def test_a_plan_has_every_job_once_in_a_group_that_fits():
             assert len({job.cell for job in group.jobs}) == 1 and min(tokens, 65536) <= group.tokens <= tokens
             assert len(group.jobs) == 1 or (len(group.jobs) <= most and sized.needed(group.jobs, group.tokens) <= limit)
             assert len(group.jobs) == 1 or not any(job.label == "x" for job in group.jobs)
+            assert len({job.label == "e" for job in group.jobs}) == 1
 
 
 def test_the_chat_template_is_found_and_recorded(directory, tmp_path):

@@ -151,5 +151,5 @@ def test_a_peer_that_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(ValueError, match="expected it beside kvjax, .* pip install .* flashinfer-python"):
         peers.check_peer("flashinfer")
-    with pytest.raises(ValueError, match="shapes of its own, expected no --only"):
+    with pytest.raises(ValueError, match="its own shapes, expected no --only"):
         kernels.KernelSettings(peer="flashinfer", only=("merge_splits",))

@@ -12,7 +12,7 @@ from experiments.evaluation import EvaluationSettings, Runner
 from experiments.evaluation.plots import default_kinds
 from experiments.evaluation.understanding import by_kind, paraphrase
 from experiments.tasks import entries, happenings
-from experiments.tasks.associations import PEOPLE, TOLD
+from experiments.tasks.associations import PEOPLE, TOLD, table
 from experiments.tasks.base import DESCRIPTIONS, PROMPTS
 from tests.experiments.test_tasks import coarse, documents
 
@@ -42,7 +42,7 @@ def read_facts(form: re.Pattern[str], one: tasks.Example) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", TWINS)
 def test_question_and_fact_share_no_word_and_the_twin_shares_them_all(name):
-    prompt, pairs = PROMPTS[name], DESCRIPTIONS[name]["pairs"]
+    prompt, pairs = PROMPTS[name], table(DESCRIPTIONS[name]["pairs"])
     for key, things in pairs.items():
         if "people" not in DESCRIPTIONS[name]:  # in RULER's frame, which question and fact share
             assert not any(words(key) & words(thing) for thing in things)
@@ -59,7 +59,7 @@ def test_question_and_fact_share_no_word_and_the_twin_shares_them_all(name):
 @pytest.mark.parametrize("name", TWINS)
 def test_twins_differ_in_the_facts_and_a_reader_with_the_table_finds_the_person(name):
     prompt = PROMPTS[name]
-    key_of = {thing: key for key, things in DESCRIPTIONS[name]["pairs"].items() for thing in things}
+    key_of = {thing: key for key, things in table(DESCRIPTIONS[name]["pairs"]).items() for thing in things}
     for one, twin in zip(drawn(name), drawn(f"{name}_literal"), strict=True):
         assert (one.question, one.answer_prefix, one.answers) == (twin.question, twin.answer_prefix, twin.answers)
         forms = [pattern(prompt.forms[form]) for form in ("fact", "literal")]
@@ -224,14 +224,15 @@ def scored(method: str, **values: float) -> list[dict]:
 def test_a_kind_is_a_mean_over_the_tasks_that_full_solves_and_twins_count_together():
     pytest.importorskip("matplotlib")
     full = scored(
-        "full", assoc_kind=80, assoc_kind_literal=40, assoc_dish=20, assoc_dish_literal=90, log_most=70, log_next=60
+        "full", assoc_kind=80, assoc_kind_literal=40, assoc_made=20, assoc_made_literal=90, log_most=70, log_next=60
     )
     rows = [*full, *scored("quest", assoc_kind=50, assoc_kind_literal=60, log_most=10)]
     means = by_kind(rows)
     assert means["full", "prefill", 4096] == {"literal": 40, "paraphrased": 80, "logs": 65}
     assert means["quest", "prefill", 4096] == {"literal": 60, "paraphrased": 50}  # it lacks a log that Full solves
     assert "paraphrase" in default_kinds(rows) and "paraphrase" not in default_kinds(scored("full", vt=90))
-    (points,) = (panel.lines for panel in paraphrase(rows).axes)
+    elsewhere = [{**row, "length": 8192} for row in full]  # fewer methods, so it is not drawn
+    (points,) = (panel.lines for panel in paraphrase([*elsewhere, *rows]).axes)
     assert {(*line.get_xdata(), *line.get_ydata()) for line in points if len(line.get_xdata()) == 1} == {(40, 80), (60, 50)}
     with pytest.raises(ValueError, match="needs tasks of the group paraphrased"):
         paraphrase(scored("full", vt=90))

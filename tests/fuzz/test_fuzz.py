@@ -9,11 +9,10 @@ import pytest
 import kvjax
 from experiments.cli import fuzz
 from experiments.cli.main import main as kvjax_main
-from kvjax import rope
 from kvjax.methods import Quest, SnapKV
 from models import weights
 from models.files.hf import config as hf_config
-from tests.fuzz import arguments, files, paths, tables, tokenizers
+from tests.fuzz import arguments, files, tables, tokenizers
 from tests.fuzz.__main__ import KINDS, main, run
 from tests.fuzz.structures import names as structures
 from tests.fuzz.structures import random_method, redraw
@@ -54,19 +53,15 @@ PLANTED = {  # a fault by the kind of cases that shall find it: an owner, a name
     "arguments": (kvjax, "make", lambda original: lambda *args, **knobs: SnapKV(budget=64), "silent"),
     "configs": (hf_config, "check_names", lambda original: lambda hf: None, "silent"),
     "ends": (weights, "end_ids", lambda original: lambda ids: (), "wrong"),
-    "ropes": (rope, "attention_factor", lambda original: lambda scaling: 1.0, "wrong"),
     "files": (files, "from_pretrained", lambda original: lambda folder: 1 / 0, "raw"),
     "tables": (tables, "read", _wider, "wrong"),
     "suites": (tables, "score", lambda original: lambda example, answer: 1.0, "wrong"),
     "names": (kvjax, "make", lambda original: lambda text: SnapKV(budget=64), "wrong"),
-    "paths": (paths, "write_record", lambda original: lambda path, made: original(path.with_name("x"), made), "wrong"),
     "tokenizers": (tokenizers.GrowingText, "add", lambda original: lambda self, ids, last: "", "wrong"),
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(x, marks=pytest.mark.slow) if x in ("arguments", "ropes") else x for x in PLANTED]
-)
+@pytest.mark.parametrize("kind", [pytest.param(x, marks=pytest.mark.slow) if x == "arguments" else x for x in PLANTED])
 def test_a_planted_fault_is_found_and_the_next_run_begins_with_it(kind, tmp_path, monkeypatch):
     owner, name, replacement, verdict = PLANTED[kind]
     monkeypatch.chdir(tmp_path)  # where failing cases are remembered
@@ -77,12 +72,12 @@ def test_a_planted_fault_is_found_and_the_next_run_begins_with_it(kind, tmp_path
 
 
 FEW = {  # CI runs a minute of `kvjax fuzz`
-    "arguments": 100, "configs": 60, "ends": 30, "files": 100, "tables": 40, "suites": 50, "names": 80, "paths": 30,
+    "arguments": 100, "configs": 60, "ends": 30, "files": 100, "tables": 40, "suites": 50, "names": 80,
     "tokenizers": 30,
 }  # fmt: skip
 
 
-MANY = {"ropes": 60, "switches": 2, "laws": 2}  # whose programs are compiled
+MANY = {"switches": 2, "laws": 2}  # whose programs are compiled
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ barriers, are tried on a card alone.
 """
 
 import contextlib
-import functools
 import importlib
 import threading
 from unittest import mock
@@ -22,7 +21,6 @@ from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.products import CHUNK
 from pallas_kernels._mosaic_gpu.team import BINS, Team
 from pallas_kernels._mosaic_gpu.threads import THREADS
-from pallas_kernels.attend.dense_decode import dense_decode
 from pallas_kernels.formats.key_codes import CLUSTERS, LEVEL, estimate, parts_of_rows
 from pallas_kernels.formats.packed_vectors import unpack
 from pallas_kernels.machine import assume_machine
@@ -45,7 +43,18 @@ class Memory:
 
     shape = property(lambda self: self.x.shape)
     dtype = property(lambda self: self.x.dtype)
-    at = property(lambda self: self)
+
+    @property
+    def at(self):
+        """Memory at some place of this one."""
+
+        class At:
+            def __getitem__(_, at):
+                part = object.__new__(Memory)
+                part.x = self.x[int(at) if jnp.ndim(at) == 0 else at]
+                return part
+
+        return At()
 
     def __getitem__(self, at):
         return jnp.asarray(self.x[at])
@@ -143,7 +152,7 @@ def team_load(self, ref, line, other=0):
     return load(ref, jnp.where(slot < ref.shape[1], slot, -1), other, (line, ref.shape[1]))
 
 
-def joined(self, sums, scratch):
+def joined(self, sums, scratch, first=0):
     folds = {"add": np.sum, "min": np.min, "max": np.max}
     columns = zip(*_of_groups([x for x, _ in sums]), strict=True)
     return [jnp.asarray(folds[fold](np.stack(x)), x[0].dtype) for x, (_, fold) in zip(columns, sums, strict=True)]
@@ -164,8 +173,9 @@ def order(size):
     return jnp.asarray(place.reshape(-1), jnp.int32)
 
 
-def maxima(self, key, each):
-    return jnp.max(key.reshape(-1, each * THREADS), axis=0)
+@staticmethod
+def folded(x, each, fold):
+    return {"add": jnp.sum, "max": jnp.max}[fold](x.reshape(-1, each * THREADS), axis=0)
 
 
 def clear(self, bins):
@@ -188,13 +198,23 @@ def counts(self, bins, first):
     return jnp.asarray(found, jnp.int32), jnp.asarray(number)
 
 
+def together(self, numbers, folds, scratch, first):
+    HERE.numbers[HERE.axes["part"]] = numbers
+    HERE.cluster.wait()
+    found = np.asarray([[int(x) for x in HERE.numbers[part]] for part in range(self.parts)])
+    HERE.cluster.wait()
+    pieces = {"min": np.min, "max": np.max, "low": lambda x: (x & 0xFFFF).sum(), "high": lambda x: (x >> 16).sum()}
+    mine = HERE.axes["part"]
+    return [jnp.int32(pieces[fold](found[: mine if earlier else None, at])) for at, fold, earlier in folds]
+
+
 def team_meet(self):
     HERE.cluster.wait()
 
 
 TEAM = {
-    "load": team_load, "joined": joined, "before": team_before, "maxima": maxima, "clear": clear, "tally": tally,
-    "counts": counts, "meet": team_meet, "begin": lambda *_: None,
+    "load": team_load, "joined": joined, "before": team_before, "folded": folded, "clear": clear, "tally": tally,
+    "counts": counts, "meet": team_meet, "end": team_meet, "together": together,
 }  # fmt: skip
 
 
@@ -273,28 +293,62 @@ def largest(self, found):
 
 
 def _unpacked(values, bitmap, row):
-    pairs = values.rows(values.shape[-1])[row], bitmap.rows(bitmap.shape[-1])[row]
+    pairs = (x.rows(x.shape[-1])[row] for x in (values, bitmap))
     return np.asarray(unpack(*map(jnp.asarray, pairs), 32 * bitmap.shape[-1]).astype(jnp.float32))
 
 
-def packed_products(refs, line, row, first, padded):
-    table, values, bitmap = refs
-    vectors = _unpacked(values, bitmap, np.asarray(row))
-    at = np.asarray(first)[:, None] + np.arange(vectors.shape[1] * padded)
-    query = table.x[int(line)][at].reshape(*vectors.shape, padded)
-    return tuple(jnp.asarray(np.einsum("nd,ndg->gn", vectors, query), jnp.float32))
+_TOKEN = np.arange(4)[:, None, None] * 32 + np.arange(2)[:, None] * THREADS + np.arange(8) * 4  # entries of a step's vectors
 
 
-def add_weighted(sums, refs, rows, weights, first, steps):
-    values, bitmap = refs
-    lanes, number = 4 * bitmap.shape[-1], rows.shape[0]
-    added = np.array(sums).reshape(-1, CHUNK, THREADS // lanes, lanes)  # head, channel of a byte, vector of a step, byte
-    for step, mine in np.ndindex(steps, THREADS // lanes):
-        at = int(first) + step * (THREADS // lanes) + mine
-        if rows.x[at] >= 0:
-            vector = _unpacked(values, bitmap, rows.x[at : at + 1]).reshape(lanes, CHUNK).T
-            added[:, :, mine] += weights.x.reshape(-1, number)[:, at, None, None] * vector
-    return jnp.asarray(added.reshape(-1))
+def load_queries(n, parts, head):
+    terms = parts.rows(n.dim)[int(head) :][: n.group * n.stored].astype(np.float32)
+    return terms.reshape(n.group, n.stored, n.dim).sum(axis=1)
+
+
+def score_step(n, blocks, reduce):
+    def load(refs, where):
+        line, begin, count = map(int, where)
+        row = begin + np.arange(64)
+        return np.where((row < count)[:, None], _unpacked(*refs, line * blocks + np.where(row < count, row, 0)), 0)
+
+    def score(ref, shared, loaded, query, mine, where):
+        line, begin, count = map(int, where)
+        row, found = begin + np.arange(64), loaded @ query.T
+        if reduce:
+            found = getattr(found, reduce)(axis=1, keepdims=True)
+        at = (line * found.shape[1] + np.arange(found.shape[1])) * blocks + row[:, None]
+        shown = np.asarray(mine)[_TOKEN.reshape(-1), None] > 0
+        store(ref, np.where(shown, at, -1), np.where(row[:, None] < count, found, -np.inf))
+
+    return load, score
+
+
+def attention_step(n, scale, packed):
+    def load(refs, rows):
+        rows = np.asarray(rows)[_TOKEN].reshape(4, 16)
+        read = np.maximum(rows, 0).reshape(-1)
+        found = _unpacked(*refs, read) if packed else refs[0].rows(n.dim)[read].astype(np.float32)
+        return np.where(rows[..., None] >= 0, found.reshape(4, 16, n.dim), 0)
+
+    def begin():
+        return np.zeros((4, n.group, n.dim)), np.full((4, n.group), -np.inf), np.zeros((4, n.group))
+
+    def weigh(shared, key, query, rows, maximum, total):
+        logits = np.einsum("wtd,gd->wgt", key, query) * scale * np.log2(np.e)
+        logits = np.where(np.asarray(rows)[_TOKEN].reshape(4, 1, 16) >= 0, logits, -np.inf)
+        risen = np.maximum(maximum, logits.max(axis=2))
+        shift = np.where(risen > -np.inf, risen, 0)
+        weights, decays = np.exp2(logits - shift[..., None]), np.exp2(maximum - shift)
+        return risen, total * decays + weights.sum(axis=2), decays, weights
+
+    def add(shared, value, right, decays, sums):
+        return sums * decays[..., None] + np.einsum("wgt,wtd->wgd", right, value)
+
+    def publish(shared, edges, state):
+        sums, maximum, total = state
+        shared.x[: sums.size], edges.x[: 2 * total.size] = sums.reshape(-1), np.stack([maximum, total], -1).reshape(-1)
+
+    return load, begin, weigh, add, publish
 
 
 def estimates(query, rows, line, row, dim):
@@ -313,11 +367,11 @@ def add_votes(table, words, shared, at):
 
 
 KERNELS = {  # functions of kernels that emit instructions themselves
-    "attend.mosaickv.packed_attention": {"products": packed_products, "add_weighted": add_weighted},
-    "score.mosaickv.packed_score": {"products": packed_products},
+    "attend.mosaickv.packed_attention": {"load_queries": load_queries, "step_functions": attention_step},
+    "score.mosaickv.packed_score": {"load_queries": load_queries, "step_functions": score_step},
+    "query.mosaickv.project_query": {"rounded": lambda x, dtype: x.astype(dtype).astype(jnp.float32)},
     "choose.pariskv.rerank": {"_estimates": estimates},
     "choose.pariskv.collision": {"_load_ids": load_ids, "_add_votes": add_votes},
-    "attend.dense_decode": {"dense_decode": functools.partial(dense_decode, implementation="xla")},
 }
 
 

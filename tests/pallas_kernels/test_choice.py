@@ -192,6 +192,13 @@ def test_sizes_and_dtypes_choose_the_implementation(name, platform, sizes, expec
         assert choose(name, platform=platform, **sizes) == expected
 
 
+def test_a_kernel_comes_first_where_it_is_faster():
+    with assume_machine("gpu", (9, 0)):
+        found = [choose("gather_attention", D=64, B=rows) for rows in (63, 64)]
+        found += [choose("kth_select", S=slots) for slots in (2**14, 2**14 + 1)]
+    assert found == [TRITON, MOSAIC, MOSAIC, TRITON]
+
+
 def test_a_named_platform_goes_before_an_assumed_machine():
     with assume_machine("gpu", (9, 0)):
         assert [choose("prefix_attention", platform=platform) for platform in (None, "cpu")] == [MOSAIC, XLA]

@@ -7,6 +7,8 @@ themselves, one instruction each, are left to a GPU. Layouts of `mma` and `ldmat
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels._mosaic_gpu.warps import unpacking
+
 LANES = 32
 _LANE = np.arange(LANES)
 _ROW, _COLUMN = _LANE // 4, _LANE % 4 * 2
@@ -35,7 +37,7 @@ def _operator(name):
     return apply
 
 
-for _name in ("add", "radd", "sub", "mul", "floordiv", "mod", "and", "or", "xor", "lt", "le", "gt", "ge"):
+for _name in ("add", "radd", "sub", "mul", "floordiv", "mod", "and", "or", "xor", "rshift", "lt", "le", "gt", "ge"):
     setattr(Number, f"__{_name}__", _operator(f"__{_name}__"))
 
 
@@ -43,7 +45,7 @@ class Warp:
     """The functions of `warps`, and of `threads` those that make numbers; ``memory``: shared memory, an array of bytes."""
 
     def __init__(self, size):
-        self.memory = np.zeros(size, np.uint8)
+        self.memory, self.stores = np.zeros(size, np.uint8), []
 
     number = staticmethod(lambda x: Number(np.int64(x)))
     float_number = staticmethod(lambda x: Number(np.float32(x)))
@@ -94,6 +96,47 @@ class Warp:
         return [_packed(x[_ROW[:, None], _COLUMN[:, None] + [0, 1]]) for x in (rows.mT if transposed else rows)]
 
     @staticmethod
+    def shuffle(x, distance):
+        return Number(x.each[_LANE ^ distance])
+
+    @staticmethod
+    def shuffle_up(x, step):
+        return Number(x.each[np.maximum(_LANE - step, 0)])
+
+    @staticmethod
+    def popcount(x):
+        return Number(np.bitwise_count(x.each.astype(np.uint32)).astype(np.int64))
+
+    @staticmethod
+    def neighbours(x, y):
+        return Number((x.each >> 16 & 0xFFFF) | (y.each & 0xFFFF) << 16)
+
+    @staticmethod
+    def transposed(x):
+        return _packed(_parted(x, np.uint16).reshape(8, 8).T.reshape(LANES, 2))
+
+    @staticmethod
+    def least(x, y):
+        return Number(np.minimum(x.each, y))
+
+    def meet_warp(self):
+        """Do what was stored since the last barrier, in the other order: a compiler may change it."""
+        for at, written in reversed(self.stores):
+            for place, x in zip(at, written.view(np.uint8), strict=True):
+                self.memory[place:][: x.size] = x
+        self.stores.clear()
+
+    def store_shared(self, to, numbers, where, offset=0):
+        self.stores.append((to.each + offset, np.stack([x.each for x in numbers], 1).astype(np.int32)))
+
+    def store_half(self, to, x, offset):
+        self.stores.append((to.each + offset, np.ascontiguousarray((x.each & 0xFFFF).astype(np.uint16)[:, None])))
+
+    def unpack(self, bits, place, channels):
+        """Run the program of `warps.unpack`, see `computed`."""
+        return [Number(x) for x in computed(unpacking(channels), [bits.each, place.each], channels // 2 + 1, self.memory)]
+
+    @staticmethod
     def multiply(sums, left, right, dtype):
         tall, wide, out = np.zeros((2, 8, 2, 8)), np.zeros((2, 8, 8)), np.zeros((2, 8, 8))
         for i in (0, 1):
@@ -104,6 +147,41 @@ class Warp:
                     tall[half, _ROW, part, _COLUMN + i] = _parted(left[2 * part + half], dtype)[:, i]
         out += np.einsum("hrpk,pkc->hrc", tall, wide)
         return [Number(out[half, _ROW, _COLUMN + i].astype(np.float32)) for half in (0, 1) for i in (0, 1)]
+
+
+def computed(text, operands, results, memory):
+    """Run the PTX of `warps.unpacking` on int64 [32] operands."""
+    named = dict(enumerate([None] * results + operands))
+
+    def value(x):
+        return named[int(x[1:])] if x[0] == "$" else named[x] if x in named else np.int64(int(x, 0))
+
+    def bytes_of(*words):
+        return np.stack([np.broadcast_to(x, LANES) >> 8 * i & 255 for x in words for i in range(4)])
+
+    def permuted(low, high, order):
+        chosen = np.broadcast_to(order, LANES) >> 4 * np.arange(4)[:, None] & 15
+        assert (chosen < 8).all()
+        return sum(x << 8 * i for i, x in enumerate(np.take_along_axis(bytes_of(low, high), chosen, axis=0)))
+
+    meanings = {
+        "mov": lambda x: x,
+        "and": np.bitwise_and,
+        "shr": np.right_shift,
+        "add": np.add,
+        "setp": np.not_equal,
+        "prmt": permuted,
+        "dp4a": lambda x, y, z: (bytes_of(x) * bytes_of(y)).sum(axis=0) + z,
+        "ld": lambda place: np.array([memory[x:][:4].view(np.uint32)[0] for x in place], np.int64),
+    }
+    for line in text.strip("{ }").split(";"):
+        if (line := line.strip()) and not line.startswith(".reg"):
+            guard, name, names = line.split(" ", 2) if line[0] == "@" else ("", *line.split(" ", 1))
+            to, *given = (x.strip("[] ") for x in names.split(","))
+            found = np.broadcast_to(meanings[name.split(".")[0]](*map(value, given)), LANES) & 0xFFFFFFFF
+            found = np.where(named[guard[1:]], found, 0xBAD0BAD0) if guard else found
+            named[int(to[1:]) if to[0] == "$" else to] = found
+    return [named[i] for i in range(results)]
 
 
 def _packed(two):

@@ -11,7 +11,9 @@ from pallas_kernels._mosaic_gpu.decode import attend, check_machine
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.sizes import Lists
 from pallas_kernels.formats.quantised import Quantised
+from pallas_kernels.machine import current_machine
 
+MANY = 128  # lists
 MOST_SEEN = 1024  # loads of a warp, in which it finds the last entry before its loop
 
 
@@ -79,3 +81,8 @@ def check(query, key, value, slots, mask, *, bias=None, place=None, rows=None, l
         raise NotImplementedError("got place with a bias or codes, expected neither")
     if bias is not None and bias.shape != slots.shape:
         raise NotImplementedError(f"got a bias {bias.shape}, expected {slots.shape}")
+
+
+def first(query, *_, **__):
+    """Tell whether there are so many lists that the merge of Triton's parts costs more than programs of one list each."""
+    return current_machine().capability == (9, 0) and query.shape[0] * query.shape[1] >= MANY

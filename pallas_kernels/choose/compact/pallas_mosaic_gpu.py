@@ -13,15 +13,13 @@ from pallas_kernels._mosaic_gpu.search import MOST, fill, listed, team_for
 TAKES = f"{arrays.HOPPER}, rows and lists of up to {arrays.MOST_PARTS * MOST} entries"
 
 
-def _body(mask_ref, list_ref, keep_ref, scratch, peers, _, *, team):
+def _body(mask_ref, list_ref, keep_ref, scratch, _, *, team):
     # mask [L, S]; list, keep [L, K].
     row, capacity = lax.axis_index("x"), list_ref.shape[1]
-    team.begin(peers)
-    mask = team.load(mask_ref, row)
-    team.ready()
-    hit, place, total = listed(mask, jnp.int32(0), team, scratch, peers)
+    hit, place, total = listed(team.load(mask_ref, row), jnp.int32(0), team, scratch)
     arrays.store(list_ref, jnp.where(hit & (place < capacity), row * capacity + place, -1), team.entries())
     fill(list_ref, keep_ref, row, total, team)
+    team.end()
 
 
 def compact(mask, capacity):

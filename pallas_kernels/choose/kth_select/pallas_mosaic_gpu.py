@@ -13,16 +13,18 @@ from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu.pallas import pl
 from pallas_kernels._mosaic_gpu.search import MOST, fill, listed, team_for, threshold_of
 from pallas_kernels._triton.kth_search import order_key
+from pallas_kernels.machine import current_machine
 from pallas_kernels.numerics import finite_or_zero
 
 TAKES = f"{arrays.HOPPER}, rows and lists of up to {arrays.MOST_PARTS * MOST} entries"
+SHORT = 2**14
 
 
 def _body(*refs, joining, budget, traced, most, capacity, heads, team):
     # score [L, S], or logits [L * G, S] and lse [L, N, G] if joining; budget [n] if traced; then list, keep [L, K] and
     # count [L].
     score_ref, lse_ref, budget_ref = refs[0], refs[1 : 1 + joining], refs[1 + joining : 1 + joining + traced]
-    list_ref, keep_ref, count_ref, scratch, peers, bins = refs[1 + joining + traced :]
+    list_ref, keep_ref, count_ref, scratch, bins = refs[1 + joining + traced :]
     row = lax.axis_index("x")
     asked = budget_ref[0][budget(row)] if traced else jnp.int32(budget)
     wanted = jnp.minimum(jnp.maximum(asked, 0), most)
@@ -38,8 +40,8 @@ def _body(*refs, joining, budget, traced, most, capacity, heads, team):
         size = arrays.size_of(-(-parts_of // team.groups))
         at = team.group() * size + arrays.counted(size)
         lse = arrays.load(lse_ref[0], jnp.where(at < parts_of, (row * parts_of + at) * heads + head, -1), -jnp.inf)
-        top = finite_or_zero(team.joined([(lse, "max")], scratch)[0])
-        return finite_or_zero(top + jnp.log(team.joined([(jnp.exp(lse - top), "add")], scratch)[0]))
+        top = finite_or_zero(team.joined([(lse, "max")], scratch, 6)[0])
+        return finite_or_zero(top + jnp.log(team.joined([(jnp.exp(lse - top), "add")], scratch, 7)[0]))
 
     @pl.when(wanted <= 0)  # a row that wants nothing is not read
     def _():
@@ -47,17 +49,17 @@ def _body(*refs, joining, budget, traced, most, capacity, heads, team):
 
     @pl.when(wanted > 0)
     def _():
-        team.begin(peers)
         if joining:
             shares = (score(row * heads + head) - total(head, lse_ref[0].shape[1]) for head in range(heads))
             key = order_key(functools.reduce(jnp.maximum, shares))
         else:
             key = order_key(score(row))
-        threshold, ties, chosen = threshold_of(key, wanted, most, team, scratch, peers, bins)
+        threshold, ties, chosen = threshold_of(key, wanted, most, team, scratch, bins)
         word = (key > threshold).astype(jnp.int32) + ((key == threshold).astype(jnp.int32) << 16)
-        keep, place, _ = listed(word, ties, team, scratch, peers)
+        keep, place, _ = listed(word, ties, team, scratch)
         arrays.store(list_ref, jnp.where(keep & (place < chosen), row * capacity + place, -1), team.entries())
         finish(chosen)
+        team.end()
 
 
 def kth_select(score, budget, capacity, lse=None):
@@ -103,3 +105,8 @@ def check(score, budget, capacity, lse=None):
         raise NotImplementedError(
             f"got score {score.shape} and {capacity=}, expected rows of 1 to {arrays.MOST_PARTS * MOST}"
         )
+
+
+def first(score, *_, **__):
+    """Tell whether rows are so short that Triton's three kernels take longer."""
+    return current_machine().capability == (9, 0) and score.shape[-1] <= SHORT

@@ -11,8 +11,9 @@ import pytest
 import kvjax
 from kvjax.api import programs
 from kvjax.decoding.layers import layer_methods
+from kvjax.decoding.one_layer import has_few_kinds
 from kvjax.decoding.reading_order import Order, RowBytes, chosen_order, reading_order
-from kvjax.methods import KVzip, SnapKV
+from kvjax.methods import KVzip, PyramidKV, SnapKV
 from kvjax.testing.model import TinyModel
 from pallas_kernels.host import on_host
 from tests.harness import ALL, any_example, example
@@ -127,6 +128,8 @@ def test_equal_layers_are_one_program():
         return sum(1 for _ in lowered)
 
     assert count(4) == count(6)
+    deep = dataclasses.replace(TINY, num_layers=28)
+    assert has_few_kinds(example("quest"), deep) and not has_few_kinds(PyramidKV(budget=64), deep)
 
 
 @pytest.mark.slow

@@ -198,18 +198,6 @@ def test_all_layers_are_whole_until_the_second_reading_ends():
     assert kvjax.memory_needed(KVzip(budget=40), tiny, **sizes).device > 8 * layer
 
 
-@pytest.mark.thorough
-def test_stages_with_every_page_is_the_eviction_alone():
-    player, params = recording()
-    alone = small(KVzip, **oracle.KNOBS)
-    pages = Stages(evict=alone, retrieve=Quest(budget=96, page_size=4, num_dense_layers=0))
-    one, other = (tape.read(player, params, oracle.LENGTHS, method, STEPS) for method in (alone, pages))
-    for x, y in zip(one.layers, other.layers, strict=True):
-        np.testing.assert_array_equal(x.cache.position, y.cache.position)
-    active = np.ones((STEPS, ROWS), bool)
-    np.testing.assert_allclose(*(tape.decode(params, cache, active)[1] for cache in (one, other)), atol=1e-5)
-
-
 # ---- what it takes ------------------------------------------------------------------------------------------------
 
 

@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels._mosaic_gpu import packed
 from pallas_kernels.attend.mosaickv.packed_attention import packed_attention
 from pallas_kernels.attend.mosaickv.packed_attention import pallas_triton as attend
-from pallas_kernels.formats.packed_vectors import words_of
+from pallas_kernels.formats.packed_vectors import split_terms, words_of
 from pallas_kernels.query.mosaickv.project_query import project_query
 from pallas_kernels.score.mosaickv.packed_score import packed_score
 from pallas_kernels.score.mosaickv.packed_score import pallas_triton as score
 from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body_and_dtype, implementations, on_gpu, on_hopper, thorough
+from tests.pallas_kernels.warp import Number, Warp
 
 SCALE = 0.2
 PROJECT = implementations("project_query") | on_hopper(project_query)
@@ -173,3 +175,64 @@ def test_default_config_gives_every_program_work():
         tiles = -(-blocks // per_tile)
         share = -(-tiles // config.splits) * per_tile
         assert per_tile >= 1 and share * (config.splits - 1) < blocks
+
+
+@pytest.mark.parametrize(
+    ("dim", "rank", "group", "dtype"),
+    [(128, 32, 4, "bfloat16"), (128, 48, 7, "bfloat16"), (32, 8, 3, "float16"), (256, 64, 4, "bfloat16")],
+)
+def test_a_step_of_a_warp_equals_float64(dim, rank, group, dtype, monkeypatch):
+    """Two steps on the same 16 keys and values, two of which are hidden and hold NaN."""
+    rng, warp = np.random.default_rng(dim + rank), Warp(1 << 15)
+    warp.memory[:] = 0xFF  # NaN
+    for name in "tw":
+        monkeypatch.setattr(packed, name, warp)
+    n = packed.Vectors(dim=dim, rank=rank, group=group, stored=4, terms=2, dtype=jnp.dtype(dtype))
+    query = rng.normal(size=(group, dim)).astype(np.float32)
+    terms = np.array(split_terms(jnp.asarray(query), n.dtype)).view(np.int16)
+    row, quarter, hidden = np.arange(32) // 4, np.arange(32) % 4, np.isin(np.arange(16), [3, 9])
+    stored, want = zip(*(vectors(rng, (16,), dim, rank, dtype, hidden) for _ in range(2)), strict=True)
+
+    def words(x):  # of this lane's quarter of a row
+        return [Number(np.int64(y)) for y in np.ascontiguousarray(x.reshape(32, -1)).view(np.int32).T]
+
+    def of_lane(x, rows):
+        return x.reshape(*x.shape[:-1], 4, -1)[rows, quarter]
+
+    head = [np.minimum((row >> 1) + 4 * g, group - 1) for g in range(n.groups)]
+    asked = [x for h in head for x in words(of_lane(terms[h, row & 1].reshape(32, dim), np.arange(32)))]
+    loaded = []
+    for values, bitmap in stored:
+        values, bits = (
+            np.array(values).view(np.int16),
+            np.unpackbits(np.array(bitmap).view(np.uint8), axis=-1, bitorder="little"),
+        )
+        chunks, one = values.reshape(16, -1, 8), []
+        for at in (row, row + 8):
+            for load in range(n.loads):
+                one += words(chunks[at, np.minimum(quarter + 4 * load, rank // 8 - 1)])
+            mine = of_lane(bits, at).reshape(32, n.bits, -1).astype(np.int64)
+            mine = np.where(hidden[at, None], 0, (mine << np.arange(mine.shape[-1])).sum(axis=-1))
+            one += [Number(x) for x in mine.T]
+        loaded.append(one)
+    seen = [Number(~hidden[at]) for at in (row, row + 8)]
+    maximum, total = ([warp.float_number(x)] * n.groups for x in (-np.inf, 0.0))
+    sums = [warp.float_number(0.0)] * n.channels
+
+    def pieces(x):
+        return packed.unpacked(n, packed.placed(n, x, warp.number(0)))
+
+    for _ in range(2):
+        maximum, total, decays, right = packed.weighed(n, pieces(loaded[0]), asked, seen, SCALE, maximum, total)
+        sums = packed.added(n, pieces(loaded[1]), right, decays, sums)
+    logits = np.where(hidden, -np.inf, SCALE * query.astype(np.float64) @ want[0].T)
+    weight = np.exp(logits - logits.max(axis=1, keepdims=True))
+    got = np.zeros((8, dim))
+    for i, g in np.ndindex(dim // 8, n.groups):
+        channel = (row >> 1) * n.channels + (row & 1) + 2 * i
+        got[quarter + 4 * g, channel] = sums[4 * (i // 2) + 2 * (i % 2) + g].each
+    totals = np.concatenate([x.each.reshape(8, 4).sum(axis=0) for x in total])
+    np.testing.assert_allclose(totals[:group] / 2, weight.sum(axis=1), rtol=1e-4)
+    np.testing.assert_allclose(
+        got[:group] / totals[:group, None], weight / weight.sum(axis=1, keepdims=True) @ want[1], atol=2e-2
+    )

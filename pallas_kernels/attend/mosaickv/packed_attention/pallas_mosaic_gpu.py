@@ -1,11 +1,14 @@
-"""Decode attention over packed blocks through Mosaic GPU; `dense_decode` attends to the buffer of raw tokens.
+"""Decode attention over packed blocks through Mosaic GPU; one more program of a list attends to the buffer of raw tokens.
 
 As for Triton, a program takes a share of one list of blocks, goes through its segments, and writes one partial for each, in
-the segment's basis: program j writes that of segment s to row ``j + s``. Its tokens' logits stay in registers. A second
-kernel adds up the partials of each segment, and turns the sums into the model's basis.
+the segment's basis: program j writes that of segment s to row ``j + s``. Each of its warps takes 16 tokens at a time, see
+`packed`, and keeps its sums in registers until a segment ends. A second kernel adds up the partials of each segment, and
+turns the sums into the model's basis.
 """
 
+import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,31 +16,120 @@ from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu import threads as t
-from pallas_kernels._mosaic_gpu.packed import BYTE, MOST_QUERIES, add_weighted, products
-from pallas_kernels._mosaic_gpu.pallas import plgpu
-from pallas_kernels._triton.packed_vectors import check_format, query_table
-from pallas_kernels.attend.dense_decode import pallas_mosaic_gpu as dense_kernel
+from pallas_kernels._mosaic_gpu import warps as w
+from pallas_kernels._mosaic_gpu.packed import (
+    SIZES,
+    VECTORS,
+    Vectors,
+    added,
+    load_queries,
+    load_vectors,
+    load_whole,
+    over_rows,
+    placed,
+    quad,
+    steps_of,
+    unpacked,
+    warp,
+    weighed,
+    whole,
+)
+from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
+from pallas_kernels._mosaic_gpu.steps import a_ref, numbers
 from pallas_kernels.numerics import LOG2_E, finite_or_zero
 
-TOKENS = 128  # of a program
-TOGETHER = 4  # values that a thread reads together
+WARPS = t.THREADS // w.LANES
+TOKENS = WARPS * VECTORS  # of a step of a program
+TERMS = 2  # of a query that meet keys: they have twice the bits that weights keep
+PROGRAMS, GROUPS = 132, 3  # blocks that run on an H200 at once, and programs of each
 JOINED = 16  # partials, or rows of a basis, that a thread reads together
-WIDTH = 32  # columns of a basis that a program joins with
-TAKES = f"{arrays.HOPPER}, D of 32 to 256 in one dtype, G up to {MOST_QUERIES}, blocks of up to {TOKENS} tokens"
+LEAST = 128  # programs that should join
+TAKES = SIZES
+
+
+def step_functions(n: Vectors, scale: float, packed: bool):
+    """Return functions that load keys or values of a step of a warp, that begin, weigh, add, and store a warp's sums.
+
+    Sums are those of channels, of all tokens of the warp; maximum and total of each head's weights are to base 2, the total
+    of this lane's tokens.
+    """
+    loaded, tiles = 2 * (4 * n.loads + n.bits) if packed else n.channels, n.channels // 4
+    counts = 4 * tiles, n.groups, n.groups  # sums, maximum, total
+    shares = n.groups * n.terms // 2 * (n.channels // 2)
+
+    @plgpu.inline_mgpu(arg_types=((a_ref(),) * (1 + packed), t.own(2)), return_type=numbers(loaded, jnp.int32))
+    def load(ctx, refs, rows):
+        rows = t.numbers_of(rows)
+        return t.made_of((load_vectors if packed else load_whole)(n, *refs, rows, [x >= 0 for x in rows]))
+
+    def pieces(shared, given):
+        if not packed:
+            return whole(n, t.numbers_of(given))
+        return unpacked(n, placed(n, t.numbers_of(given), t.number(t.address(shared)) + warp() * n.room))
+
+    def begin():
+        starts = zip(counts, (0.0, -math.inf, 0.0), strict=True)
+        return tuple(arrays.spread(y, t.THREADS * x, jnp.float32) for x, y in starts)
+
+    types = a_ref(), t.own(loaded)
+
+    @plgpu.inline_mgpu(
+        arg_types=(*types, t.own(shares), t.own(2), *(t.own(n.groups),) * 2),
+        return_type=(*(numbers(n.groups, jnp.float32),) * 3, numbers(2, jnp.int32)),
+    )
+    def weigh(ctx, shared, key, query, rows, maximum, total):
+        seen, state = [x >= 0 for x in t.numbers_of(rows)], (t.numbers_of(x, True) for x in (maximum, total))
+        maximum, total, decays, right = weighed(n, pieces(shared, key), t.numbers_of(query), seen, scale, *state)
+        return *(t.made_of(x, floats=True) for x in (maximum, total, decays)), t.made_of(right)
+
+    @plgpu.inline_mgpu(
+        arg_types=(*types, t.own(2), t.own(n.groups), t.own(counts[0])), return_type=numbers(counts[0], jnp.float32)
+    )
+    def add(ctx, shared, value, right, decays, sums):
+        sums, decays = t.numbers_of(sums, floats=True), t.numbers_of(decays, floats=True)
+        return t.made_of(added(n, pieces(shared, value), t.numbers_of(right), decays, sums), floats=True)
+
+    @plgpu.inline_mgpu(arg_types=(a_ref(), a_ref(), tuple(map(t.own, counts))))
+    def publish(ctx, shared, edges, state):
+        sums, maximum, total = (t.numbers_of(x, floats=True) for x in state)
+        place, lane = t.number(t.address(shared)) + warp() * (4 * n.group * n.dim), t.signed(w.lane())
+        column = lane >> 2
+        for group in range(n.groups):
+            head = quad() + 4 * group
+            edge = t.number(t.address(edges)) + (warp() * n.group + head) * 8
+            w.store_shared(
+                edge, [maximum[group], over_rows(total[group], lambda x, y: x + y)], (column < 1) & (head < n.group)
+            )
+            for i in range(2 * tiles):  # rows of the products
+                channel = (column >> 1) * n.channels + (column & 1) + 2 * i
+                x = sums[4 * (i // 2) + 2 * (i % 2) + group]
+                w.store_shared(place + (head * n.dim + channel) * 4, [x], head < n.group)
+
+    return load, begin, weigh, add, publish
 
 
 def _body(
-    table_ref, key_ref, key_words_ref, value_ref, value_words_ref, blocks_ref, count_ref, last_ref, *refs,
-    heads, slots, segments, group, padded, dim, granule, span, scale, splits,
+    parts_ref, key_ref, key_words_ref, value_ref, value_words_ref, blocks_ref, count_ref, last_ref, query_ref, *refs,
+    n, heads, slots, segments, granule, span, scale, share, steps, splits, groups,
 ):  # fmt: skip
-    # table [L, M * D * Gp]; keys and values [L * S, r], their words [L * S, W]; blocks [L, K]; count [L]; last [B]; owner
-    # [B, P] if given; then out [L, X, G, D], lse [L, X, G], segment [L, X].
-    *owner_ref, out_ref, lse_ref, segment_ref, rows, weights, sums = refs
-    line, j, listed, share = lax.axis_index("x"), lax.axis_index("y"), blocks_ref.shape[1], TOKENS // granule
+    # parts [L * M * G * N, D]; keys and values [L * S, r], their words [L * S, W]; blocks [L, K]; count [L]; last [B]; query
+    # [L * G, D], raw key and value [L * R, D] and position [L, R]; owner [B, P] if given; then out [L, X, G, D], lse
+    # [L, X, G], segment [L, X]. In shared memory the vectors of each warp, and then its sums; and maximum and total of each.
+    raw_key_ref, raw_value_ref, position_ref, *owner_ref, out_ref, lse_ref, segment_ref, shared, edges = refs
+    group, listed, lists = lax.axis_index("group"), blocks_ref.shape[1], blocks_ref.shape[0]
+    # The programs of the buffers are the last ones: they are short.
+    number = lax.axis_index("x") * groups + group
+    packed, shared, edges = number < lists * splits, shared.at[group], edges.at[group]
+    line = jnp.minimum(jnp.where(packed, lax.div(number, splits), number - lists * splits), lists - 1)
+    j = jnp.where(packed, lax.rem(number, splits), splits)
     b, count, partials = lax.div(line, heads), arrays.scalar(count_ref, line), segment_ref.shape[1]
     first = j * share
     stop = jnp.minimum(first + share, count)
     last = arrays.scalar(last_ref, b)
+    # Two tokens of each thread: its lane's rows of a step.
+    index = arrays.counted(2 * t.THREADS)
+    thread, second = index & (t.THREADS - 1), lax.shift_right_logical(index, 7)
+    row = lax.shift_right_logical(thread, 5) * VECTORS + lax.div(thread & (w.LANES - 1), 4) + second * (VECTORS // 2)
 
     def owner_of(block, load):
         if not owner_ref:
@@ -48,168 +140,194 @@ def _body(
         block = arrays.scalar(blocks_ref, line * listed + jnp.minimum(entry, listed - 1))
         return jnp.where(entry < count, owner_of(jnp.where(entry < count, block, 0), arrays.scalar), segments - 1)
 
-    # See `pallas_triton`: two neighbours may share a segment, but they write it to different rows.
-    low, high = jnp.where(j == 0, 0, owner_at(first)), jnp.where(j == splits - 1, segments - 1, owner_at(first + share))
-    token = arrays.counted(TOKENS)
-    entry = first + lax.div(token, granule)
-    seen = (entry < stop) & (token < share * granule)
-    block = arrays.load(blocks_ref, jnp.where(seen, line * listed + entry, -1))
-    owner = owner_of(block, arrays.load)
-    row = line * slots + block * granule + lax.rem(token, granule)
-    read = jnp.where(seen, row, line * slots)
-    logits = products((table_ref, key_ref, key_words_ref), line, read, owner * (dim * padded), padded)[:group]
-    logits = [x * (scale * LOG2_E) for x in logits]
-    lanes = dim // BYTE
-    step = TOGETHER * (t.THREADS // lanes)
-    entries = arrays.counted(t.THREADS * group * BYTE)
+    def attend(functions, keys, values, query, rows_of, used, to, segment, ahead):
+        """Attend to the rows of all steps, and write partial ``to``; ``ahead``: keys and rows are loaded a step before."""
+        load, begin, weigh, add, publish = functions
 
-    def attend(s, carry):
-        mine = seen & (owner == s)
+        def follow(step, carry):
+            rows, key, later, (sums, maximum, total) = carry
+            if ahead:  # values arrive while keys are multiplied, and the next keys while values are added
+                value = load(values, rows)
+                maximum, total, decays, right = weigh(shared, key, query, rows, maximum, total)
+                key, after = load(keys, later), rows_of(step + 2)
+            else:  # in fewer registers
+                maximum, total, decays, right = weigh(shared, load(keys, rows), query, rows, maximum, total)
+                value, later, after = load(values, rows), rows_of(step + 1), later
+            return later, key, after, (add(shared, value, right, decays, sums), maximum, total)
+
+        rows = rows_of(0)
+        first = (load(keys, rows), rows_of(1)) if ahead else (None, None)
+        *_, state = lax.fori_loop(0, used, follow, (rows, *first, begin()))
         arrays.meet()
-        arrays.store_shared(rows, token, jnp.where(mine, row, -1))
-        at = (line * partials + j + s) * group
-        divisors = []
-        for g, logit in enumerate(logits):
-            logit = jnp.where(mine, logit, -jnp.inf)
-            shift = finite_or_zero(jnp.max(logit))
-            weight = jnp.exp2(logit - shift)
-            total = jnp.sum(weight)
-            arrays.store_shared(weights, g * TOKENS + token, weight)
-            arrays.put(lse_ref, at + g, (shift + jnp.log2(total)) / LOG2_E)
-            divisors.append(jnp.where(total > 0, total, 1.0))
+        publish(shared, edges, state)
+        arrays.meet()
+        at = line * partials + to
+        channel = arrays.counted(arrays.size_of(n.dim))
+        held = jnp.minimum(channel, n.dim - 1)
+        for g in range(n.group):
+            ends = [
+                [arrays.load_shared(edges, arrays.spread(2 * (i * n.group + g) + k, channel.shape[0])) for i in range(WARPS)]
+                for k in (0, 1)
+            ]
+            shift = finite_or_zero(functools.reduce(jnp.maximum, ends[0]))
+            shares = [jnp.exp2(x - shift) for x in ends[0]]
+            total = sum(x * y for x, y in zip(shares, ends[1], strict=True))
+            parts = [arrays.load_shared(shared, (i * n.group + g) * n.dim + held) for i in range(WARPS)]
+            merged = sum(x * y for x, y in zip(shares, parts, strict=True)) / jnp.where(total > 0, total, 1.0)
+            arrays.store(out_ref, jnp.where(channel < n.dim, (at * n.group + g) * n.dim + channel, -1), merged)
+            arrays.store(lse_ref, jnp.where(channel < 1, at * n.group + g, -1), (shift + jnp.log2(total)) / LOG2_E)
+        arrays.put(segment_ref, at, segment)
         arrays.meet()
 
-        def add(i, carry):
-            return add_weighted(carry, (value_ref, value_words_ref), rows, weights, i * step, TOGETHER)
+    def of_segment(s, carry):
+        def rows_of(step):
+            """Return the rows of a step's tokens, -1 for those of other segments and behind the list."""
+            token = step * TOKENS + row
+            entry = first + lax.div(token, granule)
+            block = arrays.load(blocks_ref, jnp.where(entry < stop, line * listed + entry, -1))
+            mine = (entry < stop) & (owner_of(block, arrays.load) == s)
+            return jnp.where(mine, line * slots + block * granule + lax.rem(token, granule), -1)
 
-        nothing = arrays.spread(0.0, t.THREADS * group * BYTE, jnp.float32)
-        added = lax.fori_loop(0, TOKENS // step, add, nothing)
-        # A thread has 8 channels of each head; threads of one byte add up theirs.
-        number, thread = lax.shift_right_logical(entries, 7), entries & (t.THREADS - 1)
-        channel = lax.rem(thread, lanes) * BYTE + lax.rem(number, BYTE)
-        arrays.store_shared(sums, (lax.div(thread, lanes) * group + lax.div(number, BYTE)) * dim + channel, added)
-        arrays.meet()
-        for g, divisor in enumerate(divisors):
-            channel = arrays.counted(arrays.size_of(dim))
-            held = jnp.minimum(channel, dim - 1)
-            parts = [arrays.load_shared(sums, (i * group + g) * dim + held) for i in range(t.THREADS // lanes)]
-            total = functools.reduce(jnp.add, parts) / divisor
-            arrays.store(out_ref, jnp.where(channel < dim, (at + g) * dim + channel, -1), total)
-        arrays.put(segment_ref, line * partials + j + s, s)
+        query = load_queries(n, parts_ref, (line * segments + s) * (n.group * n.stored))
+        used = jnp.clip(lax.div((stop - first) * granule + (TOKENS - 1), TOKENS), 0, steps)
+        stored = (key_ref, key_words_ref), (value_ref, value_words_ref)
+        attend(step_functions(n, scale, packed=True), *stored, query, rows_of, used, j + s, s, ahead=True)
         return carry
 
-    lax.fori_loop(low, high + 1, attend, 0)
+    @pl.when(packed)
+    def _():
+        # See `pallas_triton`: two neighbours may share a segment, but they write it to different rows.
+        low, high = jnp.where(j == 0, 0, owner_at(first)), jnp.where(j == splits - 1, segments - 1, owner_at(first + share))
+        lax.fori_loop(low, high + 1, of_segment, 0)
+
+    @pl.when(~packed & (number < lists * (splits + 1)))
+    def _():
+        size, plain = position_ref.shape[1], dataclasses.replace(n, stored=1)
+
+        def rows_of(step):
+            slot = step * TOKENS + row
+            seen = arrays.load(position_ref, jnp.where(slot < size, line * size + slot, -1), -1) >= 0
+            return jnp.where(seen, line * size + slot, -1)
+
+        query, steps, none = load_queries(plain, query_ref, line * n.group), -(-size // TOKENS), jnp.int32(-1)
+        functions = step_functions(plain, scale, packed=False)
+        attend(functions, (raw_key_ref,), (raw_value_ref,), query, rows_of, steps, partials - 1, none, ahead=False)
 
 
-def _body_join(
-    out_ref, lse_ref, segment_ref, raw_ref, raw_lse_ref, basis_ref, merged_ref, weights, numbers, sums, *, group, dim, width
-):
-    # out [L, X, G, D], lse [L, X, G], segment [L, X]; of the raw buffer out [L, N, G, D] and lse [L, N, G]; basis
-    # [L, M, D, D]; merged [L, G, D], of which a program computes ``width`` columns of a head. In shared memory weight and
-    # segment of each partial, [X + N], and the sums of each segment, [M, D].
-    line, head, left = lax.axis_index("x"), lax.axis_index("y"), lax.axis_index("z") * width
-    partials, raws, segments = segment_ref.shape[1], raw_lse_ref.shape[1], basis_ref.shape[1]
-    number = arrays.counted(weights.shape[0])
-    packed, raw = number < partials, (number >= partials) & (number < partials + raws)
-    segment = arrays.load(segment_ref, jnp.where(packed, line * partials + number, -1), -1)
-    lse = arrays.load(lse_ref, jnp.where(packed, (line * partials + number) * group + head, -1), -jnp.inf)
-    other = arrays.load(raw_lse_ref, jnp.where(raw, (line * raws + number - partials) * group + head, -1), -jnp.inf)
-    lse = jnp.maximum(lse, other)
-    weight = jnp.exp(lse - finite_or_zero(jnp.max(lse)))
-    total = jnp.sum(weight)
-    weight = weight / jnp.where(total > 0, total, 1.0)
-    highest = jnp.max(jnp.where(weight > 0, segment, -1))  # segment with a token
-    arrays.store_shared(weights, number, weight)
-    arrays.store_shared(numbers, number, segment)
+def _body_join(out_ref, lse_ref, segment_ref, basis_ref, merged_ref, weights, sums, *, group, dim, width):
+    # out [L, X, G, D], lse [L, X, G], segment [L, X], which ascends but for the last, -1; basis [L, M, D, D]; merged
+    # [L, G, D], of which a program computes ``width`` columns. In shared memory the weight of each partial, [G, X], and the
+    # sums of a segment, [G, 128].
+    line, left = lax.axis_index("x"), lax.axis_index("y") * width
+    partials, segments = segment_ref.shape[1], basis_ref.shape[1]
+    size = weights.shape[0] // group
+    number = arrays.counted(size)
+    inside = number < partials
+    segment = arrays.load(segment_ref, jnp.where(inside, line * partials + number, -1), segments)
+    highest = jnp.int32(-1)  # segment with a token
+    for g in range(group):
+        lse = arrays.load(lse_ref, jnp.where(inside, (line * partials + number) * group + g, -1), -jnp.inf)
+        weight = jnp.exp(lse - finite_or_zero(jnp.max(lse)))
+        total = jnp.sum(weight)
+        weight = weight / jnp.where(total > 0, total, 1.0)
+        highest = jnp.maximum(highest, jnp.max(jnp.where(weight > 0, segment, -1)))
+        arrays.store_shared(weights, g * size + number, weight)
     arrays.meet()
-    channel = arrays.counted(arrays.size_of(dim))
+    thread, lanes = arrays.counted(t.THREADS), arrays.size_of(dim)
+    channel = arrays.counted(lanes)
     held = jnp.minimum(channel, dim - 1)
-
-    def of(memory, x):
-        return arrays.load_shared(memory, arrays.spread(x, channel.shape[0]))
-
-    def collect(step, carry):
-        rows = [jnp.minimum(step * JOINED + i, partials - 1) for i in range(JOINED)]
-        parts = [arrays.load(out_ref, ((line * partials + x) * group + head) * dim + held) for x in rows]
-        for i, (x, part) in enumerate(zip(rows, parts, strict=True)):  # all are loaded before anything is added
-            share = jnp.where(step * JOINED + i < partials, of(weights, x), 0.0)
-            carry = tuple(y + jnp.where(of(numbers, x) == s, share * part, 0.0) for s, y in enumerate(carry))
-        return carry
-
-    nothing = arrays.spread(0.0, channel.shape[0], jnp.float32)
-    for s, x in enumerate(lax.fori_loop(0, -(-partials // JOINED), collect, (nothing,) * segments)):
-        arrays.store_shared(sums, s * channel.shape[0] + channel, x)
-    arrays.meet()
-    thread = arrays.counted(t.THREADS)
     column, part = left + lax.rem(thread, width), lax.div(thread, width)
     each = dim * width // t.THREADS  # channels of a segment that a thread multiplies
+    together, some = min(JOINED, each), max(JOINED // group, 1)
 
-    def project(step, total):
-        s, first = lax.div(step, each // JOINED), lax.rem(step, each // JOINED) * JOINED
-        rows = [part * each + (first + i) for i in range(JOINED)]
-        bases = [arrays.load(basis_ref, column, rows=((line * segments + s) * dim + row, dim)) for row in rows]
-        for row, x in zip(rows, bases, strict=True):
-            total = total + arrays.load_shared(sums, s * channel.shape[0] + row) * x
-        return total
+    def of_segment(s, totals):
+        begin, end = (jnp.sum((inside & (segment >= 0) & (segment < s + i)).astype(jnp.int32)) for i in (0, 1))
 
-    nothing = arrays.spread(0.0, t.THREADS, jnp.float32)
-    merged = lax.fori_loop(0, (highest + 1) * (each // JOINED), project, nothing)
+        def collect(step, carry):
+            rows = [jnp.minimum(begin + step * some + i, end - 1) for i in range(some)]
+            parts = [
+                [arrays.load(out_ref, ((line * partials + x) * group + g) * dim + held) for x in rows] for g in range(group)
+            ]
+            for i, x in enumerate(rows):  # all are loaded before anything is added
+                shares = [arrays.load_shared(weights, arrays.spread(g * size + x, lanes)) for g in range(group)]
+                real = begin + step * some + i < end
+                carry = [y + jnp.where(real & (p > 0), p * q[i], 0.0) for y, p, q in zip(carry, shares, parts, strict=True)]
+            return tuple(carry)
+
+        nothing = (arrays.spread(0.0, lanes, jnp.float32),) * group
+        for g, x in enumerate(lax.fori_loop(0, lax.div(end - begin + (some - 1), some), collect, nothing)):
+            arrays.store_shared(sums, g * lanes + channel, x)
+        arrays.meet()
+
+        def project(step, totals):
+            rows = [part * each + (step * together + i) for i in range(together)]
+            bases = [arrays.load(basis_ref, column, rows=((line * segments + s) * dim + row, dim)) for row in rows]
+            for row, x in zip(rows, bases, strict=True):
+                totals = [y + arrays.load_shared(sums, g * lanes + row) * x for g, y in enumerate(totals)]
+            return tuple(totals)
+
+        totals = lax.fori_loop(0, each // together, project, totals)
+        arrays.meet()
+        return totals
+
+    nothing = (arrays.spread(0.0, t.THREADS, jnp.float32),) * group
+    totals = lax.fori_loop(0, highest + 1, of_segment, nothing)
+    for g, x in enumerate(totals):
+        arrays.store_shared(sums, g * lanes + thread, x)
     arrays.meet()
-    arrays.store_shared(sums, thread, merged)
-    arrays.meet()
-    parts = [arrays.load_shared(sums, i * width + lax.rem(thread, width)) for i in range(t.THREADS // width)]
-    for i in range(raws):
-        share = arrays.load_shared(weights, arrays.spread(partials + i, t.THREADS))
-        x = arrays.load(raw_ref, ((line * raws + i) * group + head) * dim + column)
-        parts.append(jnp.where(share > 0, x * share, 0.0))
-    at = jnp.where(part < 1, (line * group + head) * dim + column, -1)
-    arrays.store(merged_ref, at, functools.reduce(jnp.add, parts))
+    for g in range(group):
+        parts = [arrays.load_shared(sums, g * lanes + i * width + lax.rem(thread, width)) for i in range(t.THREADS // width)]
+        share = arrays.load_shared(weights, arrays.spread(g * size + partials - 1, t.THREADS))
+        x = arrays.load(out_ref, ((line * partials + partials - 1) * group + g) * dim + column)
+        merged = functools.reduce(jnp.add, parts) + jnp.where(share > 0, x * share, 0.0)
+        arrays.store(merged_ref, jnp.where(part < 1, (line * group + g) * dim + column, -1), merged)
 
 
 def packed_attention(parts, query, key, value, basis, blocks, count, last, recent, *, scale, granule, span, owner):
     """Attend to the listed packed blocks and the raw buffer in one softmax."""
-    rows, heads, segments, group, _, dim = parts.shape
+    rows, heads, segments, group, terms, dim = parts.shape
     lists, listed, slots = rows * heads, blocks.shape[2], key[0].shape[2]
-    splits = -(-listed // (TOKENS // granule))
-    partials = splits + segments - 1
-    table = query_table(parts)
+    n = Vectors(dim=dim, rank=key[0].shape[3], group=group, stored=terms, terms=TERMS, dtype=key[0].dtype)
+    groups = GROUPS if dim < 256 else 2  # of more registers
+    steps = max(steps_of(lists, -(-listed * granule // TOKENS), PROGRAMS * groups), -(-granule // TOKENS))
+    share = steps * TOKENS // granule
+    splits = -(-listed // share)
+    partials = splits + segments
     body = functools.partial(
-        _body, heads=heads, slots=slots, segments=segments, group=group, padded=table.shape[1] // (segments * dim), dim=dim,
-        granule=granule, span=span, scale=scale, splits=splits,
+        _body, n=n, heads=heads, slots=slots, segments=segments, granule=granule, span=span, scale=scale, share=share,
+        steps=steps, splits=splits, groups=groups,
     )  # fmt: skip
     shapes = (
         ((lists, partials, group, dim), jnp.float32),
         ((lists, partials, group), jnp.float32),
         ((lists, partials), jnp.int32),
     )
-    scratch = ((TOKENS,), jnp.int32), ((group * TOKENS,), jnp.float32), ((t.THREADS * BYTE * group,), jnp.float32)
+    scratch = [(groups, x) for x in (WARPS * max(n.room // 4, group * dim), 2 * WARPS * group)]
     packed = [x.reshape(lists * slots, -1) for pair in (key, value) for x in pair]
-    out, lse, segment = arrays.program(
-        body, [jax.ShapeDtypeStruct(*x) for x in shapes], grid=(lists, splits), scratch=[plgpu.SMEM(*x) for x in scratch]
-    )(table, *packed, blocks.reshape(lists, listed), count.reshape(-1), last, *([] if owner is None else [owner]))
-    buffer_key, buffer_value, position = recent
-    limit = jnp.full((rows,), buffer_key.shape[2], jnp.int32)
-    raw = dense_kernel.dense_decode(query, buffer_key, buffer_value, position=position, limit=limit, scale=scale, parts=True)
-    raw_out, raw_lse = (x.reshape(lists, *x.shape[2:]) for x in raw)
-    each, width = arrays.size_of(partials + raw_lse.shape[1]), min(WIDTH, dim)
-    scratch = ((each,), jnp.float32), ((each,), jnp.int32), ((segments * arrays.size_of(dim),), jnp.float32)
+    raw = [query.reshape(-1, dim), *(x.reshape(-1, dim) for x in recent[:2]), recent[2].reshape(lists, -1)]
+    partial = arrays.program(
+        body, [jax.ShapeDtypeStruct(*x) for x in shapes], grid=(-(-lists * (splits + 1) // groups),),
+        scratch=[plgpu.SMEM(x, jnp.float32) for x in scratch], groups=groups,
+    )(
+        parts.reshape(-1, dim), *packed, blocks.reshape(lists, listed), count.reshape(-1), last, *raw,
+        *([] if owner is None else [owner]),
+    )  # fmt: skip
+    width = next(x for x in (32, 16, 8) if lists * dim >= x * LEAST or x == 8)
+    scratch = group * arrays.size_of(partials), group * arrays.size_of(dim)
     (merged,) = arrays.program(
         functools.partial(_body_join, group=group, dim=dim, width=width),
         [jax.ShapeDtypeStruct((lists, group, dim), query.dtype)],
-        grid=(lists, group, dim // width),
-        scratch=[plgpu.SMEM(*x) for x in scratch],
-    )(out, lse, segment, raw_out, raw_lse, basis.reshape(lists, segments, dim, dim))
+        grid=(lists, dim // width),
+        scratch=[plgpu.SMEM((x,), jnp.float32) for x in scratch],
+    )(*partial, basis.reshape(lists, segments, dim, dim))
     return merged.reshape(query.shape)
 
 
 def check(parts, query, key, value, basis, blocks, count, last, recent, *, scale, granule, span, owner):
-    """Raise ``NotImplementedError`` for other GPUs, head dims, dtypes and sizes than the kernel takes."""
-    arrays.check_hopper()
-    check_format(query.shape[-1], *(x.dtype for x in (parts, query, key[0], value[0], *recent[:2])))
-    dense_kernel.check(query, *recent[:2])
+    """Raise ``NotImplementedError`` for what ``TAKES`` does not say."""
     rows, heads, slots, rank = key[0].shape
-    if parts.shape[3] > MOST_QUERIES or granule > TOKENS or not blocks.shape[2] * rank or rows * heads * slots >= 2**31:
-        raise NotImplementedError(
-            f"got {parts.shape[3]} query heads, blocks of {granule} and keys {key[0].shape}, expected at most {MOST_QUERIES} "
-            f"heads and blocks of {TOKENS}"
-        )
+    if value[0].shape[3] != rank or not blocks.shape[2] * rank or rows * heads * slots >= 2**31:
+        raise NotImplementedError(f"got keys {key[0].shape}, values {value[0].shape}, expected fewer, the same, and some")
+    if (dtypes := {str(x.dtype) for x in (parts, query, key[0], value[0], *recent[:2])}) != {str(query.dtype)}:
+        raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected one")
+    Vectors(dim=query.shape[-1], rank=rank, group=parts.shape[3], stored=4, terms=TERMS, dtype=query.dtype).check()

@@ -12,7 +12,7 @@ from pallas_kernels.signature import INTEGERS, declared, forward
 
 __all__ = ["CLOSES", "JOINS", "SENTENCE_CUT", "Rules", "bounds", "sentence_cut"]
 
-SENTENCE_CUT = Operation.of("sentence_cut", pallas_triton, pallas_mosaic_gpu, reference)
+SENTENCE_CUT = Operation.of("sentence_cut", pallas_mosaic_gpu, pallas_triton, reference)
 
 
 @declared(SENTENCE_CUT, derivative=INTEGERS)

@@ -50,7 +50,7 @@ def _body(
 ):  # fmt: skip
     # Of all lists: cursor, event [B]; budget [1]; count, length [L]; sentence, position, slots, listed [L, S]; score [L, N],
     # or query [L, G, D], vector [L * N, D] and, if any, added [L, G, D].
-    *refs, slots_ref, listed_ref, scratch, peers, bins, shared = (*refs, *(None,) * (products is None))
+    *refs, slots_ref, listed_ref, scratch, bins, shared = (*refs, *(None,) * (products is None))
     index = lax.axis_index("x")
     row = lax.div(index, heads)
     count, length = arrays.scalar(count_ref, index), arrays.scalar(length_ref, index)
@@ -70,17 +70,17 @@ def _body(
     else:
         worth = arrays.load_shared(shared, jnp.where(eligible, sentence, sentences))
     key = jnp.where(eligible, order_key(jnp.where(worth > least, worth, least)), NEVER)
-    team.begin(peers)
-    threshold, ties, _ = threshold_of(key, space, num_slots, team, scratch, peers, bins, team.parts == 1)
+    threshold, ties, _ = threshold_of(key, space, num_slots, team, scratch, bins, team.parts == 1)
     # Taken are all stored slots outside of the bounds, all slots above the threshold, and of equal ones the lower slots.
     sure, equal = (stored & ~inside) | (key > threshold), eligible & (key == threshold)
     word = sure.astype(jnp.int32) + (equal.astype(jnp.int32) << 16)
-    chosen, end, taken = listed(word, ties, team, scratch, peers)
+    chosen, end, taken = listed(word, ties, team, scratch)
     # Chosen slots go to the front, and zeros for all other slots behind them, so every entry is written exactly once.
     place = jnp.where(chosen, end, taken + slot - end)
     at = jnp.where(place < num_slots, index * num_slots + place, -1)
     arrays.store(slots_ref, at, jnp.where(chosen, slot, 0))
     arrays.store(listed_ref, at, chosen.astype(jnp.int32))
+    team.end()
 
 
 def sentence_cut(

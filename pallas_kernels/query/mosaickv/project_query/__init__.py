@@ -11,7 +11,7 @@ from pallas_kernels.formats.packed_vectors import TERMS
 from pallas_kernels.query.mosaickv.project_query import pallas_mosaic_gpu, pallas_triton, reference
 from pallas_kernels.signature import declared, forward
 
-PROJECT_QUERY = Operation.of("project_query", pallas_triton, pallas_mosaic_gpu, reference)
+PROJECT_QUERY = Operation.of("project_query", pallas_mosaic_gpu, pallas_triton, reference)
 
 
 @declared(PROJECT_QUERY)

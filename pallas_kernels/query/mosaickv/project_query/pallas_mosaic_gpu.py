@@ -1,4 +1,4 @@
-"""Queries in each segment's basis through Mosaic GPU, a program for some rows of a basis; plain JAX splits the terms."""
+"""Queries in each segment's basis through Mosaic GPU, a program for some rows of a basis."""
 
 import functools
 
@@ -7,24 +7,43 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays
+from pallas_kernels._mosaic_gpu import threads as t
+from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.products import Products
+from pallas_kernels._mosaic_gpu.steps import numbers
 from pallas_kernels._triton.packed_vectors import check_format
-from pallas_kernels.formats.packed_vectors import split_terms
+from pallas_kernels.formats.packed_vectors import TERMS
 
 STEPS = 1  # rows of a basis that a thread reads a part of
 MOST_QUERIES = 16  # of a KV head, in registers
 TAKES = f"{arrays.HOPPER}, D of 32 to 256, G up to {MOST_QUERIES}"
 
 
+def rounded(x: jax.Array, dtype) -> jax.Array:
+    """Round float32 numbers [N] to ``dtype``, and return them as float32."""
+    if dtype == jnp.float32:
+        return x
+
+    @plgpu.inline_mgpu(arg_types=(t.own(x.shape[0] // t.THREADS),), return_type=numbers(x.shape[0] // t.THREADS, jnp.float32))
+    def run(ctx, x):
+        return t.made_of([t.rounded(number, dtype) for number in t.numbers_of(x, floats=True)], floats=True)
+
+    return run(x)
+
+
 def _body(query_ref, basis_ref, out_ref, *, n, segments):
-    # query [L, G, D]; basis [L * M * D, D]; out [L, M, G, D].
+    # query [L, G, D]; basis [L * M * D, D]; out [L, M, G, N, D].
     line, first = lax.axis_index("x"), lax.axis_index("y") * n.rows
     row, head, writes = n.entries()
     chunks = n.chunks((basis_ref,), line * (segments * n.dim) + first + n.step_rows())
     projected = n.multiply(n.queries(query_ref, line), chunks, [basis_ref.dtype])
     segment, channel = lax.div(first + row, n.dim), lax.rem(first + row, n.dim)
-    at = ((line * segments + segment) * n.group + head) * n.dim + channel
-    arrays.store(out_ref, jnp.where(writes, at, -1), projected)
+    terms = out_ref.shape[3]
+    at = ((line * segments + segment) * n.group + head) * terms
+    for term in range(terms):
+        x = projected if term < 3 else arrays.spread(0.0, projected.shape[0], jnp.float32)  # see `split_terms`
+        arrays.store(out_ref, jnp.where(writes, (at + term) * n.dim + channel, -1), x)
+        projected = projected - rounded(projected, out_ref.dtype)
 
 
 def project_query(query, basis, *, dtype):
@@ -33,10 +52,10 @@ def project_query(query, basis, *, dtype):
     n, lists = Products(group, dim, STEPS), batch * heads
     (out,) = arrays.program(
         functools.partial(_body, n=n, segments=segments),
-        [jax.ShapeDtypeStruct((lists, segments, group, dim), jnp.float32)],
+        [jax.ShapeDtypeStruct((lists, segments, group, TERMS[str(dtype)], dim), dtype)],
         grid=(lists, segments * dim // n.rows),
     )(query.reshape(lists, group, dim), basis.reshape(lists * segments * dim, dim))
-    return split_terms(out.reshape(batch, heads, segments, group, dim), dtype)
+    return out.reshape(batch, heads, *out.shape[1:])
 
 
 def check(query, basis, *, dtype):

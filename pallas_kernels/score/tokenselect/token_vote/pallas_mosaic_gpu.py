@@ -4,6 +4,7 @@ The first writes the logits, and the log-sum-exp of each of its programs; the se
 Products are float32, and memory is what limits the first kernel all the same.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -13,6 +14,7 @@ from jax import lax
 from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
 from pallas_kernels._mosaic_gpu.products import CHUNK, Products
+from pallas_kernels._mosaic_gpu.team import Team
 from pallas_kernels._mosaic_gpu.threads import THREADS
 
 STEPS = 8  # keys of a block that a thread reads a part of; as many are on their way
@@ -54,15 +56,17 @@ def _score(query_ref, key_ref, stop_ref, *refs, n, heads, tokens, first, splits)
         inside = writes & (token >= start) & (token < stop)
         arrays.store(logits_ref, jnp.where(inside, (owner * n.group + head) * tokens + token, -1), logits)
         logits = jnp.where(inside, logits, -jnp.inf)
-        risen = jnp.maximum(maximum, logits)
-        return total * jnp.exp(maximum - risen) + jnp.exp(logits - risen), risen, ahead
+        risen = jnp.maximum(maximum, Team.folded(logits, n.each, "max"))
+        shares = Team.folded(jnp.exp(logits - arrays.repeated(risen, n.steps)), n.each, "add")
+        return total * jnp.exp(maximum - risen) + shares, risen, ahead
 
     @pl.when(stop > start)
     def _():
-        sums = (arrays.spread(x, row.shape[0], jnp.float32) for x in (0.0, FLOOR))
+        sums = (arrays.spread(x, THREADS * n.each, jnp.float32) for x in (0.0, FLOOR))
         total, maximum, _ = lax.fori_loop(lower, upper, add_block, (*sums, load(lower)))
+        _, own, _ = dataclasses.replace(n, steps=1).entries()
         for g in range(n.group):
-            mine = head == g
+            mine = own == g
             peak = jnp.max(jnp.where(mine, maximum, FLOOR))
             mass = jnp.sum(jnp.where(mine, total * jnp.exp(maximum - peak), 0.0))
             arrays.put(lse_ref, (owner * n.group + g) * splits + split, peak + jnp.log(mass))
