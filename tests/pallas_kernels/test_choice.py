@@ -196,7 +196,8 @@ def test_a_kernel_comes_first_where_it_is_faster():
     with assume_machine("gpu", (9, 0)):
         found = [choose("gather_attention", D=64, B=rows) for rows in (63, 64)]
         found += [choose("kth_select", S=slots) for slots in (2**14, 2**14 + 1)]
-    assert found == [TRITON, MOSAIC, MOSAIC, TRITON]
+        found += [choose(name, B=rows) for name in ("collision", "rerank") for rows in (1, 64)]
+    assert found == [TRITON, MOSAIC, MOSAIC, TRITON, TRITON, MOSAIC, TRITON, MOSAIC]
 
 
 def test_a_named_platform_goes_before_an_assumed_machine():
