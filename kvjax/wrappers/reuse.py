@@ -17,6 +17,8 @@ from kvjax.protocol.typing import Model, method_layers, pytree, static
 from kvjax.wrappers.compose import Around, answers, inner_of_layer, passes, slot_method
 from pallas_kernels import axes
 
+_NONE = jnp.iinfo(jnp.int32).max  # above all slots
+
 
 @pytree
 class Choice:
@@ -48,9 +50,10 @@ class Reuse(Around):
     With ``steps`` above 1 an anchor selects in its first step and in every ``steps``-th step after it, and attends in between
     to its last list and to all tokens that came since. A row that gets several tokens at once (`kvjax.extend`) selects anew.
 
-    Anchors and a map of heads belong to a model, and ``every`` alone may lose most needles (docs/quality.md): make the layers
-    that retrieve anchors, which keep most by ``python -m experiments.heads.kept``. ``python -m experiments.heads.sharing``
-    writes a file, which commands take for ``head_map`` and `read_head_map` reads, and prints anchors by agreement.
+    Anchors and a map of heads belong to a model, and ``every`` alone may lose most needles (docs/quality.md). ``python -m
+    experiments.heads.sharing`` searches for anchors by what answers lose, prints them, and writes a file, which commands take
+    for ``head_map`` and `read_head_map` reads. With ``join`` the heads of a layer attend to the lists of all of the anchor's
+    KV heads, up to H times as many tokens, which forgives badly placed anchors.
 
     ``method`` selects slots in each step and keeps every token: `Quest`, `ParisKV`, `RetrievalAttention`, `PQCache`,
     `SOCKET`, `InfiniGen`, `Oracle`, or `Twilight` and `DenseBelow` around them. Other methods are refused when the wrapper is
@@ -72,6 +75,8 @@ class Reuse(Around):
     head_map: tuple[tuple[int, ...], ...] | None = static(
         "per layer the anchor's KV head for each; None = h", default=None, least=0
     )
+
+    join: bool = static("whether each head attends to the lists of all of the anchor's KV heads", default=False)
 
     PAPER: ClassVar[str] = "arXiv:2512.16391"
     composable = False
@@ -138,11 +143,14 @@ class Reuse(Around):
         if not inner.selects:
             return inner
         if self.source(layer, num_layers) is None:
-            return Reuse(method=inner, every=1, steps=self.steps)
+            return Reuse(method=inner, every=1, steps=self.steps, join=self.join)
         return Follower(method=inner, heads=None if self.head_map is None else self.head_map[layer])
 
     def signal(self, state: SlotState) -> Selection | None:
-        return None if state.aux.dense else self._extended(state.cache, state.aux)
+        if state.aux.dense:
+            return None
+        chosen = self._extended(state.cache, state.aux)
+        return joined(chosen) if self.join else chosen
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[LayerStorage, Choice]:
         cache, inner = self.method.compress(cache, prompt, room)
@@ -205,6 +213,15 @@ class Reuse(Around):
             mask=jnp.concatenate([chosen.mask, mask], axis=2),
             bias=bias,
         )
+
+
+def joined(chosen: Selection) -> Selection:
+    """Join the lists of all KV heads, on all devices, into one: slots and mask [B, 1, H * K], each entry once."""
+    slots, mask = (axes.joined(x, 1).reshape(len(x), 1, -1) for x in (chosen.slots, chosen.mask))
+    slots = jnp.sort(jnp.where(mask, slots, _NONE), axis=2)
+    first = jnp.pad(slots[..., 1:] != slots[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=True)
+    mask = first & (slots < _NONE)
+    return Selection(slots=jnp.where(mask, slots, 0), mask=mask, page_size=chosen.page_size)
 
 
 def no_selection(method: SlotMethod, cache: LayerStorage, inner: Any, prompt: Prompt) -> Selection:

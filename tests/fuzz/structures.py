@@ -237,7 +237,7 @@ def _wrapper(name: str, rng: np.random.Generator) -> Method:
     if name == "twilight":
         return Twilight(method=inner(), mass=float(rng.uniform(0.05, 1)))
     if name == "reuse":
-        return Reuse(method=inner(), every=int(rng.integers(1, 4)), steps=int(rng.integers(1, 5)))
+        return Reuse(method=inner(), every=int(rng.integers(1, 4)), steps=int(rng.integers(1, 5)), join=bool(rng.integers(2)))
     if name == "prefill":
         return _prefill(inner(), rng)
     return PerLayer(layers={0: inner(), -1: inner()}, default=inner())

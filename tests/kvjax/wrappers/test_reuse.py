@@ -30,6 +30,7 @@ SETTINGS = {
     "anchors": ({"anchors": (2, 3)}, (None, 1, 2, 3, 3)),
     "steps": ({"every": 1, "steps": 3}, (None, 1, 2, 3, 4)),
     "both": ({"every": 4, "steps": 6}, (None, 1, 1, 1, 1)),
+    "join": ({"every": 2, "join": True}, (None, 1, 1, 3, 3)),
 }
 
 
@@ -57,6 +58,8 @@ def test_layers_and_later_tokens_attend_as_the_loops_say(name):
             if source is not None:
                 own = HEADS[layer] if "head_map" in knobs and source != layer else (0, 1)
                 lists = [quest.pick(q[source, row], k[source, row], h, made, 12, 4) for h in own]
+                if "join" in knobs and source != layer:
+                    lists = [lists[0] | lists[1]] * 2
                 chosen = [sorted(x | set(range(made + 1, t + 1))) for x in lists]
             want = attend_to(q[layer, row], k[layer, row], v[layer, row], t, chosen)
             np.testing.assert_allclose(outputs[step, layer, row], want, atol=1e-4, err_msg=f"{row} {layer} {step}")
