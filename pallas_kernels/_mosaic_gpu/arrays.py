@@ -302,30 +302,9 @@ def store_shared(ref, index: jax.Array, x: jax.Array) -> None:
 
 
 def in_order(size: int) -> jax.Array:
-    """Return 0 to ``size`` - 1 as an array in which neighbours are entries of one thread: what `load_run` loads."""
+    """Return 0 to ``size`` - 1 as an array in which neighbours are entries of one thread."""
     entry = counted(size)
     return (entry & (t.THREADS - 1)) * (size // t.THREADS) + lax.shift_right_logical(entry, 7)
-
-
-def load_run(ref, row: jax.Array, begin: jax.Array, size: int, other: float = 0) -> jax.Array:
-    """Load ``size`` elements of a row of an array [N, S] from ``begin`` on in the order of `in_order`; behind S ``other``.
-
-    Elements are int32, float32 or truth values, which become int32. Where S allows it, 16 bytes are loaded together.
-    """
-    dtype, last, each = jnp.dtype(ref.dtype), ref.shape[1], size // t.THREADS
-    floats, pack = jnp.issubdtype(dtype, jnp.floating), 16 // dtype.itemsize
-    pack = pack if each % pack == 0 and last % pack == 0 else 1
-
-    @plgpu.inline_mgpu(arg_types=(_ref(), _splat(), _splat()), return_type=_type(size, jnp.float32 if floats else jnp.int32))
-    def run(ctx, ref, row, begin):
-        line = t.at(t.address(ref), t.element(t.number(t.value(row)), last, t.number(0)), dtype.itemsize)
-        first, found = t.number(t.value(begin)) + t.signed(t.thread()) * each, []
-        for step in range(0, each, pack):
-            at = first + step
-            found += t.load_pack(t.at(line, at, dtype.itemsize), dtype, pack, at < last, other)
-        return t.made_of(found, floats)
-
-    return run(ref, row, begin)
 
 
 def before(words: jax.Array, scratch) -> jax.Array:
@@ -353,19 +332,6 @@ def before(words: jax.Array, scratch) -> jax.Array:
         return t.made_of([*itertools.accumulate(numbers[:-1], operator.add, initial=total - whole)])
 
     return run(scratch, words)
-
-
-def begin_parts(peers, parts: int) -> None:
-    """Prepare shared memory int32 [PEERS] for `of_parts`, once."""
-    if parts == 1:
-        return
-
-    @plgpu.inline_mgpu(arg_types=(_ref(),))
-    def run(ctx, peers):
-        t.ptx("st.shared.b32 [$0], $1;", t.number(t.address(peers)), t.number(0), where=t.thread() < 1)
-        t.meet_cluster(released="")
-
-    run(peers)
 
 
 def of_parts(numbers: list[jax.Array], peers, parts: int) -> list[list[jax.Array]]:

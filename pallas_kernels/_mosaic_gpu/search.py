@@ -116,29 +116,3 @@ def fill(list_ref: Any, keep_ref: Any, row: Any, chosen: Any, team: Team) -> Non
     inside = at < capacity
     arrays.store(list_ref, jnp.where(inside & (at >= chosen), row * capacity + at, -1), arrays.spread(0, share))
     arrays.store(keep_ref, jnp.where(inside, row * capacity + at, -1), (at < chosen).astype(jnp.int32))
-
-
-def places(
-    key: jax.Array, threshold: Any, ties: Any, part: Any, parts: int, words: Any, peers: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Rank this program's keys: which reach the threshold, bool [N], and where these go in the list of all, int32 [N].
-
-    Args:
-        key: int32 [N]; the keys are in order (`arrays.in_order`), and the programs of a cluster too.
-        threshold: int32.
-        ties: int32, how many keys that equal it are chosen.
-        part: which program of the cluster this is.
-        parts: programs of the cluster.
-        words: shared memory for `arrays.before`, int32 [4].
-        peers: shared memory for `arrays.of_parts`.
-    """
-    more, same = key > threshold, key == threshold
-    word = more.astype(jnp.int32) + (same.astype(jnp.int32) << 16)
-    earlier = arrays.before(word, words)
-    over = equal = jnp.int32(0)
-    if parts > 1:
-        total = jnp.sum(word)
-        for peer, (more_there, same_there) in enumerate(arrays.of_parts([total & 0xFFFF, total >> 16], peers, parts)):
-            over, equal = over + jnp.where(peer < part, more_there, 0), equal + jnp.where(peer < part, same_there, 0)
-    equal = equal + (earlier >> 16)
-    return more | (same & (equal < ties)), over + (earlier & 0xFFFF) + jnp.minimum(equal, ties)

@@ -21,6 +21,11 @@ def i32():
     return ir.IntegerType.get_signless(32)
 
 
+def f32():
+    """Return the type of float32."""
+    return ir.F32Type.get()
+
+
 def number(value, signed: bool | None = True):
     """Make a number of a value, or of a constant int32."""
     if isinstance(value, int):

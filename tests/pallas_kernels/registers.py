@@ -16,14 +16,15 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels._mosaic_gpu import arrays, products, team
+from pallas_kernels._mosaic_gpu import arrays, bins, products, team
+from pallas_kernels._mosaic_gpu import assembly as module
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.products import CHUNK
 from pallas_kernels._mosaic_gpu.team import BINS, Team
 from pallas_kernels._mosaic_gpu.threads import THREADS
-from pallas_kernels.formats.key_codes import CLUSTERS, LEVEL, estimate, parts_of_rows
 from pallas_kernels.formats.packed_vectors import unpack
 from pallas_kernels.machine import assume_machine
+from tests.pallas_kernels import instructions
 
 HERE = threading.local()  # of a warpgroup: places on the axes, those it meets, what they say, shared memory of its cluster
 
@@ -102,11 +103,6 @@ def load_shared(ref, index):
 def store_shared(ref, index, x):
     assert (np.asarray(index) >= 0).all()
     store(ref, index, x)
-
-
-def load_run(ref, row, begin, size, other=0):
-    slot = begin + arrays.in_order(size)
-    return load(ref, jnp.where(slot < ref.shape[1], slot, -1), other, (row, ref.shape[1]))
 
 
 def before(words, scratch):
@@ -220,7 +216,7 @@ TEAM = {
 
 def _run(body, refs, grid, names, scratch, parts, groups):
     def one(part, group, failures, place, **shared):
-        vars(HERE).update(axes=dict(zip(names, place, strict=False)) | {"part": part, "group": group}, **shared)
+        vars(HERE).update(axes=dict(zip(names, place, strict=False)) | {"part": part, "group": group}, refs=refs, **shared)
         try:
             with jax.disable_jit():
                 body(*refs, *shared["memory"][part])
@@ -351,27 +347,35 @@ def attention_step(n, scale, packed):
     return load, begin, weigh, add, publish
 
 
-def estimates(query, rows, line, row, dim):
-    coded = parts_of_rows(jnp.asarray(rows.x[np.asarray(row)])[None, None])
-    return estimate(jnp.asarray(query.x[int(line)])[None, None], *coded, 1 / LEVEL)[0, 0]
+def address(ref):
+    """Return where memory is: an int for the program's own shared memory, or a larger one for an array of all programs."""
+    kinds = ((HERE.memory[HERE.axes["part"]], 20), (HERE.refs, 40))
+    return next((1 + i) << bits for held, bits in kinds for i, x in enumerate(held) if x is ref)
 
 
-def load_ids(ids, row, slices):
-    return tuple(jnp.asarray(x) for x in np.ascontiguousarray(ids.x[np.asarray(row)]).view(np.int32).T)
+def _memory(place, shared):
+    peer, place = divmod(place, 1 << 24) if shared else (0, place)
+    held = HERE.memory[peer - 1 if peer else HERE.axes["part"]] if shared else HERE.refs
+    number, at = divmod(place, 1 << (20 if shared else 40))
+    return held[number - 1].x.reshape(-1).view(np.uint8), at
 
 
-def add_votes(table, words, shared, at):
-    ids = np.stack(words, axis=-1).view(np.uint8).astype(int)
-    votes = table.x.view(np.uint8).reshape(-1, CLUSTERS)[np.arange(ids.shape[-1]), ids]
-    shared.x[np.asarray(at)] = votes.sum(axis=-1)
+def assembly(lines, refs=(), numbers=(), results=()):
+    threads = instructions.Threads(HERE.axes["group"], _memory, HERE.block.wait, HERE.lock)
+    count = max((len(x) // THREADS for x in numbers if np.ndim(x)), default=1)
+    columns = [np.asarray(x).reshape(-1, THREADS if np.ndim(x) else 1) for x in numbers]
+    kinds = ["s32" if x is None or not jnp.issubdtype(x, jnp.floating) else "f32" for x in results]
+    rounds = [[*map(address, refs), *(x[i % len(x)] for x in columns)] for i in range(count)]
+    found = [*zip(*(threads.run(" ".join(lines), x, kinds) for x in rounds), strict=True)]
+    for x, dtype in zip(found, results, strict=True):
+        assert dtype is not None or (x[0] == x[0][0]).all(), "got a scalar that is not the same in all threads"
+    return [jnp.concatenate(x) if dtype is not None else jnp.int32(x[0][0]) for x, dtype in zip(found, results, strict=True)]
 
 
 KERNELS = {  # functions of kernels that emit instructions themselves
     "attend.mosaickv.packed_attention": {"load_queries": load_queries, "step_functions": attention_step},
     "score.mosaickv.packed_score": {"load_queries": load_queries, "step_functions": score_step},
     "query.mosaickv.project_query": {"rounded": lambda x, dtype: x.astype(dtype).astype(jnp.float32)},
-    "choose.pariskv.rerank": {"_estimates": estimates},
-    "choose.pariskv.collision": {"_load_ids": load_ids, "_add_votes": add_votes},
 }
 
 
@@ -381,14 +385,16 @@ def emulated():
     here = globals()
     changed = {
         arrays: {
-            **{x: here[x] for x in (*"load store scalar put load_shared store_shared load_run before ballots".split(),)},
+            **{x: here[x] for x in (*"load store scalar put load_shared store_shared before ballots".split(),)},
             **{x: here[x] for x in ("exchanged", "wait", "of_parts", "program", "in_place")},
             "spread": lambda x, size, dtype=jnp.int32: jnp.broadcast_to(jnp.asarray(x, dtype), (size,)),
             "counted": lambda size: jnp.arange(size, dtype=jnp.int32),
             "repeated": jnp.tile,
-            **dict.fromkeys(("meet", "arrive", "begin_parts"), lambda *_: None),
+            **dict.fromkeys(("meet", "arrive"), lambda *_: None),
         },
         plgpu: {"load": lambda ref, **_: ref[...]},
+        module: {"run": assembly},
+        bins: {"meet_all": lambda parts: (HERE.cluster if parts > 1 else HERE.block).wait()},
         Team: TEAM,
         team: {"order": order},
         products.Products: {x: here[x] for x in ("queries", "chunks", "multiply", "largest")},

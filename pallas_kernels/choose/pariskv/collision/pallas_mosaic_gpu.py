@@ -1,6 +1,11 @@
-"""Collision votes through Mosaic GPU: a kernel for the tables of votes, and one for the votes and their best keys.
+"""Collision votes through Mosaic GPU, in one kernel: a cluster of programs shares the keys of a list.
 
-A list's keys lie in the registers of a cluster of up to 8 programs, as in `kth_select`. Each has the tables in shared memory.
+1. The programs of a list share its slices. A warp sorts the clusters of one: 128 of them, because those of opposite signs
+   have opposite scores. Keys in better clusters give the votes.
+2. A vote has four bits, so the votes of the clusters c and c + 128 share a byte, and a slice's table has one word in each
+   bank of shared memory: no look-up waits for another one. A key takes the byte and chooses its half by the id's highest bit.
+3. The votes stay in shared memory, where they are counted too. The counts of all programs say where the cut is, and where in
+   the list the candidates of each program go.
 """
 
 import functools
@@ -9,201 +14,307 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._mosaic_gpu import arrays
+from pallas_kernels._mosaic_gpu import arrays, assembly, bins
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.key_codes import DIMS, rotated
-from pallas_kernels._mosaic_gpu.pallas import plgpu
-from pallas_kernels._mosaic_gpu.search import MOST, places
-from pallas_kernels._triton.kth_search import ALL, NEVER, hits_of, pair_of
+from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
 from pallas_kernels.choose.pariskv.collision.votes import portion
 from pallas_kernels.formats.key_codes import CLUSTERS, SLICE
+from pallas_kernels.machine import current_machine
 
-ALONE = 2**11  # keys for which one program is enough
-PARTS = (1, 2, 4, 8)  # programs of a cluster
-TOGETHER = 8  # keys whose ids a thread loads together
 BYTES = 4  # of a word
-TAKES = f"{arrays.HOPPER}, D of 32, 64 or 128, whole rows and lists of up to {PARTS[-1] * MOST} slots"
+HALF = CLUSTERS // 2
+TOGETHER = 4  # keys of a thread whose ids are on their way together
+AHEAD = 3  # steps for whose ids the level-2 cache is asked
+MOST_VOTES = 7  # of a cluster
+EACH = HALF // 32  # pairs of opposite clusters of a lane
+ROOM = CLUSTERS + HALF // BYTES  # words of a warp that makes a table: keys of the clusters, votes
+BLOCKS = 132  # programs that an H100 or H200 holds at once, one on each multiprocessor
+MOST_KEYS = 3 * 2**14  # of a program, which counts in halves of words and has their votes in shared memory
+EACH_BYTE = 0x01010101
+TAKES = f"{arrays.HOPPER}, D of 32, 64 or 128, whole rows and lists of up to {8 * MOST_KEYS} slots"
 
 
-def _body_tables(query_ref, counts_ref, shares_ref, *refs, rotate, group, dim, slices, pieces, tiers, capacity):
-    # query [L, G, D]; counts [L * N, 256]; shares [P, 2 + Z]; signs [D] if rotated; rotated [L, D]; table [L * N, 64];
-    # count [L]. In shared memory: the query, and the scores and counts of the slice's clusters.
-    *signs_ref, rotated_ref, table_ref, count_ref, numbers, scores, counted = refs
-    line, part = lax.axis_index("x"), lax.axis_index("y")
-    channel, thread = arrays.counted(t.THREADS), arrays.counted(CLUSTERS) & (t.THREADS - 1)
+def _totals(counts_ref, line):
+    """Sum up the first slice's counts of a line [L, N * 256]: an int32 scalar."""
+    names = [f"x{i}" for i in range(8)]
+    lines = [f".reg .b64 at, to; .reg .b32 lane, {', '.join(names)}; mov.u32 lane, %laneid; mul.wide.u32 to, lane, 32;"]
+    lines.append(f"mad.wide.s32 at, $2, {4 * counts_ref.shape[1]}, $1; add.s64 at, at, to;")
+    lines += [f"ld.global.nc.v4.b32 {{{', '.join(names[i : i + 4])}}}, [at + {4 * i}];" for i in (0, 4)]
+    lines += [*(f"add.s32 x0, x0, {x};" for x in names[1:]), "redux.sync.add.s32 $0, x0, -1;"]
+    return assembly.run(lines, [counts_ref], [line], [None])[0]
+
+
+def _sort(keys, orders):
+    """Sort 128 pairs of int32 without signs, four of each lane, largest first: the second ones of all, in the same form."""
+    each = range(EACH)
+    lines = [".reg .pred p, upper; .reg .b64 t, a<4>, b<4>; .reg .b32 lane, x, y; mov.u32 lane, %laneid;"]
+    lines += [f"mov.b64 a{k}, {{${2 * EACH + k}, ${EACH + k}}};" for k in each]
+    for bits in range(1, 8):  # merge sorted runs: compare with the mirror place in the run of twice the length, then halve
+        for distance in (2**bits - 1, *(2**i for i in reversed(range(bits - 1)))):
+            far, near = divmod(distance, EACH)
+            if not far:
+                for k in (k for k in each if k < k ^ near):
+                    one, two = f"a{k}", f"a{k ^ near}"
+                    lines.append(f"setp.lt.u64 p, {one}, {two}; selp.b64 t, {two}, {one}, p;")
+                    lines.append(f"selp.b64 {two}, {one}, {two}, p; mov.b64 {one}, t;")
+                continue
+            for k in each:
+                lines.append(f"mov.b64 {{x, y}}, a{k ^ near}; shfl.sync.bfly.b32 x, x, {far}, 31, -1;")
+                lines.append(f"shfl.sync.bfly.b32 y, y, {far}, 31, -1; mov.b64 b{k}, {{x, y}};")
+            lines.append(f"and.b32 x, lane, {1 << (far.bit_length() - 1)}; setp.ne.s32 upper, x, 0;")
+            lines += [f"setp.gt.xor.u64 p, a{k}, b{k}, upper; selp.b64 a{k}, a{k}, b{k}, p;" for k in each]
+    lines += [f"mov.b64 {{x, y}}, a{k}; mov.b32 ${k}, x;" for k in each]
+    return assembly.run(lines, (), [*keys, *orders], [jnp.int32] * EACH)
+
+
+def _upto(x):
+    """Sum up int32 [128] of this lane and the lanes before it."""
+    lines = [".reg .pred p; .reg .b32 lane, y; mov.u32 lane, %laneid; mov.b32 $0, $1;"]
+    for step in (1, 2, 4, 8, 16):
+        lines.append(f"shfl.sync.up.b32 y, $0, {step}, 0, -1; setp.ge.s32 p, lane, {step}; @p add.s32 $0, $0, y;")
+    return assembly.run(lines, (), [x], [jnp.int32])[0]
+
+
+# A byte of ids can be the lowest byte of an address then.
+_ALIGN = "add.s32 table, table, 255; and.b32 table, table, -256;"
+
+
+def _write(table, at, word):
+    """Write int32 [128] to the tables, at int32 [128] unless that is negative."""
+    lines = [f".reg .pred p; .reg .b32 table; mov.b32 table, $0; {_ALIGN} mad.lo.s32 table, $1, 4, table;"]
+    assembly.run([*lines, "setp.ge.s32 p, $1, 0; @p st.shared.b32 [table], $2;"], [table], [at, word])
+
+
+def _gather(table, mine, slices, n):
+    """Copy the tables of the other programs of the cluster, each of which has ``mine`` slices; wait for them before."""
+    lines = [".reg .pred p; .reg .b32 table, at, i, x; mov.u32 i, %tid.x; mov.b32 table, $0;", _ALIGN]
+    lines.append(f"COPY: setp.ge.s32 p, i, {slices * HALF // BYTES}; @p bra DONE; div.u32 x, i, {mine * HALF // BYTES};")
+    lines.append("setp.ne.s32 p, x, $1; mad.lo.s32 at, i, 4, table; mapa.shared::cluster.u32 x, at, x;")
+    lines.append(f"@p ld.shared::cluster.b32 x, [x]; @p st.shared.b32 [at], x; add.s32 i, i, {n.threads}; bra COPY;")
+    assembly.run([*lines, "DONE: barrier.sync 0;"], [table], [n.part()])
+
+
+def _tables(n, refs, line, zone, cutoffs):
+    """Make the tables, a warp for each slice; the programs of a cluster share the slices out."""
+    (counts_ref, numbers, weights, table), part, team = refs, n.part(), lax.axis_index("group")
+    thread, slices = arrays.counted(t.THREADS), counts_ref.shape[1] // CLUSTERS
+    lane, warp, warps, mine = thread & 31, team * 4 + lax.shift_right_logical(thread, 5), 4 * n.groups, -(-slices // n.parts)
+    last, room = jnp.minimum(mine, slices - part * mine), warp * ROOM
+
+    def one(i, carry):
+        number = i * warps + warp
+        slice_ = part * mine + jnp.minimum(number, last - 1)
+        keys, orders = [], []
+        for k in range(EACH):
+            cluster, score = lane * EACH + k, arrays.spread(0.0, t.THREADS, jnp.float32)
+            for j in range(SLICE):  # in the order of `votes.cluster_scores`
+                y = arrays.load_shared(numbers, slice_ * SLICE + j)
+                score = score + jnp.where((cluster >> j) & 1 > 0, y, -y)
+            # Of a cluster and its opposite the one with the better score; of equal scores the lower one is first.
+            keys.append(lax.bitcast_convert_type(jnp.abs(score), jnp.int32))
+            orders.append(jnp.where(score < 0, cluster, CLUSTERS - 1 - cluster))
+        begin = (line * slices + slice_) * CLUSTERS + lane
+        for at in range(0, CLUSTERS, 32):
+            arrays.store_shared(weights, room + lane + at, arrays.load(counts_ref, begin + at))
+        arrays.store_shared(weights, room + lane + CLUSTERS, arrays.spread(0, t.THREADS))
+        worse = _sort(keys, orders)  # the opposites of the clusters, best first, so that these are worst first
+        better = [CLUSTERS - 1 - x for x in worse]
+        assembly.run(["bar.warp.sync -1;"])
+        for clusters, from_end in ((better, False), (worse, True)):
+            counts = [arrays.load_shared(weights, room + x) for x in clusters]
+            total = functools.reduce(jnp.add, counts)
+            before = _upto(total) - total
+            for cluster, count in zip(clusters, counts, strict=True):
+                after = before + count
+                reached = zone - after if from_end else before
+                votes = sum((reached < x).astype(jnp.int32) for x in cutoffs)
+                place = cluster & (HALF - 1)
+                word = votes << (8 * (place & (BYTES - 1)) + 4 * lax.shift_right_logical(cluster, 7))
+                at = room + CLUSTERS + lax.shift_right_logical(place, 2)
+                lines = [".reg .b32 at; mad.lo.s32 at, $1, 4, $0; red.shared.add.u32 [at], $2;"]
+                assembly.run(lines, [weights], [at, word])
+                before = after
+        assembly.run(["bar.warp.sync -1;"])
+        word = arrays.load_shared(weights, room + lane + CLUSTERS)
+        _write(table, jnp.where(number < last, slice_ * (HALF // BYTES) + lane, -1), word)
+        return carry
+
+    lax.fori_loop(0, lax.div(jnp.maximum(last - team * 4 + warps - 1, 0), warps), one, 0)
+    bins.meet_all(n.parts)
+    if n.parts > 1:
+        _gather(table, mine, slices, n)
+
+
+def _prefetch(ids_ref, row, first, last):
+    """Ask for the ids of keys ``first`` to ``last - 1`` of those that begin at ``row``: they come to the level-2 cache."""
+    if ids_ref.shape[1] == 16:
+        lines = [
+            ".reg .pred p; .reg .b64 at; .reg .b32 x, size; mov.u32 x, %tid.x; setp.eq.s32 p, x, 0; sub.s32 size, $3, $2;"
+        ]
+        lines += ["setp.gt.and.s32 p, size, 0, p; shl.b32 size, size, 4; add.s32 x, $1, $2; mad.wide.s32 at, x, 16, $0;"]
+        assembly.run([*lines, "@p cp.async.bulk.prefetch.L2.global [at], size;"], [ids_ref], [row, first, last])
+
+
+def _load_ids(ids_ref, row, first, last, n):
+    """Load the ids of keys ``first`` int32 [128] and so on, `TOGETHER` of each thread: a list of words int32 [128] of each.
+
+    Keys are counted from ``row`` on; what stands for keys from ``last`` on may be anything.
+    """
+    slices, count = ids_ref.shape[1], ids_ref.shape[1] // BYTES
+    out, kind = TOGETHER * count, f"v{count}.b32" if count > 1 else "b32"
+    lines = [
+        ".reg .pred p; .reg .b64 at; .reg .b32 x;",
+        f"add.s32 x, ${out + 1}, ${out + 3}; mad.wide.s32 at, x, {slices}, ${out};",
+    ]
+    for k in range(TOGETHER):
+        words = ", ".join(f"${k * count + i}" for i in range(count))
+        lines.append(f"add.s32 x, ${out + 3}, {k * n.threads}; setp.lt.s32 p, x, ${out + 2};")
+        lines.append(f"@p ld.global.nc.{kind} {f'{{{words}}}' if count > 1 else words}, [at + {k * n.threads * slices}];")
+    found = assembly.run(lines, [ids_ref], [row, last, first], [jnp.int32] * out)
+    return [found[i : i + count] for i in range(0, out, count)]
+
+
+def _vote(table, tally, votes, words, key, hidden, low, span):
+    """Sum up the votes of a thread's key, whose ids are ``words``, plus 1: write and count them; 0 outside of the zone.
+
+    Args:
+        table: the tables in shared memory.
+        tally: shared memory int32 [128].
+        votes: shared memory, int32.
+        words: int32 [128], several.
+        key: int32 [128], where its votes go.
+        hidden: int32 [128], -1 if the slot is empty, else 0.
+        low: int32, the zone's first key.
+        span: int32, how many there are.
+    """
+    lines = [
+        f".reg .pred p; .reg .b32 table, m, at, x, a, b, c, d, e; mov.b32 table, $0; {_ALIGN} mov.b32 x, 1; mov.b32 e, 0;"
+    ]
+    for i in range(len(words)):
+        word = f"${7 + i}"
+        lines.append(f"and.b32 m, {word}, 0x7f7f7f7f;")
+        for byte, name in enumerate("abcd"):
+            place = (i * BYTES + byte) * HALF
+            lines.append(f"prmt.b32 at, m, table, {0x7650 + byte:#x}; ld.shared.u8 {name}, [at + {place}];")
+        # Four bytes of the tables, side by side; of each its upper half where the id's highest bit is set.
+        lines.append("mad.lo.s32 a, b, 256, a; mad.lo.s32 c, d, 256, c; mad.lo.s32 a, c, 65536, a;")
+        lines.append(f"prmt.b32 m, {word}, 0, 0xba98; shr.u32 b, a, 4; lop3.b32 a, m, b, a, 0xca;")
+        if i % 2:  # no half of a byte overflows where two are added
+            lines.append("add.s32 a, a, e;")
+        if i % 2 or i + 1 == len(words):
+            lines.append(f"and.b32 a, a, 0x0f0f0f0f; dp4a.u32.u32 x, a, {EACH_BYTE:#x}, x;")
+        lines.append("mov.b32 e, a;")
+    lines.append("sub.s32 a, $3, $5; or.b32 a, a, $4; setp.ge.u32 p, a, $6; @p mov.b32 x, 0; mad.lo.s32 at, $3, 4, $2;")
+    lines.append("st.shared.b32 [at], x; mad.lo.s32 at, x, 4, $1; red.shared.add.u32 [at], 1;")
+    assembly.run(lines, [table, tally, votes], [key, hidden, low, span, *words])
+
+
+def _list(list_ref, bits, at, slot, place, n):
+    """Write this thread's candidates, ``bits`` int32 [128] of its keys, from ``place`` on in the list from ``at`` on."""
+    begin = "mad.wide.s32 to, $2, 4, $0; mad.wide.s32 to, $4, 4, to; mov.u32 slot, %tid.x;"
+    begin += f" mad.lo.s32 slot, slot, {n.run}, $3;"
+    step = "add.s32 i, i, slot; st.global.b32 [to], i; add.s64 to, to, 4;"
+    bins.for_each(bits, [list_ref], [at, slot, place], ".reg .b64 to; .reg .b32 slot;", begin, step)
+
+
+def _prepare(query_ref, counts_ref, shares_ref, signs_ref, rotated_ref, count_ref, numbers, capacity, n):
+    """Rotate the query, and return the keys of the zone and of each tier, and the number of candidates: int32 scalars."""
+    (_, group, dim), (pieces, width), line = query_ref.shape, shares_ref.shape, lax.axis_index("x")
+    channel, first = arrays.counted(t.THREADS), n.part() < 1
     inside = channel < dim
-    heads = [arrays.load(query_ref, jnp.where(inside, (line * group + g) * dim + channel, -1)) for g in range(group)]
-    query = functools.reduce(jnp.add, heads) / group
-    query = rotated(query, signs_ref[0], dim, numbers) if rotate else query
-    arrays.store(rotated_ref, jnp.where(inside & (part < 1), line * dim + channel, -1), query)
-    arrays.store_shared(numbers, channel, query)
-    arrays.meet()
-    cluster = arrays.counted(CLUSTERS)
-    score = arrays.spread(0.0, CLUSTERS, jnp.float32)
-    for i in range(SLICE):  # in the order of `votes.cluster_scores`
-        y = arrays.load_shared(numbers, arrays.spread(part * SLICE + i, CLUSTERS))
-        score = score + jnp.where((cluster >> i) & 1 > 0, y, -y)
-    count = arrays.load(counts_ref, (line * slices + part) * CLUSTERS + cluster)
-    zone = jnp.sum(arrays.load(counts_ref, line * slices * CLUSTERS + cluster))
-    width = 2 + tiers
-    first = [arrays.scalar(shares_ref, line * 0 + i * width) for i in range(pieces - 1)]
-    piece = sum(((zone >= x).astype(jnp.int32) for x in first), jnp.int32(0)) * width
-    cutoffs = [portion(arrays.scalar(shares_ref, piece + 2 + i), zone) for i in range(tiers)]
-    candidates = jnp.minimum(portion(arrays.scalar(shares_ref, piece + 1), zone), capacity)
-    arrays.put(count_ref, jnp.where(part < 1, line, -1), candidates)
-    arrays.store_shared(scores, cluster, score)
-    arrays.store_shared(counted, cluster, count)
-    arrays.meet()
+    # All loads are on their way before any is waited for.
+    query = [arrays.load(query_ref, jnp.where(inside, (line * group + g) * dim + channel, -1)) for g in range(group)]
+    shares = [[arrays.scalar(shares_ref, line * 0 + row * width + i) for i in range(width)] for row in range(pieces)]
+    zone = _totals(counts_ref, line)
+    best = shares[0]  # of the zone's range of lengths
+    for (end, *_), row in zip(shares, shares[1:], strict=False):
+        best = [jnp.where(zone >= end, x, y) for x, y in zip(row, best, strict=True)]
+    wanted, *cutoffs = (portion(x, zone) for x in best[1:])
+    wanted = jnp.minimum(wanted, capacity)
 
-    def add(step, before):
-        for i in range(TOGETHER):
-            at = step * TOGETHER + i
-            other, more = (arrays.load_shared(x, arrays.spread(at, CLUSTERS)) for x in (scores, counted))
-            better = (other > score) | ((other == score) & (cluster > at))  # of equal scores the lower cluster is first
-            before = before + jnp.where(better, more, 0)
-        return before
+    @pl.when(lax.axis_index("group") < 1)
+    def _():
+        mean = functools.reduce(jnp.add, query) / group
+        mean = rotated(mean, signs_ref[0], dim, numbers) if signs_ref else mean
+        arrays.store(rotated_ref, jnp.where(inside & first, line * dim + channel, -1), mean)
+        arrays.store_shared(numbers, channel, mean)
+        arrays.put(count_ref, jnp.where(first, line, -1), wanted)
 
-    before = lax.fori_loop(0, CLUSTERS // TOGETHER, add, arrays.spread(0, CLUSTERS))
-    word = sum((before < x).astype(jnp.int32) for x in cutoffs) << (8 * (thread & (BYTES - 1)))
-    for distance in (1, 2):
-        word = word + arrays.exchanged(word, distance, None)
-    at = (line * slices + part) * (CLUSTERS // BYTES) + lax.div(cluster, BYTES)
-    arrays.store(table_ref, jnp.where((thread & (BYTES - 1)) < 1, at, -1), word)
+    return zone, cutoffs, wanted
 
 
-def _cut(votes, wanted, most, parts, peers):
-    """Find what `search.threshold_of` finds, of votes int32 [N] in 0..``most``, or below."""
+def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *refs, n, heads, first):
+    # query [L, G, D]; counts [L, N * 256]; shares [P, 2 + Z]; ids [L * S, N]; position [L, S]; stop [B]; maybe signs [D];
+    # rotated [L, D]; list [L, C]; count [L]. In shared memory: the query, keys of clusters, tables, counts, votes, sums.
+    *signs_ref, rotated_ref, list_ref, count_ref, numbers, weights, table, tally, votes, sums = refs
+    most, line, slots, step, begin = (
+        list_ref.shape[1],
+        lax.axis_index("x"),
+        position_ref.shape[1],
+        n.threads * TOGETHER,
+        n.part() * n.size,
+    )
+    row, thread = line * slots + begin, lax.axis_index("group") * t.THREADS + arrays.counted(t.THREADS)
+    _prefetch(ids_ref, row, jnp.int32(0), jnp.minimum(AHEAD * step, slots - begin))  # they arrive while tables are made
+    bins.clear(tally, bins.BINS, n.threads)
+    stop = jnp.minimum(arrays.scalar(stop_ref, lax.div(line, heads)), slots)
+    zone, cutoffs, wanted = _prepare(query_ref, counts_ref, shares_ref, signs_ref, rotated_ref, count_ref, numbers, most, n)
+    bins.meet_all(1)
+    _tables(n, (counts_ref, numbers, weights, table), line, zone, cutoffs)
+    low, span, end, holes = first - begin, jnp.maximum(stop - first, 0), stop - begin, zone != stop - first
 
-    def count(left, right):
-        found = arrays.of_parts(list(pair_of(hits_of(votes, left, right))), peers, parts)
-        return [functools.reduce(jnp.add, column) for column in zip(*found, strict=True)]
+    def add(number, words):
+        _prefetch(ids_ref, row, (number + AHEAD) * step, jnp.minimum((number + AHEAD + 1) * step, end))
+        ahead = _load_ids(ids_ref, row, (number + 1) * step + thread, end, n)
+        keys = [number * step + k * n.threads + thread for k in range(TOGETHER)]
 
-    def unsettled(state):
-        low, high, reach, _ = state
-        return (reach > wanted) & (high > low + 1)
+        def position(key):
+            return arrays.load(position_ref, jnp.where((key >= low) & (key < end), row + key, -1)) >> 31
 
-    def narrow(state):  # to a third
-        low, high, reach, over = state
-        third = jnp.maximum(lax.div(high - low, 3), 1)
-        left, right = low + third, jnp.minimum(low + 2 * third, high - 1)
-        some, fewer = count(left, right)
-        enough, more = some >= wanted, fewer >= wanted
-        low, reach = (jnp.where(more, x, jnp.where(enough, y, z)) for x, y, z in ((right, left, low), (fewer, some, reach)))
-        high, over = (jnp.where(more, z, jnp.where(enough, x, y)) for x, y, z in ((right, left, high), (fewer, some, over)))
-        return low, high, reach, over
-
-    held, none = count(jnp.int32(0), jnp.int32(most + 1))
-    low, _, reach, over = lax.while_loop(unsettled, narrow, (jnp.int32(0), jnp.int32(most + 1), held, none))
-    return low, jnp.where(reach > wanted, wanted - over, ALL), jnp.minimum(held, wanted)
-
-
-def _load_ids(ids_ref, row, slices):
-    """Load the ids of keys ``row`` int32 [N], as words: a list of int32 [N]."""
-    ref, own, count = plgpu.RefType(), t.own(row.shape[0] // t.THREADS), slices // BYTES
-    one = plgpu.ShapeDtypeStruct(row.shape, jnp.int32, layout=own)
-
-    @plgpu.inline_mgpu(arg_types=(ref, own), return_type=(one,) * count)
-    def run(ctx, ids, row):
-        base, found = t.address(ids), []
-        for x in t.numbers_of(row):
-            place = t.at(base, t.element(x, slices, t.number(0)), 1)
-            found.append([x for i in range(0, count, BYTES) for x in t.load_words(place, 4 * i, min(BYTES, count - i))])
-        return tuple(t.made_of(list(x)) for x in zip(*found, strict=True))
-
-    return run(ids_ref, row)
-
-
-def _add_votes(table, words, shared, at):
-    """Sum up the votes of keys, whose ids are ``words``, in ``table``, and write them to ``shared`` at int32 [N]."""
-    ref, own = plgpu.RefType(), t.own(at.shape[0] // t.THREADS)
-
-    @plgpu.inline_mgpu(arg_types=(ref, (own,) * len(words), ref, own))
-    def run(ctx, table, words, shared, at):
-        base, to = (t.number(t.address(x)) for x in (table, shared))
-        for place, *mine in zip(t.numbers_of(at), *map(t.numbers_of, words), strict=True):
-            votes = t.number(0)
-            for i in range(len(mine) * BYTES):
-                id_ = (mine[i // BYTES] >> (8 * (i % BYTES))) & (CLUSTERS - 1)
-                votes = votes + t.number(t.ptx("ld.shared.u8 $0, [$1];", base + id_ + i * CLUSTERS, result=t.i32()))
-            t.ptx("st.shared.b32 [$0], $1;", to + place * 4, votes)
-
-    run(table, tuple(words), shared, at)
-
-
-def _body(
-    table_ref, ids_ref, position_ref, stop_ref, count_ref, list_ref, table, votes, words, peers, *, heads, slots, slices,
-    capacity, first, size, parts, most,
-):  # fmt: skip
-    # table [L, N * 64]; ids [L * S, N]; position [L, S]; stop [B]; count [L]; list [L, C]. In shared memory: the table, the
-    # votes of this program's keys, and what the search takes.
-    line, part = lax.axis_index("x"), lax.axis_index("part") if parts > 1 else jnp.int32(0)
-    stop, wanted = arrays.scalar(stop_ref, lax.div(line, heads)), arrays.scalar(count_ref, line)
-    width = slices * CLUSTERS // BYTES
-    arrays.begin_parts(peers, parts)
-    table[...] = arrays.load(table_ref, line * width + arrays.counted(width))
-    arrays.meet()
-    entry = arrays.counted(t.THREADS * TOGETHER)
-
-    def place_of(entry):  # of its votes in shared memory: neither neighbours nor threads meet in a bank
-        turn = lax.rem(entry, size // t.THREADS)
-        return turn * t.THREADS + ((lax.div(entry, size // t.THREADS) + turn) & (t.THREADS - 1))
-
-    def load(step):
-        slot = jnp.minimum(part * size + step * entry.shape[0] + entry, slots - 1)
-        return tuple(_load_ids(ids_ref, line * slots + slot, slices))
-
-    def add(step, ids):
-        ahead = load(step + 1)
-        _add_votes(table, ids, votes, place_of(step * entry.shape[0] + entry))
+        # Positions are read only if some slot of the zone is empty.
+        hidden = lax.cond(holes, lambda: [position(x) for x in keys], lambda: [arrays.spread(0, t.THREADS)] * TOGETHER)
+        for key, mine, gap in zip(keys, words, hidden, strict=True):
+            _vote(table, tally, votes, mine, key, gap, low, span)
         return ahead
 
-    lax.fori_loop(0, size // entry.shape[0], add, load(jnp.int32(0)))
-    arrays.meet()
-    key_of = arrays.in_order(size)
-    slot = part * size + key_of
-    inside = (slot >= first) & (slot < jnp.minimum(stop, slots))
-    position = arrays.load_run(position_ref, line, part * size, size, -1)
-    key = jnp.where(inside & (position >= 0), arrays.load_shared(votes, place_of(key_of)), NEVER)
-    threshold, ties, chosen = _cut(key, wanted, most, parts, peers)
-    keep, place = places(key, threshold, ties, part, parts, words, peers)
-    listed = keep & (place < jnp.minimum(chosen, capacity))
-    arrays.store(list_ref, jnp.where(listed, line * capacity + place, -1), slot)
+    last = lax.div(jnp.clip(end, 0, n.size) + step - 1, step)
+    lax.fori_loop(0, last, add, _load_ids(ids_ref, row, thread, end, n))
+    bins.clear(votes, n.size - last * step, n.threads, last * step)
+    bins.meet_all(n.parts)
+    cut = bins.cut(tally, wanted, n, least=1)
+    for number, bits, place in bins.choose(votes, n.run, cut.bin, 1, cut, sums):
+        _list(list_ref, bits, line * most, begin + number, place, n)
+    if n.parts > 1:
+        bins.meet_all(n.parts)  # no program ends before all have read its counts
+
+
+def share_of(lists, slots, parts=None, groups=None):
+    """Choose how a list is shared: by as many programs as the multiprocessors hold at once, and by few warps."""
+    if parts is None:
+        parts = next((n for n in (8, 4, 2) if n * lists <= BLOCKS and slots >= n * 512), 1)
+        parts = max(parts, next(n for n in (1, 2, 4, 8) if slots <= n * MOST_KEYS))
+    groups = groups or (2 if slots <= parts * 3 * 2**12 else 4)
+    return bins.Share(parts, groups, -(-slots // (parts * groups * t.THREADS * TOGETHER)) * TOGETHER)
 
 
 def collision(query, signs, counts, ids, position, stop, shares, *, first, capacity, part=None):
     """List the keys of the zone with the most votes."""
     batch, heads, slots, slices = ids.shape
-    (group, dim), lists, unit, tiers = query.shape[2:], batch * heads, t.THREADS * TOGETHER, shares.shape[1] - 2
-    flat = query.reshape(lists, group, dim), counts.reshape(lists * slices, CLUSTERS), shares
-    shapes = ((lists, dim), jnp.float32), ((lists, slices * CLUSTERS // BYTES), jnp.int32), ((lists,), jnp.int32)
-    scratch = ((t.THREADS,), jnp.float32), ((CLUSTERS,), jnp.float32), ((CLUSTERS,), jnp.int32)
-    tables_of = functools.partial(
-        _body_tables, rotate=signs is not None, group=group, dim=dim, slices=slices, pieces=shares.shape[0], tiers=tiers,
-        capacity=capacity,
-    )  # fmt: skip
-    query, tables, count = arrays.program(
-        tables_of, [jax.ShapeDtypeStruct(*x) for x in shapes], grid=(lists, slices), scratch=[plgpu.SMEM(*x) for x in scratch]
-    )(*flat, *(() if signs is None else (signs,)))
-    parts = next((n for n in PARTS if slots <= n * ALONE), PARTS[-1])
-    size = -(-slots // (parts * unit)) * unit
-    scratch = [(tables.shape[1],), (size,), (4,), (arrays.PEERS,)]
-    (listed,) = arrays.program(
-        functools.partial(
-            _body,
-            heads=heads,
-            slots=slots,
-            slices=slices,
-            capacity=capacity,
-            first=first,
-            size=size,
-            parts=parts,
-            most=tiers * slices,
-        ),
-        [jax.ShapeDtypeStruct((lists, capacity), jnp.int32)],
+    (group, dim), lists = query.shape[2:], batch * heads
+    n = share_of(lists, slots)
+    words = ROOM * n.threads // 32, slices * HALF // BYTES + 64, bins.BINS, n.size, 32
+    query, listed, count = arrays.program(
+        functools.partial(_body, n=n, heads=heads, first=first),
+        [jax.ShapeDtypeStruct((lists, *x), y) for *x, y in ((dim, jnp.float32), (capacity, jnp.int32), (jnp.int32,))],
         grid=(lists,),
-        parts=parts,
-        scratch=[plgpu.SMEM(x, jnp.int32) for x in scratch],
-    )(tables, ids.reshape(lists * slots, slices), position.reshape(lists, slots), stop, count)
+        parts=n.parts,
+        groups=n.groups,
+        scratch=[plgpu.SMEM((t.THREADS,), jnp.float32), *(plgpu.SMEM((x,), jnp.int32) for x in words)],
+    )(
+        query.reshape(lists, group, dim), counts.reshape(lists, -1), shares, ids.reshape(lists * slots, slices),
+        position.reshape(lists, slots), stop, *(() if signs is None else (signs,)),
+    )  # fmt: skip
     return query.reshape(batch, heads, dim), listed.reshape(batch, heads, capacity), count.reshape(batch, heads)
 
 
@@ -216,6 +327,13 @@ def check(query, signs, counts, ids, position, stop, shares, *, first, capacity,
         raise NotImplementedError(
             f"got a part of each row, or {slices} slices, expected whole rows and {BYTES} to {DIMS[-1] // SLICE} slices"
         )
-    most = PARTS[-1] * MOST
+    tiers, most = shares.shape[1] - 2, 8 * MOST_KEYS
+    if tiers > MOST_VOTES or tiers * slices > bins.BINS - 2:
+        raise NotImplementedError(f"got {tiers} tiers and {slices} slices, expected at most {bins.BINS - 2} votes")
     if not 1 <= slots <= most or not 1 <= capacity <= most or batch * heads * slots >= 2**31:
         raise NotImplementedError(f"got {slots} slots and room for {capacity}, expected 1 to {most}")
+
+
+def first(query, signs, counts, ids, *_, **__):
+    """Tell whether the lists fill the multiprocessors: then Triton's three kernels take longer."""
+    return current_machine().capability == (9, 0) and 2 * ids.shape[0] * ids.shape[1] >= BLOCKS - 4

@@ -1,127 +1,288 @@
-"""Estimates of the candidates through Mosaic GPU, which `kth_select` chooses from, and a kernel that writes the list.
+"""Estimates of the candidates, the best of them and the list, in one kernel for Mosaic GPU: a cluster of programs has a list.
 
-D / 16 threads share a candidate: each has two slices of its row, 16 bytes, and 16 channels of the query.
+1. Each warp has a quarter of the channels, 32, and a register for each channel: lane i has the product of the query with the
+   level of code i % 16. A thread has a candidate, and looks its products up in other lanes, one instruction a channel.
+2. The best are found digit by digit: the keys are counted by their highest seven bits, those at the cut by the next seven.
+3. Each thread writes its candidates in order; the programs share out the rest of the list.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from pallas_kernels._mosaic_gpu import arrays
+from pallas_kernels._mosaic_gpu import arrays, assembly, bins
 from pallas_kernels._mosaic_gpu import threads as t
-from pallas_kernels._mosaic_gpu.pallas import arith, ir, mgpu, plgpu
-from pallas_kernels.choose.kth_select import pallas_mosaic_gpu as kth_kernel
-from pallas_kernels.choose.pariskv.rerank.products import PACK, program
-from pallas_kernels.formats.key_codes import LEVEL
+from pallas_kernels._mosaic_gpu.pallas import plgpu
+from pallas_kernels._triton.kth_search import NEVER, order_key
+from pallas_kernels.formats.key_codes import LEVEL, LEVELS, SLICE
+from pallas_kernels.machine import current_machine
 
-STEPS = 4  # candidates of a thread
-MOST = 2**13  # entries of a list, in registers
+LANES = 32  # channels of a warp
+WORDS = LANES // 4  # of their codes: of each slice one of levels, and one with its weight
+TOGETHER = 2  # candidates of a thread whose codes are on their way together
+DIGIT = 7  # bits of a key that are counted together
+MANY = 2**30  # more than any list has
+MOST = 2**14  # candidates of a program of 512 threads, 32 each
+ROOM = 3 * 2**14  # parts of estimates that a program has room for in shared memory
+BLOCKS = 132  # programs that an H100 or H200 holds at once, one on each multiprocessor
 LEAST = float(jnp.finfo(jnp.float32).min)
-TAKES = f"{arrays.HOPPER}, D of 32 to 256, lists of up to {MOST} slots"
+TAKES = f"{arrays.HOPPER}, D of 32 to 256, lists of up to 98,304 candidates, or less"
 
 
-def _estimates(query, rows, line, row, dim):
-    """Multiply the query of a line [L, D] with the coded ``row`` int32 [N] of rows [L * S, D]: float32 [N]."""
-    ref, own, lanes = plgpu.RefType(), t.own(row.shape[0] // t.THREADS), dim // PACK
-
-    @plgpu.inline_mgpu(
-        arg_types=(ref, ref, plgpu.Layout.WG_SPLAT, own),
-        return_type=plgpu.ShapeDtypeStruct(row.shape, jnp.float32, layout=own),
-    )
-    def run(ctx, query, rows, line, row):
-        channel, f32, found = t.signed(t.thread() % lanes) * PACK, jnp.dtype(jnp.float32), []
-        place = t.at(t.address(query), t.element(t.number(t.value(line)), dim, channel), 4)
-        heads = [x for i in range(0, PACK, 4) for x in t.load_some(t.at(place, t.number(i), 4), f32, 4)]
-        places = [t.at(t.address(rows), t.element(x, dim, channel), 1) for x in t.numbers_of(row)]
-        for words in [t.load_words(x, 0, 4) for x in places]:  # all are loaded before anything is multiplied
-            operands = [t.value(x) for x in (*words, *heads)]
-            bits = mgpu.utils.inline_ptx(program(1), *operands, result_types=t.i32())
-            total, distance = t.number(arith.bitcast(ir.F32Type.get(), bits), None), lanes // 2
-            while distance:
-                total, distance = total + t.shuffle(total, distance), distance // 2
-            found.append(total)
-        return t.made_of(found, floats=True)
-
-    return run(query, rows, line, row)
+def _quarter(dim, size):
+    """Write instructions: ``at`` becomes the place of what this warp reads of ``size`` bytes for all warps of a candidate."""
+    warps = dim // LANES
+    return f"mov.u32 x, %tid.x; shr.u32 x, x, 5; and.b32 x, x, {warps - 1}; mul.wide.u32 at, x, {size // warps};"
 
 
-def _body(query_ref, slots_ref, count_ref, rows_ref, out_ref, *, slots, dim, scale):
-    # query [L, D]; slots [L, C]; count [L]; rows [L * S, D]; out [L, C].
-    line, lanes, candidates = lax.axis_index("x"), dim // PACK, slots_ref.shape[1]
-    entry = arrays.counted(t.THREADS * STEPS)
-    number, thread = lax.shift_right_logical(entry, 7), entry & (t.THREADS - 1)
-    each = t.THREADS // lanes
-    at = lax.axis_index("y") * (STEPS * each) + number * each + lax.div(thread, lanes)
-    live = at < jnp.minimum(arrays.scalar(count_ref, line), candidates)
-    slot = jnp.clip(arrays.load(slots_ref, jnp.where(live, line * candidates + at, -1)), 0, slots - 1)
-    total = _estimates(query_ref, rows_ref, line, line * slots + slot, dim) * (scale * LEVEL)
-    total = jnp.where(total == 0, 0.0, total)
-    total = jnp.where(total < LEAST, LEAST, total)  # NaN stays, and is never chosen
-    mine = (at < candidates) & (lax.rem(thread, lanes) < 1)
-    arrays.store(out_ref, jnp.where(mine, line * candidates + at, -1), jnp.where(live, total, -jnp.inf))
+def _products(query_ref, line):
+    """Multiply 32 channels of the query with the level of each code: a register for each, float32 [128]."""
+    dim = query_ref.shape[1]
+    lines = [".reg .pred p; .reg .b64 at; .reg .b32 x, code; .reg .f32 level, y, a, b, c, d; mov.f32 level, 0f00000000;"]
+    lines.append(f"{_quarter(dim, 4 * dim)} add.s64 at, at, ${LANES}; mad.wide.s32 at, ${LANES + 1}, {4 * dim}, at;")
+    lines.append("mov.u32 code, %laneid; and.b32 x, code, 7;")
+    for i, level in enumerate(LEVELS):
+        lines.append(f"setp.eq.s32 p, x, {i}; @p mov.f32 level, 0f{np.float32(level).view(np.uint32):08X};")
+    lines.append("and.b32 x, code, 8; setp.eq.s32 p, x, 0; neg.f32 y, level; @p mov.f32 level, y;")
+    for i in range(0, LANES, 4):
+        lines.append(f"ld.global.nc.v4.f32 {{a, b, c, d}}, [at + {4 * i}];")
+        lines += [f"mul.f32 ${i + j}, level, {x};" for j, x in enumerate("abcd")]
+    return assembly.run(lines, [query_ref], [line], [jnp.float32] * LANES)
+
+
+def _codes(rows_ref, row):
+    """Load this warp's part of the codes of ``row`` int32 [N], nothing where it is negative: 8 words, int32 [N] each."""
+    names, row_, dim = [f"${i}" for i in range(WORDS)], f"${WORDS + 1}", rows_ref.shape[1]
+    lines = [".reg .pred p; .reg .b64 at; .reg .b32 x;", *(f"mov.b32 {x}, 0;" for x in names), _quarter(dim, dim)]
+    lines.append(f"add.s64 at, at, ${WORDS}; mad.wide.s32 at, {row_}, {dim}, at; setp.ge.s32 p, {row_}, 0;")
+    for i in (0, 4):
+        lines.append(f"@p ld.global.nc.L2::128B.v4.b32 {{{', '.join(names[i : i + 4])}}}, [at + {4 * i}];")
+    return assembly.run(lines, [rows_ref], [row], [jnp.int32] * WORDS)
+
+
+def _prefetch(rows_ref, row):
+    """Ask for the codes of ``row`` int32 [N], unless it is negative: they come to the level-2 cache."""
+    dim = rows_ref.shape[1]
+    lines = [f".reg .pred p; .reg .b64 at; .reg .b32 x; {_quarter(dim, dim)} setp.eq.s64 p, at, 0;"]
+    lines.append(f"setp.ge.and.s32 p, $1, 0, p; mad.wide.s32 at, $1, {dim}, $0; @p prefetch.global.L2 [at];")
+    assembly.run(lines, [rows_ref], [row])
+
+
+def _estimate(products, words):
+    """Sum up weight times (levels . query) over 32 channels, of `_products` and `_codes`: float32 [N]."""
+    lines = [".reg .b32 at, x; .reg .f32 v, sum, total; mov.f32 total, 0f00000000;"]
+    for i in range(LANES):
+        levels, weight = (f"${1 + LANES + i // SLICE * 2 + j}" for j in (0, 1))
+        number = i % SLICE
+        lines.append(f"shr.u32 at, {levels}, {4 * number}; mov.b32 x, ${1 + i}; shfl.sync.idx.b32 x, x, at, 31, -1;")
+        lines.append("mov.b32 v, x; " + ("add.f32 sum, sum, v;" if number else "mov.f32 sum, v;"))
+        if number == SLICE - 1:
+            lines.append(f"shl.b32 x, {weight}, 16; mov.b32 v, x; fma.rn.f32 total, sum, v, total;")
+    return assembly.run([*lines, "mov.f32 $0, total;"], (), [*products, *words], [jnp.float32])[0]
+
+
+def _count(tally, keys, low, width, shift, first, n):
+    """Count the keys from ``low`` to ``low + width``, all without signs, by their bits from ``shift`` on."""
+    lines = [".reg .pred p, q; .reg .b32 at, x, i, bins; mov.u32 at, %tid.x; mad.lo.s32 at, at, 4, $1; mov.b32 i, 0;"]
+    lines.append("mad.lo.s32 bins, $5, 4, $0; KEY: ld.shared.b32 x, [at]; setp.ne.s32 q, x, 0; sub.s32 x, x, $2;")
+    lines.append("setp.lt.and.u32 p, x, $3, q; shr.u32 x, x, $4; mad.lo.s32 x, x, 4, bins; @p red.shared.add.u32 [x], 1;")
+    lines.append(f"add.s32 at, at, {4 * n.threads}; add.s32 i, i, 1; setp.lt.s32 p, i, {n.run}; @p bra KEY;")
+    assembly.run(lines, [tally, keys], [low, width, shift, first])
+
+
+def _list(refs, bits, at, entry, place, n):
+    """Write this thread's best candidates, ``bits`` int32 [128] of those from ``entry`` on; the best begin at ``at``.
+
+    ``refs`` are the list int32 [L, K], the mask bool [L, K] and the slots int32 [L, C].
+    """
+    begin = "add.s32 x, $4, $6; mad.wide.s32 to, x, 4, $0; mad.wide.s32 mask, x, 1, $1; mov.u32 x, %tid.x; mov.b32 one, 1;"
+    begin += f"mad.lo.s32 x, x, {n.run}, $5; mad.wide.s32 from, x, 4, $2;"
+    step = "mad.wide.s32 at, i, 4, from; ld.global.b32 x, [at]; st.global.b32 [to], x; st.global.u8 [mask], one;"
+    step += "add.s64 to, to, 4; add.s64 mask, mask, 1;"
+    bins.for_each(bits, refs, [at, entry, place], ".reg .b64 to, mask, from, at; .reg .b32 one;", begin, step)
+
+
+def _estimates(n, query_ref, slots_ref, rows_ref, sums, live, stored):
+    """Write the parts of the estimates of this program's first ``live`` candidates to ``sums`` int32 [Q, N], as bits."""
+    dim, candidates, line = query_ref.shape[1], slots_ref.shape[1], lax.axis_index("x")
+    begin, quarters, products = n.part() * n.size, dim // LANES, _products(query_ref, line)
+    entry = arrays.counted(t.THREADS * TOGETHER)
+    warp = lax.axis_index("group") * 4 + (lax.shift_right_logical(entry, 5) & 3)
+    step = n.threads // quarters * TOGETHER  # candidates of all warps
+    place = lax.div(warp, quarters) * (LANES * TOGETHER) + lax.shift_right_logical(entry, 7) * LANES + (entry & (LANES - 1))
+
+    def slots(number):
+        at = number * step + place
+        return arrays.load(slots_ref, jnp.where(at < live, line * candidates + begin + at, -1), -1)
+
+    def rows(slot):
+        return jnp.where(slot >= 0, line * stored + jnp.minimum(slot, stored - 1), -1)
+
+    def add(number, ahead):
+        words, row, slot = ahead
+        next_row = rows(slot)
+        _prefetch(rows_ref, next_row)
+        at = (warp & (quarters - 1)) * n.size + number * step + place
+        arrays.store_shared(sums, at, lax.bitcast_convert_type(_estimate(products, words), jnp.int32))
+        # Loaded into the registers that are free now: to copy what is on its way would be to wait for it.
+        return _codes(rows_ref, row), next_row, slots(number + 3)
+
+    begins = [slots(jnp.int32(i)) for i in range(3)]
+    first, second = rows(begins[0]), rows(begins[1])
+    _prefetch(rows_ref, second)
+    lax.fori_loop(0, lax.div(live + step - 1, step), add, (_codes(rows_ref, first), second, begins[2]))
+    bins.meet_all(1)
+
+
+def _for_each(n, sums, live, scale, write):
+    """Call ``write`` with candidates int32 [128] of the program and their estimates float32 [128], -inf from ``live`` on."""
+
+    def one(i, carry):
+        number = i * n.threads + lax.axis_index("group") * t.THREADS + arrays.counted(t.THREADS)
+        parts = [arrays.load_shared(sums, number + at) for at in range(0, sums.shape[0], n.size)]
+        total = functools.reduce(jnp.add, [lax.bitcast_convert_type(x, jnp.float32) for x in parts]) * (scale * LEVEL)
+        total = jnp.where(total == 0, 0.0, total)
+        total = jnp.where(total < LEAST, LEAST, total)  # NaN stays, and is never chosen
+        write(number, jnp.where(number < live, total, -jnp.inf))
+        return carry
+
+    lax.fori_loop(0, n.run, one, 0)
+
+
+def _live(n, slots_ref, count_ref):
+    """Count this program's candidates."""
+    count = jnp.minimum(arrays.scalar(count_ref, lax.axis_index("x")), slots_ref.shape[1])
+    return jnp.clip(count - n.part() * n.size, 0, n.size)
+
+
+def _body_estimates(query_ref, slots_ref, count_ref, rows_ref, out_ref, sums, *, n, stored, scale):
+    # query [L, D]; slots [L, C]; count [L]; rows [L * S, D]; out [L, C]. In shared memory: parts of the estimates.
+    live, most, line, begin = _live(n, slots_ref, count_ref), slots_ref.shape[1], lax.axis_index("x"), n.part() * n.size
+    _estimates(n, query_ref, slots_ref, rows_ref, sums, live, stored)
+
+    def write(number, total):
+        arrays.store(out_ref, jnp.where(begin + number < most, line * most + begin + number, -1), total)
+
+    _for_each(n, sums, live, scale, write)
+
+
+def _search(n, keys, tally, wanted):
+    """Find the best ``wanted`` keys, digit by digit, of those that are not 0.
+
+    Returns:
+        The least key that they may have, how many keys from there on may tie, and the cut of the last digit, with all keys
+        above before this program's and all that are counted.
+    """
+
+    def unsettled(state):
+        shift, _, _, _, cut = state
+        return (shift >= 0) & (cut[2] > cut[1])
+
+    def narrow(state):
+        shift, low, width, first, (_, left, _, above, _, total) = state
+        _count(tally, keys, low, width, shift, first, n)
+        bins.meet_all(n.parts)
+        cut = bins.cut(tally, left, n, first)
+        bins.clear(tally, bins.BINS, n.threads, bins.BINS - first)  # all programs have read what is there
+        bins.meet_all(1)
+        low, width = low + lax.shift_left(cut.bin, shift), lax.shift_left(jnp.int32(1), shift)
+        cut = cut._replace(above_before=above + cut.above_before, total=jnp.maximum(total, cut.total))
+        return jnp.where(shift > 0, jnp.maximum(shift - DIGIT, 0), -1), low, width, bins.BINS - first, tuple(cut)
+
+    zero = jnp.int32(0)
+    state = jnp.int32(32 - DIGIT), zero, jnp.int32(-1), zero, (zero, wanted, jnp.int32(MANY), zero, zero, zero)
+    _, low, width, _, cut = lax.while_loop(unsettled, narrow, state)
+    return low, width, bins.Cut(*cut)
+
+
+def _body(
+    query_ref, slots_ref, count_ref, rows_ref, position_ref, cursor_ref, stop_ref, limits_ref, list_ref, mask_ref, keys,
+    tally, totals, *, n, regions, heads, scale,
+):  # fmt: skip
+    # query [L, D]; slots [L, C]; count [L]; rows [L * S, D]; position [L, S]; cursor, stop [B]; limits: budget and enough;
+    # list and mask [L, size]. In shared memory: parts of the estimates, then keys; two counts of digits; sums of warps.
+    line, candidates, stored = lax.axis_index("x"), slots_ref.shape[1], position_ref.shape[1]
+    bins.clear(tally, 2 * bins.BINS, n.threads)
+    cursor, stop = (arrays.scalar(ref, lax.div(line, heads)) for ref in (cursor_ref, stop_ref))
+    dense = (cursor < arrays.scalar(limits_ref, line * 0 + 1)) | (stop <= regions.sinks)
+    wanted = jnp.where(~dense, jnp.clip(arrays.scalar(limits_ref, line * 0), 0, regions.best), 0)
+    live = jnp.where(~dense, _live(n, slots_ref, count_ref), 0)
+    _estimates(n, query_ref, slots_ref, rows_ref, keys, live, stored)
+    _for_each(n, keys, live, scale, lambda number, total: arrays.store_shared(keys, number, order_key(total) ^ NEVER))
+    bins.meet_all(1)
+    low, width, cut = _search(n, keys, tally, wanted)
+    at, entry = line * regions.size + regions.sinks, line * candidates + n.part() * n.size
+    for first, bits, place in bins.choose(keys, n.run, low, width, cut, totals):
+        _list((list_ref, mask_ref, slots_ref), bits, at, entry + first, place, n)
+
+    # The chosen stand behind the sinks. All programs share out the rest: sinks, the tail, entries that nothing fills.
+    share = arrays.size_of(-(-regions.size // (n.parts * n.groups)))
+    at = (n.part() * n.groups + lax.axis_index("group")) * share + arrays.counted(share)
+    behind = at - (regions.sinks + regions.best)
+    slot = jnp.where(dense, at, jnp.where(behind >= 0, stop + behind, jnp.minimum(at, regions.sinks)))
+    near = (at < regions.sinks) | ((behind >= 0) & (behind < regions.tail))
+    rest = (at < regions.size) & ((at < regions.sinks) | (at >= regions.sinks + jnp.minimum(wanted, cut.total)))
+    listed = rest & (dense | near) & (slot < jnp.minimum(cursor, stored))
+    where, slot = jnp.where(rest, line * regions.size + at, -1), jnp.clip(slot, 0, stored - 1)
+    held = arrays.load(position_ref, jnp.where(listed, line * stored + slot, -1), -1) >= 0
+    arrays.store(list_ref, where, slot)
+    arrays.store(mask_ref, where, held.astype(jnp.int32))
+    if n.parts > 1:
+        bins.meet_all(n.parts)  # no program ends before all have read its counts
+
+
+def _most(dim):
+    """Return how many candidates a program can have."""
+    return min(MOST, LANES * ROOM // dim)
+
+
+def share_of(lists, candidates, dim, parts=None, groups=None):
+    """Choose how a list is shared: by as many programs as the multiprocessors hold at once."""
+    if parts is None:
+        parts = next((n for n in (8, 4, 2) if n * lists <= BLOCKS and candidates >= n * 256), 1)
+        parts = max(parts, next(n for n in (1, 2, 4, 8) if candidates <= n * _most(dim)))
+    groups = groups or (2 if candidates <= parts * 1024 else 4)
+    return bins.Share(parts, groups, -(-candidates // (parts * groups * t.THREADS * 2)) * 2)
+
+
+def _launch(body, query, slots, count, rows, *operands, out, more=(), **options):
+    """Run a kernel of programs that share the lists."""
+    lists, dim = slots.shape[0] * slots.shape[1], rows.shape[3]
+    n = share_of(lists, slots.shape[2], dim)
+    results = arrays.program(
+        functools.partial(body, n=n, **options),
+        [jax.ShapeDtypeStruct((lists, size), dtype) for size, dtype in out],
+        grid=(lists,),
+        parts=n.parts,
+        groups=n.groups,
+        scratch=[plgpu.SMEM((x,), jnp.int32) for x in (dim // LANES * n.size, *more)],
+    )(query.reshape(lists, dim), slots.reshape(lists, -1), count.reshape(-1), rows.reshape(-1, dim), *operands)
+    return tuple(x.reshape(*slots.shape[:2], -1) for x in results)
 
 
 def estimates(query, slots, count, rows, *, scale):
     """Estimate the product of the query with each candidate."""
-    (batch, heads, candidates), (stored, dim) = slots.shape, rows.shape[2:]
-    lists, each = batch * heads, STEPS * t.THREADS // (dim // PACK)
-    (out,) = arrays.program(
-        functools.partial(_body, slots=stored, dim=dim, scale=scale),
-        [jax.ShapeDtypeStruct((lists, candidates), jnp.float32)],
-        grid=(lists, -(-candidates // each)),
-    )(query.reshape(lists, dim), slots.reshape(lists, candidates), count.reshape(-1), rows.reshape(lists * stored, dim))
-    return out.reshape(slots.shape)
-
-
-def _body_list(
-    best_ref, count_ref, slots_ref, position_ref, cursor_ref, stop_ref, enough_ref, list_ref, mask_ref, *, heads, regions
-):
-    # best [L, K], entries of slots [L, C], of which count [L] are chosen; position [L, S]; cursor, stop [B]; enough [1]; list
-    # and mask [L, size].
-    line, (most, stored) = lax.axis_index("x"), (slots_ref.shape[1], position_ref.shape[1])
-    cursor, stop = (arrays.scalar(ref, lax.div(line, heads)) for ref in (cursor_ref, stop_ref))
-    dense = (cursor < arrays.scalar(enough_ref, line * 0)) | (stop <= regions.sinks)
-    at = arrays.counted(arrays.size_of(regions.size))
-    number = at - regions.sinks
-    chosen = (number >= 0) & (number < regions.best)
-    found = chosen & (number < arrays.scalar(count_ref, line)) & ~dense
-    entry = arrays.load(best_ref, jnp.where(found, line * regions.best + number, -1))
-    best = arrays.load(slots_ref, jnp.where(found, line * most + entry, -1))
-    behind = number - regions.best
-    slot = jnp.where(behind >= 0, stop + behind, at)
-    slot = jnp.where(dense, at, jnp.where(chosen, best, slot))
-    listed = dense | found | ((at < regions.sinks) | ((behind >= 0) & (behind < regions.tail)))
-    listed = listed & (slot < cursor)
-    slot = jnp.clip(slot, 0, stored - 1)
-    where, listed = jnp.where(at < regions.size, line * regions.size + at, -1), listed & (at < regions.size)
-    held = arrays.load(position_ref, jnp.where(listed, line * stored + slot, -1), -1) >= 0
-    arrays.store(list_ref, where, slot)
-    arrays.store(mask_ref, where, held.astype(jnp.int32))
+    out = [(slots.shape[2], jnp.float32)]
+    return _launch(_body_estimates, query, slots, count, rows, out=out, stored=rows.shape[2], scale=scale)[0]
 
 
 def rerank(query, slots, count, rows, position, cursor, stop, budget, enough, *, regions, scale):
     """List the best candidates by estimate between the first and the last slots."""
-    lists = slots.shape[0] * slots.shape[1]
-    score = estimates(query, slots, count, rows, scale=scale)[:, :, None]
-    best, _, found = kth_kernel.kth_select(score, budget, regions.best)
-    operands = [x.reshape(lists, -1) for x in (best, slots, position)]
-    listed, mask = arrays.program(
-        functools.partial(_body_list, heads=slots.shape[1], regions=regions),
-        [jax.ShapeDtypeStruct((lists, regions.size), dtype) for dtype in (jnp.int32, jnp.bool_)],
-        grid=(lists,),
-    )(operands[0], found.reshape(-1), *operands[1:], cursor, stop, jnp.asarray(enough, jnp.int32).reshape(1))
-    return tuple(x.reshape(*slots.shape[:2], -1) for x in (listed, mask))
+    limits, lists = jnp.stack([jnp.asarray(x, jnp.int32) for x in (budget, enough)]), slots.shape[0] * slots.shape[1]
+    operands = position.reshape(lists, -1), cursor, stop, limits
+    out, options = [(regions.size, jnp.int32), (regions.size, jnp.bool_)], {"regions": regions, "heads": slots.shape[1]}
+    more = 2 * bins.BINS, 32
+    return _launch(_body, query, slots, count, rows, *operands, out=out, more=more, scale=scale, **options)
 
 
 def check(query, slots, count, rows, position, cursor, stop, budget, enough, *, regions, scale):
     """Raise ``NotImplementedError`` for sizes that the kernels do not take."""
     check_estimates(query, slots, count, rows, scale=scale)
-    score = jax.ShapeDtypeStruct((*slots.shape[:2], 1, slots.shape[2]), jnp.float32)
-    if not regions.size <= min(position.shape[2], MOST):
-        raise NotImplementedError(f"got {regions}, expected a list of at most {min(position.shape[2], MOST)}")
-    kth_kernel.check(score, budget, regions.best)
+    if not regions.size <= position.shape[2]:
+        raise NotImplementedError(f"got {regions}, expected a list of at most {position.shape[2]}")
 
 
 def check_estimates(query, slots, count, rows, *, scale):
@@ -130,3 +291,10 @@ def check_estimates(query, slots, count, rows, *, scale):
     dim = query.shape[-1]
     if dim not in (32, 64, 128, 256) or not slots.size or max(rows.size // dim, slots.size) >= 2**31:
         raise NotImplementedError(f"got rows {rows.shape} and slots {slots.shape}, expected head_dim 32 to 256")
+    if slots.shape[2] > 8 * _most(dim):
+        raise NotImplementedError(f"got {slots.shape[2]} candidates, expected at most {8 * _most(dim)}")
+
+
+def first(query, slots, *_, **__):
+    """Tell whether the lists fill the multiprocessors: then Triton's two kernels take longer."""
+    return current_machine().capability == (9, 0) and 2 * slots.shape[0] * slots.shape[1] >= BLOCKS - 4
