@@ -13,7 +13,7 @@ from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
 from pallas_kernels._mosaic_gpu.products import CHUNK, Products
 from pallas_kernels._mosaic_gpu.threads import THREADS
-from pallas_kernels._triton.packed_vectors import check_format
+from pallas_kernels.formats.packed_vectors import check_format
 
 TOGETHER = 8  # channels that are compared in one step of a loop
 TAKES = f"{arrays.HOPPER}, D of 64 or 128 in one dtype"
