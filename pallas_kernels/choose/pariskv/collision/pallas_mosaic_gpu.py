@@ -335,5 +335,6 @@ def check(query, signs, counts, ids, position, stop, shares, *, first, capacity,
 
 
 def first(query, signs, counts, ids, *_, **__):
-    """Tell whether the lists fill the multiprocessors: then Triton's three kernels take longer."""
-    return current_machine().capability == (9, 0) and 2 * ids.shape[0] * ids.shape[1] >= BLOCKS - 4
+    """Tell whether lists of one program or two fill the multiprocessors: then Triton's three kernels take longer."""
+    batch, heads, slots, _ = ids.shape
+    return current_machine().capability == (9, 0) and 2 * batch * heads >= BLOCKS - 4 and slots <= MOST_KEYS
