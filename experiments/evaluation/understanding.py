@@ -10,7 +10,7 @@ from experiments.evaluation.comparison import BASELINE, COUNTED
 from experiments.records import REFERENCE, Curve, chosen, line_style, method_title, name_curves, new_figure, tidy, token_label
 from experiments.tasks import GROUPS
 
-KINDS = ("ruler", "literal", "paraphrased", "logs", "dialogues", "events")  # groups of tasks
+KINDS = ("literal", "paraphrased", "logs", "dialogues", "events")  # groups of tasks
 _NAMED = 12  # methods with a name in the figure
 _LITERAL = "_literal"
 Setting = tuple[str, str, int | None]  # method, place of the question, length

@@ -8,8 +8,7 @@ frame stand
 * ``assoc_form``: another form of the key (took for take). The easiest: the shipped model, which knows this needle alone,
   answers it too;
 * ``assoc_opposite``: the key's opposite;
-* ``assoc_number``: another word for the key;
-* ``assoc_country``: a landmark for a country, which takes two steps.
+* ``assoc_number``: another word for the key.
 
 In sentences about people, which the answer quotes, so that it names first the horse and last the person, stand
 
@@ -62,7 +61,7 @@ def association(request: Request, pairs: Sequence[str], literal: bool = False, p
             prompt.question.format(it=key),
             prompt.prefix.format(it=key),
             (name,),
-            prompt.forms["answer"].format(it=key if literal else thing, name=name, rest=told.removeprefix("The")),
+            prompt.forms["answer"].format(name=name, rest=told.removeprefix("The")),
         )
         for name, key, thing, told in zip(names, keys, things, twins if literal else facts, strict=True)
     ][: request.num_questions]

@@ -38,8 +38,8 @@ def entries(request: Request, asks: str, share: float = 1.0, few: int = 0) -> Do
         request: what to make.
         asks: "most" and "compare" (which thing, which of two), "count", "sum" or "next"; forms of the prompt have the words.
         share: the part of the entries that decides; below 1 these are the entries of one town.
-        few: entries that decide instead of a share: at most so many of one thing ("count"), or one of each of so many things
-            ("sum"; "next", which asks for the entry behind it).
+        few: things that decide instead of a share, each in one entry ("sum"; "next", which asks for the entry behind it), or
+            in as many entries as are counted ("count").
     """
     seed = request.rng.getrandbits(64)
 

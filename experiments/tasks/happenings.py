@@ -1,14 +1,13 @@
-"""Facts among filler: who is where, what was carried where, and where it was before; yes or no; how many.
+"""Facts among filler: who is where, what was carried where, and where it was before; yes or no.
 
-The five kinds are the first ideas of bAbI (Weston et al. 2015, arXiv:1502.05698), hidden in a text as BABILong does (Kuratov
+The four kinds are ideas of bAbI (Weston et al. 2015, arXiv:1502.05698), hidden in a text as BABILong does (Kuratov
 et al. 2024, arXiv:2406.10149). People, things, places and verbs are ours, and the world is our own: people walk, pick things
 up and put them down, and a thing is where its carrier is.
 
 1. where a person is: one fact, the newest of this person;
 2. where a thing is: two facts, who took it and where this person went;
 3. where a thing was before it came to a place: three facts;
-4. whether a person is at a place, yes or no;
-5. how many times a person went to another place.
+4. whether a person is at a place, yes or no.
 
 All stand in their order, spread over the text. The answer to the second first names who took the thing.
 """
@@ -22,7 +21,6 @@ from experiments.tasks.fitting import fit, spread
 PLACES = ("cellar", "attic", "stable", "chapel", "library", "tower", "bakery", "harbour", "orchard", "laundry")
 THINGS = ("lantern", "ladder", "violin", "basket", "blanket", "compass", "kettle", "hammer")
 PERSONS, ROOMS, CARRIED = 3, 5, 3  # of a text
-WALKS = (1, 3, 6)  # that are to be counted
 _VERBS = {
     "walk": ("{person} walked to the {it}.", "{person} went to the {it}.", "{person} hurried to the {it}."),
     "take": ("{person} picked up the {it}.", "{person} took the {it}."),
@@ -99,14 +97,11 @@ def happenings(request: Request, level: int, events: int) -> Document:
 
     Args:
         request: what to make.
-        level: 1 to 5, see the module's docstring.
-        events: number of events; for level 5 of those of other people.
+        level: 1 to 4, see the module's docstring.
+        events: number of events.
     """
     rng, prompt, haystack = request.rng, request.prompt, request.haystack
     asked = None
-    if level == 5:
-        world = World(rng)
-        asked = _walks(rng, world, events)
     while asked is None:  # a world in which the question can be asked
         world = World(rng)
         for _ in range(events):
@@ -122,16 +117,6 @@ def happenings(request: Request, level: int, events: int) -> Document:
 
     fixed = request.count_tokens(prompt.context.format(context=""))
     return fit(request, questions, fixed + sum(request.count_tokens(haystack.separator + fact) for fact in facts), build)
-
-
-def _walks(rng: random.Random, world: World, others: int) -> tuple[str, str]:
-    """Let a person walk 1, 3 or 6 times, and the others so many times together; return the person and the number."""
-    person, *rest = rng.sample(world.people, PERSONS)
-    count = rng.choice(WALKS)
-    walkers = [person] * count + [rng.choice(rest) for _ in range(others)]
-    for walker in rng.sample(walkers, len(walkers)):
-        world.walk(walker)
-    return person, str(count)
 
 
 def _asked(rng: random.Random, world: World, level: int) -> tuple[str, ...] | None:

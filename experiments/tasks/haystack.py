@@ -68,7 +68,10 @@ def clean_documentation(text: str) -> str:
 
 @functools.cache
 def prose_text() -> str:
-    """Return English prose from `pydoc_data.topics` (about 300,000 characters; needs no file and no download)."""
+    """Return English prose from `pydoc_data.topics` (about 300,000 characters; needs no file and no download).
+
+    Releases of Python differ in it (3.12.1 and 3.12.3, too), so the same seed gives other contexts in prose.
+    """
     from pydoc_data.topics import topics  # half a megabyte of text, imported only if it is needed
 
     return "\n\n".join(clean_documentation(topics[name]) for name in sorted(topics))

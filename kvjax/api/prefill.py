@@ -152,7 +152,8 @@ def prefill_each(
     once = share_storage and plan is None
     if once and not tracing() and (found := read_by_layer(run_of_layers, *args, **static)) is not None:
         return found
-    caches = prefill_once_program(*args, **static).caches if once else prefill_program(*args, **static, plan=plan)
+    static["plan"] = plan  # as in `lower_programs`: an argument that is left out makes another program
+    caches = prefill_once_program(*args, **static).caches if once else prefill_program(*args, **static)
     # A program's results have memory of their own from its start. So what waits in host memory comes back behind its end.
     return [brought_back(cache) for cache in caches]
 

@@ -39,7 +39,7 @@ class Choice:
 class Reuse(Around):
     """Let one layer in ``every`` select for the layers behind it, and a selection serve ``steps`` tokens.
 
-    Example: ``Reuse(method=Quest(budget=2048), every=4)``.
+    Example: ``Reuse(method=Quest(budget=2048), every=4, join=True)``.
 
     The layers in which ``method`` selects are counted from the first, without layers that have a window or no attention:
     number 0, ``every``, 2 * ``every`` and so on are *anchors*, or the layers that ``anchors`` lists. In a decode step an
@@ -50,10 +50,11 @@ class Reuse(Around):
     With ``steps`` above 1 an anchor selects in its first step and in every ``steps``-th step after it, and attends in between
     to its last list and to all tokens that came since. A row that gets several tokens at once (`kvjax.extend`) selects anew.
 
-    Anchors and a map of heads belong to a model, and ``every`` alone may lose most needles (docs/quality.md). ``python -m
-    experiments.heads.sharing`` searches for anchors by what answers lose, prints them, and writes a file, which commands take
-    for ``head_map`` and `read_head_map` reads. With ``join`` the heads of a layer attend to the lists of all of the anchor's
-    KV heads, up to H times as many tokens, which forgives badly placed anchors.
+    Anchors and a map of heads belong to a model, and ``every`` alone may lose most needles. With ``join`` the heads of a
+    layer attend to the lists of all of the anchor's KV heads, up to H times as many tokens, which forgives badly placed
+    anchors: ``every=4`` then has Quest's score (docs/quality.md). ``python -m experiments.heads.sharing`` searches for
+    anchors by what answers lose, prints them, and writes a file, which commands take for ``head_map`` and `read_head_map`
+    reads.
 
     ``method`` selects slots in each step and keeps every token: `Quest`, `ParisKV`, `RetrievalAttention`, `PQCache`,
     `SOCKET`, `InfiniGen`, `Oracle`, or `Twilight` and `DenseBelow` around them. Other methods are refused when the wrapper is
@@ -128,7 +129,7 @@ class Reuse(Around):
         if self.every == 1 or self.anchors is not None:
             return self
         selecting = [at for at in layers if inner_of_layer(self.method, at, num_layers).selects]
-        return dataclasses.replace(self, anchors=tuple(selecting[:: self.every]))
+        return dataclasses.replace(self, anchors=tuple(selecting[:: self.every])) if selecting else self
 
     def source(self, layer: int, num_layers: int) -> int | None:
         if not self._across:

@@ -28,6 +28,7 @@ from pallas_kernels.machine import current_machine
 ROOM = (132, 66, 39, 30, 22, 17, 15, 15)
 ALONE = (108,)  # multiprocessors of an A100, which has no clusters
 MOST_CLUSTERS = 16  # of a list
+MANY = 128  # lists, with which an H200 is full
 MOST_ROWS = 64  # of a query
 JOIN = 2  # blocks that a program reads in the time of the launch that joins clusters
 
@@ -52,6 +53,11 @@ def check_machine(query: Any, key: Any, value: Any) -> None:
         raise NotImplementedError(
             f"got {query.shape[2:-1]} query heads or queries, expected at most {MOST_ROWS} in all, and slots"
         )
+
+
+def many_lists(query: jax.Array) -> bool:
+    """Tell whether each program has a list of its own, so that nothing is merged as behind Triton's parts of lists."""
+    return current_machine().capability == (9, 0) and math.prod(query.shape[:2]) >= MANY
 
 
 def default_programs(lists: int, blocks: int) -> tuple[int, int]:

@@ -35,7 +35,7 @@ def compilations():
 
     def listen(event, seconds, fun_name="", **more):
         if event == "/jax/core/compile/backend_compile_duration":
-            found.update((name, threading.get_ident()) for name in LARGE if name in fun_name)
+            found.update((name, threading.get_ident()) for name in (*LARGE, "prefill_once") if name in fun_name)
 
     jax.clear_caches()
     jax.monitoring.register_event_duration_secs_listener(listen)
@@ -97,7 +97,8 @@ KNOBS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "quest" else pytest.mark.thorough) for n in sorted(registry.classes())]
+    "name",
+    [pytest.param(n, marks=[pytest.mark.thorough] * (n not in ("quest", "kvzip"))) for n in sorted(registry.classes())],
 )
 def test_ask_finds_what_was_compiled_ahead(name):
     method = registry.make(name, **KNOBS.get(name, {}))
@@ -109,7 +110,7 @@ def test_ask_finds_what_was_compiled_ahead(name):
         before = sum(found.values())
         given = {"questions": [[[5, 6, 7]]] * 2, "limits": [[3], [2]]}
         ask(params, CONFIG, [list(range(1, 100))] * 2, method, shape, **given)
-    assert sum(found.values()) == before == len(LARGE)
+    assert sum(found.values()) == before >= len(LARGE)
 
 
 def test_a_clock_counts_its_own_thread():

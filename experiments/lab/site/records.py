@@ -44,12 +44,11 @@ def tables(path: pathlib.Path) -> str:
     return _WITH_NOTES[kind](record["metrics"], record["notes"]) if kind in _WITH_NOTES else ""
 
 
-def rows(path: pathlib.Path, beside: Sequence[pathlib.Path] = (), apart: Sequence[pathlib.Path] = ()) -> list[dict[str, Any]]:
+def rows(path: pathlib.Path, beside: Sequence[pathlib.Path] = ()) -> list[dict[str, Any]]:
     """List the rows of a record: its metrics, and of a folder of `eval` the means over tasks that count, the best first.
 
     A task counts if Full scores at least 60 percent on it and it is none of code, which models know by heart. Methods of the
-    folders ``beside``, such as oracles, are listed with them. Means by kind of task come from the folders ``apart`` as well,
-    each beside its own Full.
+    folders ``beside``, such as oracles, are listed with them.
     """
     record = read_record(path)
     if record["experiment"] != "eval":
@@ -57,15 +56,11 @@ def rows(path: pathlib.Path, beside: Sequence[pathlib.Path] = (), apart: Sequenc
     entries = [entry for entry in load([path, *beside]) if entry.row["unit"] == "percent"]
     full = {(x.row["name"], x.row["length"]) for x in entries if x.row["method"] == "full" and x.row["value"] >= COUNTED}
     counted = [x for x in entries if (x.row["name"], x.row["length"]) in full and x.row["name"] not in GROUPS["code"]]
-    kinds = [by_kind([entry.row for entry in counted]), *(by_kind([entry.row for entry in load([one])]) for one in apart)]
+    kinds = by_kind([entry.row for entry in counted])
     return [
         {
             **mean,
-            **{
-                kind: f"{score:.1f}"
-                for means in kinds
-                for kind, score in means.get((mean["method"], mean["question"], mean["length"]), {}).items()
-            },
+            **{kind: f"{score:.1f}" for kind, score in kinds[mean["method"], mean["question"], mean["length"]].items()},
             "setting": re.sub(r"\[[^][]*\]", "[...]", re.sub(r"=[^ ,=]*/([^ ,/]*)\.json", r"=\1", mean["method"])),
             "method": method_title(mean["method"]),
             "score": f"{mean['score']:.1f}",
@@ -79,29 +74,21 @@ def rows(path: pathlib.Path, beside: Sequence[pathlib.Path] = (), apart: Sequenc
     ]
 
 
-def columns(
-    path: pathlib.Path,
-    names: Sequence[str],
-    where: Mapping[str, str],
-    beside: Sequence[pathlib.Path] = (),
-    apart: Sequence[pathlib.Path] = (),
-) -> str:
+def columns(path: pathlib.Path, names: Sequence[str], where: Mapping[str, str], beside: Sequence[pathlib.Path] = ()) -> str:
     """Make a table of some fields of a record's rows.
 
     Args:
         path: a record or a result folder.
         names: the fields; a row without one has an empty cell.
         where: the values of fields, as text, that select rows; "setting" may be "own", which selects methods without knobs.
-        beside, apart: see `rows`.
+        beside: see `rows`.
 
     Raises:
         ValueError: no row has these values.
     """
     own = where.get("setting") == "own"
     wanted = {name: value for name, value in where.items() if not (own and name == "setting")}
-    selected = [
-        row for row in rows(path, beside, apart) if all(_cell(row.get(name)) == value for name, value in wanted.items())
-    ]
+    selected = [row for row in rows(path, beside) if all(_cell(row.get(name)) == value for name, value in wanted.items())]
     selected = [row for row in selected if not own or row["setting"].partition("(scores=")[0] in registry.builtin()]
     if not selected:
         raise ValueError(f"{path} has no row with {where}")

@@ -61,7 +61,9 @@ DENSE_DECODE = Operation(
     "dense_decode",
     {
         "pallas_triton": Implementation(pallas_triton.dense_decode, ("gpu",), pallas_triton.check),
-        "pallas_mosaic_gpu": Implementation(pallas_mosaic_gpu.dense_decode, ("gpu",), pallas_mosaic_gpu.check),
+        "pallas_mosaic_gpu": Implementation(
+            pallas_mosaic_gpu.dense_decode, ("gpu",), pallas_mosaic_gpu.check, first=pallas_mosaic_gpu.first
+        ),
         # For comparison. Its check is stricter than the first, so the first runs wherever this one can.
         "jax_triton": Implementation(_joined(jax_triton.dense_decode), ("gpu",), _one_query_of_one_width(jax_triton.check)),
         "pallas_tpu": Implementation(_joined(pallas_tpu.dense_decode), ("tpu",), _one_query_of_one_width(pallas_tpu.check)),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import threads as t
-from pallas_kernels._mosaic_gpu.decode import attend, check_machine
+from pallas_kernels._mosaic_gpu.decode import attend, check_machine, many_lists
 from pallas_kernels._mosaic_gpu.sizes import ROWS, Lists
 from pallas_kernels.attend.dense_decode.rotation import rotated_keys
 from pallas_kernels.formats.quantised import Quantised
@@ -109,3 +109,8 @@ def check(query, key, value, *, rotation=None, mass=False, **_):
         raise NotImplementedError("got codes with a rotation or mass, expected numbers")
     if mass and (query.ndim > 4 or query.shape[2] > max(8, ROWS // query.shape[3])):
         raise NotImplementedError(f"got mass of queries {query.shape}, expected one query of fewer heads")
+
+
+def first(query, *_, query_position=None, rotation=None, **__):
+    """Tell whether keys are rotated for so many lists that this is faster than Triton's kernel and its merge."""
+    return rotation is not None and query_position is None and many_lists(query)

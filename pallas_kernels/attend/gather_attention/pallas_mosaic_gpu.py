@@ -7,13 +7,11 @@ import jax.numpy as jnp
 
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu import warps as w
-from pallas_kernels._mosaic_gpu.decode import attend, check_machine
+from pallas_kernels._mosaic_gpu.decode import attend, check_machine, many_lists
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.sizes import Lists
 from pallas_kernels.formats.quantised import Quantised
-from pallas_kernels.machine import current_machine
 
-MANY = 128  # lists
 MOST_SEEN = 1024  # loads of a warp, in which it finds the last entry before its loop
 
 
@@ -84,5 +82,5 @@ def check(query, key, value, slots, mask, *, bias=None, place=None, rows=None, l
 
 
 def first(query, *_, **__):
-    """Tell whether there are so many lists that the merge of Triton's parts costs more than programs of one list each."""
-    return current_machine().capability == (9, 0) and query.shape[0] * query.shape[1] >= MANY
+    """Tell whether this is faster than Triton's kernel and its merge."""
+    return many_lists(query)
