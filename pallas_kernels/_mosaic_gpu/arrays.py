@@ -1,28 +1,21 @@
 """Arrays in the registers of a program of one warpgroup: thread t of 128 has the entries t, 128 + t, 256 + t, ... of each.
 
-Pallas computes with such arrays and sums them up. What it has no operation for is here: loads and stores at any places,
-running counts, and sums over the blocks of a cluster.
+Pallas computes with such arrays and sums them up. What it has no operation for is here: loads and stores at any places.
 """
 
 import functools
-import itertools
-import operator
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import threads as t
-from pallas_kernels._mosaic_gpu import warps as w
 from pallas_kernels._mosaic_gpu.pallas import mgpu, pl, plgpu
 from pallas_kernels._triton import rotate
 from pallas_kernels.machine import current_machine
 
 NAMES = "x", "y", "z"
 MOST_PARTS = 8  # programs of a cluster
-PEERS = 4 + 2 * 4 * MOST_PARTS  # int32 numbers of shared memory that `of_parts` takes
-
-
 HOPPER = "a Hopper GPU"  # the only cards where these kernels have run
 
 
@@ -299,67 +292,3 @@ def store_shared(ref, index: jax.Array, x: jax.Array) -> None:
             t.ptx(f"st.shared.{'f32' if floats else 'b32'} [$0], $1;", base + at * 4, number)
 
     run(ref, index, x)
-
-
-def in_order(size: int) -> jax.Array:
-    """Return 0 to ``size`` - 1 as an array in which neighbours are entries of one thread."""
-    entry = counted(size)
-    return (entry & (t.THREADS - 1)) * (size // t.THREADS) + lax.shift_right_logical(entry, 7)
-
-
-def before(words: jax.Array, scratch) -> jax.Array:
-    """Count the true entries before each entry, in the order of `in_order`: two counts of up to 2**15 in halves of a word.
-
-    Args:
-        words: int32 [N], whose bits 0 and 16 are the truth values.
-        scratch: shared memory, int32 [4].
-    """
-    size = words.shape[0]
-
-    @plgpu.inline_mgpu(arg_types=(_ref(), _own(size)), return_type=_type(size))
-    def run(ctx, scratch, words):
-        base, thread = t.number(t.address(scratch)), t.signed(t.thread())
-        warp, lane, numbers = thread >> 5, thread & 31, t.numbers_of(words)
-        whole = functools.reduce(operator.add, numbers)
-        total = whole
-        for step in (1, 2, 4, 8, 16):
-            total = total + (lane >= step).select(t.shuffle_up(total, step), t.number(0))
-        mgpu.utils.warpgroup_barrier()
-        t.ptx("st.shared.b32 [$0], $1;", base + warp * 4, total, where=lane > 30)
-        mgpu.utils.warpgroup_barrier()
-        for other in range(3):
-            total = total + (warp > other).select(t.load_shared(base + other * 4), t.number(0))
-        return t.made_of([*itertools.accumulate(numbers[:-1], operator.add, initial=total - whole)])
-
-    return run(scratch, words)
-
-
-def of_parts(numbers: list[jax.Array], peers, parts: int) -> list[list[jax.Array]]:
-    """List int32 numbers of each program of the cluster, of up to four numbers.
-
-    Each program writes its numbers into the memory of all, and all meet once. Two places take turns, so that a program that
-    is ahead does not overwrite what another one still has to read.
-    """
-    if parts == 1:
-        return [numbers]
-    count, one = len(numbers), plgpu.ShapeDtypeStruct((), jnp.int32, layout=_splat())
-
-    @plgpu.inline_mgpu(arg_types=(_ref(), (_splat(),) * count), return_type=((one,) * count,) * parts)
-    def run(ctx, peers, numbers):
-        base, numbers = t.number(t.address(peers)), [t.number(t.value(x)) for x in numbers]
-        thread = t.signed(w.thread())  # all warpgroups have the same numbers
-        turn = t.load_shared(base)
-        place, peer = base + 16 + turn * (16 * MOST_PARTS), thread >> 2
-        mine = numbers[0]
-        for at, x in enumerate(numbers[1:], 1):
-            mine = ((thread & 3) == at).select(x, mine)
-        to = t.least(peer, parts - 1)
-        there = t.number(t.ptx("mapa.shared::cluster.u32 $0, $1, $2;", place, to, result=t.i32()))
-        there = there + t.special("cluster_ctarank") * 16 + (thread & 3) * 4
-        t.ptx("st.shared::cluster.b32 [$0], $1;", there, mine, where=thread < 4 * parts)
-        t.meet_cluster(released="")
-        t.ptx("st.shared.b32 [$0], $1;", base, turn ^ 1, where=thread < 1)
-        t.ptx("barrier.sync 0;")  # of all warpgroups
-        return tuple(tuple(t.load_shared(place + 16 * i + 4 * at) for at in range(count)) for i in range(parts))
-
-    return [list(x) for x in run(peers, tuple(numbers))]

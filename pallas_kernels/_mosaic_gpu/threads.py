@@ -221,14 +221,13 @@ def float_number(x):
     return number(arith.constant(ir.F32Type.get(), float(x)), None)
 
 
-def meet_cluster(released="fence.release.sync_restrict::shared::cta.cluster;"):
+def meet_cluster():
     """Wait for all threads of all blocks of the cluster, and see what they wrote in the shared memory of their own block.
 
-    Without this fence the barrier releases all memory, which takes a fence of the whole GPU.
+    The default of the barrier releases all memory, which takes a fence of the whole GPU.
     """
-    if released:
-        ptx(released)
-    ptx(f"barrier.cluster.arrive{'.relaxed' if released else ''}.aligned;")
+    ptx("fence.release.sync_restrict::shared::cta.cluster;")
+    ptx("barrier.cluster.arrive.relaxed.aligned;")
     ptx("barrier.cluster.wait.aligned;")
 
 

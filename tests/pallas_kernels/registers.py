@@ -105,13 +105,6 @@ def store_shared(ref, index, x):
     store(ref, index, x)
 
 
-def before(words, scratch):
-    order = np.asarray(arrays.in_order(words.shape[0]))
-    counts = np.empty_like(order)
-    counts[order] = words
-    return jnp.asarray((np.cumsum(counts) - counts)[order], jnp.int32)
-
-
 def ballots(bit):
     words = ((np.asarray(bit).reshape(-1, 32) != 0).astype(np.int64) << np.arange(32)).sum(axis=1)
     return jnp.asarray(np.repeat(words.astype(np.uint32).view(np.int32), 32))
@@ -124,14 +117,6 @@ def exchanged(x, distance, scratch):
 def wait(parts):
     if parts > 1:
         HERE.cluster.wait()
-
-
-def of_parts(numbers, peers, parts):
-    HERE.numbers[HERE.axes["part"]] = numbers
-    wait(parts)
-    found = [list(x) for x in HERE.numbers] if parts > 1 else [numbers]
-    wait(parts)
-    return found
 
 
 def _of_groups(x):
@@ -385,8 +370,8 @@ def emulated():
     here = globals()
     changed = {
         arrays: {
-            **{x: here[x] for x in (*"load store scalar put load_shared store_shared before ballots".split(),)},
-            **{x: here[x] for x in ("exchanged", "wait", "of_parts", "program", "in_place")},
+            **{x: here[x] for x in (*"load store scalar put load_shared store_shared ballots".split(),)},
+            **{x: here[x] for x in ("exchanged", "wait", "program", "in_place")},
             "spread": lambda x, size, dtype=jnp.int32: jnp.broadcast_to(jnp.asarray(x, dtype), (size,)),
             "counted": lambda size: jnp.arange(size, dtype=jnp.int32),
             "repeated": jnp.tile,

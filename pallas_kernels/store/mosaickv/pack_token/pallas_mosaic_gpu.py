@@ -12,10 +12,12 @@ from jax import lax
 from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
 from pallas_kernels._mosaic_gpu.products import CHUNK, Products
+from pallas_kernels._mosaic_gpu.team import Team
 from pallas_kernels._mosaic_gpu.threads import THREADS
 from pallas_kernels.formats.packed_vectors import check_format
 
 TOGETHER = 8  # channels that are compared in one step of a loop
+ALONE = Team(groups=1, parts=1, share=THREADS)
 TAKES = f"{arrays.HOPPER}, D of 64 or 128 in one dtype"
 
 
@@ -74,7 +76,7 @@ def _body(
 
         before = lax.fori_loop(0, dim // TOGETHER, count, arrays.spread(0, THREADS))
         kept = (inside & (before < values_ref.shape[2])).astype(jnp.int32)
-        behind, word = arrays.before(kept, counts), arrays.ballots(kept)
+        (behind, _), word = ALONE.before(kept, counts), arrays.ballots(kept)
         where = jnp.where((kept > 0) & (behind < values_ref.shape[2]), behind, -1)
         arrays.store(values_ref, where, y, (arrays.spread(line * values_ref.shape[1] + row, THREADS), values_ref.shape[2]))
         where = jnp.where(inside & ((channel & 31) < 1), lax.shift_right_logical(channel, 5), -1)
@@ -101,7 +103,7 @@ def pack_token(key, value, stored, place, packed, last, basis_key, basis_value, 
     body = functools.partial(
         _body, heads=heads, buffer=buffer, segments=segments, dim=dim, granule=granule, channels=channels
     )
-    scratch = [plgpu.SMEM((2 * THREADS,), jnp.float32), plgpu.SMEM((4,), jnp.int32)]
+    scratch = [plgpu.SMEM((2 * THREADS,), jnp.float32), ALONE.scratch[0]]
     states = [x.reshape(lists, *x.shape[2:]) for x in store]
     packed = arrays.in_place(body, states, grid=(lists, 3), scratch=scratch)(
         *flat[0], stored.reshape(-1), place, packed, last, *flat[1]
