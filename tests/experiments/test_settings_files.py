@@ -137,6 +137,7 @@ def test_a_wrapper_is_named_with_the_method_inside():
     ("text", "entry", "method"),
     [
         ("quest(budget=1/4)", {"quest": {"budget": "1/4"}}, Quest(budget=256)),
+        ("QUEST(page_size = 8,  budget=64)", {"quest": {"page_size": 8, "budget": 64}}, Quest(budget=64, page_size=8)),
         (
             "twilight(quest(budget=1/16, page_size=8), mass=0.5)",
             {"twilight": {"method": {"quest": {"budget": "1/16", "page_size": 8}}, "mass": 0.5}},

@@ -29,11 +29,6 @@ def texts(most: int = 40) -> st.SearchStrategy[str]:
     return st.lists(plain | odd | odd | st.sampled_from(_PIECES), min_size=1, max_size=most).map("".join)
 
 
-def visible_texts() -> st.SearchStrategy[str]:
-    """Draw what a reference can be: it has a letter and is no list, no number and no word for an absent value."""
-    return st.integers(0, 10**6).map(lambda x: f"w{x}") | texts(12).map(lambda text: f"a{text}z")
-
-
 # ---- what arguments must refuse -----------------------------------------------------------------------------------
 
 INT32 = 2**31 - 1

@@ -232,7 +232,7 @@ def test_two_keys_for_the_rotation_must_agree(change):
 
 
 def test_keys_that_contradict_each_other_are_refused():
-    """`kvjax fuzz --only configs` has more of them; ends of a text in two places are joined."""
+    """Ends of a text in two places are joined."""
     for change, named in (
         ({"dtype": "float32", "torch_dtype": "bfloat16"}, "dtype='float32' and torch_dtype='bfloat16'"),
         ({"rope_scaling": {"type": "yarn", "rope_type": "linear", "factor": 2.0}}, "'yarn' and 'linear'"),
@@ -245,6 +245,24 @@ def test_keys_that_contradict_each_other_are_refused():
     assert ModelConfig.from_hf(whole).eos_token_ids == (3, 1)
     with pytest.raises(ValueError, match="text_config .* tie_word_embeddings=True and False"):
         ModelConfig.from_hf({**whole, "tie_word_embeddings": False})
+
+
+TWO = (  # a file; two ways to say one thing, and what contradicts the first
+    ("gemma2", {"hidden_activation": "silu"}, {"hidden_act": "silu"}, {"hidden_act": "gelu_pytorch_tanh"}),
+    ("gemma2", {"sliding_window": 4}, {"sliding_window_size": 4}, {"sliding_window_size": 6}),
+    ("gpt_oss", {"num_experts_per_tok": 2}, {"experts_per_token": 2}, {"experts_per_token": 1}),
+    ("gpt_oss", {"num_local_experts": 4}, {"num_experts": 4}, {"num_experts": 8}),
+    ("glm4_moe", {"n_routed_experts": 8}, {"num_local_experts": 8}, {"num_local_experts": 16}),
+    ("minimax_m2", {"rotary_dim": 4}, {"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.25}),
+)
+
+
+@pytest.mark.parametrize(("name", "first", "second", "other"), TWO, ids=lambda x: "" if isinstance(x, str) else [*x][0])
+def test_two_keys_of_one_thing_must_agree(name, first, second, other):
+    hf = {key: value for key, value in edges(name).items() if key not in {*first, *second, "rope_parameters"}}
+    assert ModelConfig.from_hf(hf | first | second) == ModelConfig.from_hf(hf | first)
+    with pytest.raises(ValueError, match=next(iter(first))):
+        ModelConfig.from_hf(hf | first | other)
 
 
 def test_windows_in_some_layers_need_a_family_that_has_them():
