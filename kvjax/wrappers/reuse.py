@@ -129,7 +129,7 @@ class Reuse(Around):
         if self.every == 1 or self.anchors is not None:
             return self
         selecting = [at for at in layers if inner_of_layer(self.method, at, num_layers).selects]
-        return dataclasses.replace(self, anchors=tuple(selecting[:: self.every]))
+        return dataclasses.replace(self, anchors=tuple(selecting[:: self.every])) if selecting else self
 
     def source(self, layer: int, num_layers: int) -> int | None:
         if not self._across:

@@ -17,10 +17,11 @@ _EACH = range(BINS // 32)  # bins of a lane
 
 
 class Share(NamedTuple):
-    """How a list is shared: programs of its cluster, warpgroups of a program, keys of a thread."""
+    """How a list is shared: programs of its cluster, warpgroups of a program, keys of a program and most keys of a thread."""
 
     parts: int
     groups: int
+    keys: int
     run: int
 
     @property
@@ -29,12 +30,16 @@ class Share(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Keys of a program."""
+        """Keys that a program has room for."""
         return self.run * self.threads
 
     def part(self) -> jax.Array:
         """Return which program of the cluster this is."""
         return lax.axis_index("part") if self.parts > 1 else jnp.int32(0)
+
+    def begin(self) -> jax.Array:
+        """Return the first key of this program."""
+        return self.part() * self.keys
 
 
 class Cut(NamedTuple):
@@ -51,7 +56,7 @@ class Cut(NamedTuple):
 def meet_all(parts: int) -> None:
     """Wait for all threads of the program, or of all programs of the cluster; what each wrote to its shared memory is seen.
 
-    The usual barrier of a cluster is for all memory, for which each thread waits a microsecond.
+    The usual barrier of a cluster is for all memory, a fence of the whole GPU.
     """
     if parts > 1:
         fence = "fence.release.sync_restrict::shared::cta.cluster;"

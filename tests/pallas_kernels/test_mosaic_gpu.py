@@ -30,7 +30,7 @@ OPERATIONS = {
     "packed_score": ({}, 1),
     "page_score": ({}, 1),
     "project_query": ({}, 1),
-    "rerank": ({}, 1),
+    "rerank": ({"S": 20_000}, 1),
     "rotated_rows": ({"D": 128, "K": 300, "S": 600}, 1),
     "sentence_add": ({"D": 128}, 1),
     "sentence_cut": ({}, 1),

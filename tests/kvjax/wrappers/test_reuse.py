@@ -116,3 +116,5 @@ def test_what_does_not_fit_the_model_is_refused():
         with pytest.raises(ValueError, match=told):
             check_sizes(Reuse(method=INNER, **knobs), tiny)
     Reuse(method=Stages(evict=kvjax.methods.SnapKV(), retrieve=INNER), every=1, steps=4)
+    alone = Reuse(method=INNER, every=2)
+    assert alone.on_layers((0,), 4) == alone, "no layer selects, so there is no anchor"

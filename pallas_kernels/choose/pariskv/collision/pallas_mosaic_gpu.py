@@ -248,13 +248,8 @@ def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *r
     # query [L, G, D]; counts [L, N * 256]; shares [P, 2 + Z]; ids [L * S, N]; position [L, S]; stop [B]; maybe signs [D];
     # rotated [L, D]; list [L, C]; count [L]. In shared memory: the query, keys of clusters, tables, counts, votes, sums.
     *signs_ref, rotated_ref, list_ref, count_ref, numbers, weights, table, tally, votes, sums = refs
-    most, line, slots, step, begin = (
-        list_ref.shape[1],
-        lax.axis_index("x"),
-        position_ref.shape[1],
-        n.threads * TOGETHER,
-        n.part() * n.size,
-    )
+    most, slots, line = list_ref.shape[1], position_ref.shape[1], lax.axis_index("x")
+    step, begin = n.threads * TOGETHER, n.begin()
     row, thread = line * slots + begin, lax.axis_index("group") * t.THREADS + arrays.counted(t.THREADS)
     _prefetch(ids_ref, row, jnp.int32(0), jnp.minimum(AHEAD * step, slots - begin))  # they arrive while tables are made
     bins.clear(tally, bins.BINS, n.threads)
@@ -262,7 +257,8 @@ def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *r
     zone, cutoffs, wanted = _prepare(query_ref, counts_ref, shares_ref, signs_ref, rotated_ref, count_ref, numbers, most, n)
     bins.meet_all(1)
     _tables(n, (counts_ref, numbers, weights, table), line, zone, cutoffs)
-    low, span, end, holes = first - begin, jnp.maximum(stop - first, 0), stop - begin, zone != stop - first
+    low, end, holes = first - begin, jnp.minimum(stop - begin, n.keys), zone != stop - first
+    span = jnp.maximum(end - low, 0)
 
     def add(number, words):
         _prefetch(ids_ref, row, (number + AHEAD) * step, jnp.minimum((number + AHEAD + 1) * step, end))
@@ -295,7 +291,8 @@ def share_of(lists, slots, parts=None, groups=None):
         parts = next((n for n in (8, 4, 2) if n * lists <= BLOCKS and slots >= n * 512), 1)
         parts = max(parts, next(n for n in (1, 2, 4, 8) if slots <= n * MOST_KEYS))
     groups = groups or (2 if slots <= parts * 3 * 2**12 else 4)
-    return bins.Share(parts, groups, -(-slots // (parts * groups * t.THREADS * TOGETHER)) * TOGETHER)
+    keys = -(-slots // parts)
+    return bins.Share(parts, groups, keys, -(-keys // (groups * t.THREADS * TOGETHER)) * TOGETHER)
 
 
 def collision(query, signs, counts, ids, position, stop, shares, *, first, capacity, part=None):
@@ -335,5 +332,6 @@ def check(query, signs, counts, ids, position, stop, shares, *, first, capacity,
 
 
 def first(query, signs, counts, ids, *_, **__):
-    """Tell whether the lists fill the multiprocessors: then Triton's three kernels take longer."""
-    return current_machine().capability == (9, 0) and 2 * ids.shape[0] * ids.shape[1] >= BLOCKS - 4
+    """Tell whether lists of one program or two fill the multiprocessors: then Triton's three kernels take longer."""
+    batch, heads, slots, _ = ids.shape
+    return current_machine().capability == (9, 0) and 2 * batch * heads >= BLOCKS - 4 and slots <= MOST_KEYS

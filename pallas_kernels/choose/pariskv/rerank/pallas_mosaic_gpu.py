@@ -108,7 +108,7 @@ def _list(refs, bits, at, entry, place, n):
 def _estimates(n, query_ref, slots_ref, rows_ref, sums, live, stored):
     """Write the parts of the estimates of this program's first ``live`` candidates to ``sums`` int32 [Q, N], as bits."""
     dim, candidates, line = query_ref.shape[1], slots_ref.shape[1], lax.axis_index("x")
-    begin, quarters, products = n.part() * n.size, dim // LANES, _products(query_ref, line)
+    begin, quarters, products = n.begin(), dim // LANES, _products(query_ref, line)
     entry = arrays.counted(t.THREADS * TOGETHER)
     warp = lax.axis_index("group") * 4 + (lax.shift_right_logical(entry, 5) & 3)
     step = n.threads // quarters * TOGETHER  # candidates of all warps
@@ -155,16 +155,16 @@ def _for_each(n, sums, live, scale, write):
 def _live(n, slots_ref, count_ref):
     """Count this program's candidates."""
     count = jnp.minimum(arrays.scalar(count_ref, lax.axis_index("x")), slots_ref.shape[1])
-    return jnp.clip(count - n.part() * n.size, 0, n.size)
+    return jnp.clip(count - n.begin(), 0, n.keys)
 
 
 def _body_estimates(query_ref, slots_ref, count_ref, rows_ref, out_ref, sums, *, n, stored, scale):
     # query [L, D]; slots [L, C]; count [L]; rows [L * S, D]; out [L, C]. In shared memory: parts of the estimates.
-    live, most, line, begin = _live(n, slots_ref, count_ref), slots_ref.shape[1], lax.axis_index("x"), n.part() * n.size
+    live, most, line, begin = _live(n, slots_ref, count_ref), slots_ref.shape[1], lax.axis_index("x"), n.begin()
     _estimates(n, query_ref, slots_ref, rows_ref, sums, live, stored)
 
     def write(number, total):
-        arrays.store(out_ref, jnp.where(begin + number < most, line * most + begin + number, -1), total)
+        arrays.store(out_ref, jnp.where((number < n.keys) & (begin + number < most), line * most + begin + number, -1), total)
 
     _for_each(n, sums, live, scale, write)
 
@@ -214,7 +214,7 @@ def _body(
     _for_each(n, keys, live, scale, lambda number, total: arrays.store_shared(keys, number, order_key(total) ^ NEVER))
     bins.meet_all(1)
     low, width, cut = _search(n, keys, tally, wanted)
-    at, entry = line * regions.size + regions.sinks, line * candidates + n.part() * n.size
+    at, entry = line * regions.size + regions.sinks, line * candidates + n.begin()
     for first, bits, place in bins.choose(keys, n.run, low, width, cut, totals):
         _list((list_ref, mask_ref, slots_ref), bits, at, entry + first, place, n)
 
@@ -245,7 +245,8 @@ def share_of(lists, candidates, dim, parts=None, groups=None):
         parts = next((n for n in (8, 4, 2) if n * lists <= BLOCKS and candidates >= n * 256), 1)
         parts = max(parts, next(n for n in (1, 2, 4, 8) if candidates <= n * _most(dim)))
     groups = groups or (2 if candidates <= parts * 1024 else 4)
-    return bins.Share(parts, groups, -(-candidates // (parts * groups * t.THREADS * 2)) * 2)
+    keys = -(-candidates // parts)
+    return bins.Share(parts, groups, keys, -(-keys // (groups * t.THREADS * 2)) * 2)
 
 
 def _launch(body, query, slots, count, rows, *operands, out, more=(), **options):
