@@ -123,3 +123,15 @@ def segments_of(blocks: Array, owner: Array | None, last: Array, span: int) -> A
     if owner is None:
         return jnp.minimum(blocks // span, last.reshape(lead))
     return jax.vmap(lambda table, index: table[index])(owner, jnp.clip(blocks, 0, owner.shape[1] - 1))
+
+
+def check_format(dim: int, *dtypes: DTypeLike) -> None:
+    """Raise ``NotImplementedError`` where kernels do not take packed vectors of ``dim`` channels and arrays of ``dtypes``.
+
+    A vector's bitmap must fill whole words. All arrays must have one dtype, whose products with a query's terms are exact.
+    """
+    if dim not in (32, 64, 128, 256):
+        raise NotImplementedError(f"got head_dim {dim}, expected 32, 64, 128 or 256")
+    names = {str(jnp.dtype(x)) for x in dtypes}
+    if len(names) != 1 or not names <= set(TERMS):
+        raise NotImplementedError(f"got dtypes {sorted(names)}, expected one of {list(TERMS)} for all")

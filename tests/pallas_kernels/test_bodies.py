@@ -28,10 +28,11 @@ SIZES = {  # of kernels that take no smaller ones
     **{("rerank", back_end): {"D": 32, "C": 16, "M": 4} for back_end in ("pallas_triton", MOSAIC)},
     **{
         (name, back_end): {"D": 32}
-        for name in ("low_rank_attention", "packed_attention", "packed_score", "project_query")
+        for name in ("low_rank_attention", "project_query")
         for back_end in ("pallas_triton", MOSAIC)
     },
     ("pack_token", MOSAIC): {"D": 64},
+    **{(name, MOSAIC): {"D": 32} for name in ("packed_attention", "packed_score")},
 }
 ROWS = {"add_norm": "T", "coded_product": "V", "merge_splits": "H"}  # the axis of rows, where it is not B
 # Kernels that are fast to interpret, and between them have every kind of argument; the others run thoroughly.

@@ -102,8 +102,8 @@ CHOICES = [
     ("low_rank_attention", "gpu", {"R": 12}, XLA),
     ("low_rank_attention", "gpu", {"D": 256, "R": 1024, "dtype": "float32"}, XLA),  # a megabyte of the right factor
     ("merge_splits", "gpu", {"N": 2000, "H": 1, "G": 1, "D": 64}, XLA),
-    ("packed_attention", "gpu", {}, TRITON),
-    ("packed_score", "gpu", {}, TRITON),
+    ("packed_attention", "gpu", {}, MOSAIC),
+    ("packed_score", "gpu", {}, MOSAIC),
     ("cluster_rank", "gpu", {"S": 2**14}, TRITON),
     ("cluster_rank", "gpu", {"S": 2**14 + 1}, XLA),
     ("code_select", "gpu", {"C": 64}, TRITON),

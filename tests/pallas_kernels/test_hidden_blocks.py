@@ -28,11 +28,6 @@ def hide(value, axis=2):
     return lambda tree: jax.tree.map(lambda x: first_half(x, value, axis), tree)
 
 
-def buffer(recent):
-    key, value, position = recent
-    return *hide(None)((key, value)), hide(-1)(position)
-
-
 def copied(d):
     """The rows of an offloaded cache, whose copies on the device are of 16 slots."""
     return Rows(host=normal(f"B H S {2 * d.D}")(d), newest=full("B", "S")(d), sinks=4)
@@ -80,9 +75,6 @@ CASES = [
     ("match_select", {"S": N, "L": 20}, {"ids": hide(200, 3)}),
     ("merge_splits", {"N": 32}, {"lse": hide(-jnp.inf, 1), "out": hide(None, 1)}),
     ("newest_repeat", {"S": N}, {"valid": hide(False), "key": ANY}),
-    ("packed_attention", {"S": N}, {"recent": buffer}),
-    ("packed_attention", {"S": N, "count": full("B H", 0)}, {"recent": buffer}),
-    ("packed_score", {"N": N}, {"count": hide(0, 0)}),
     ("page_logits", {"N": N, "held": full("B H N", True, bool)}, {"held": hide(False), "vector": ANY}),
     ("page_score", {"N": N}, {"low": ANY, "high": ANY}),
     ("partial_score", {"S": LONG, "C": 4}, {"position": hide(-1), "key": hide(None, 3)}),

@@ -4,11 +4,11 @@ from typing import Annotated
 
 from jax import Array
 
-from pallas_kernels.attend.mosaickv.packed_attention import pallas_mosaic_gpu, pallas_triton, reference
+from pallas_kernels.attend.mosaickv.packed_attention import pallas_mosaic_gpu, reference
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.signature import declared, forward
 
-PACKED_ATTENTION = Operation.of("packed_attention", pallas_triton, pallas_mosaic_gpu, reference, logits=True)
+PACKED_ATTENTION = Operation.of("packed_attention", pallas_mosaic_gpu, reference, logits=True)
 
 
 @declared(PACKED_ATTENTION)
@@ -48,7 +48,6 @@ def packed_attention(
         granule: tokens per block.
         span: blocks per segment.
         owner: the segment of every block, ascending; or None.
-        implementation: "pallas_triton" takes D of 32 to 256, all of one dtype.
 
     Returns:
         [B, H, G, D] in the dtype of the query; zeros for a list without a block and a buffer without a token.

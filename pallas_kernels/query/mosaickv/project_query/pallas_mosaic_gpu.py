@@ -11,8 +11,7 @@ from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.products import Products
 from pallas_kernels._mosaic_gpu.steps import numbers
-from pallas_kernels._triton.packed_vectors import check_format
-from pallas_kernels.formats.packed_vectors import TERMS
+from pallas_kernels.formats.packed_vectors import TERMS, check_format
 
 STEPS = 1  # rows of a basis that a thread reads a part of
 MOST_QUERIES = 16  # of a KV head, in registers

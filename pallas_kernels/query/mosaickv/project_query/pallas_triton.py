@@ -7,9 +7,8 @@ import jax.numpy as jnp
 
 from pallas_kernels._triton.block_specs import of_row
 from pallas_kernels._triton.call import triton_call
-from pallas_kernels._triton.packed_vectors import check_format
 from pallas_kernels._triton.pallas import pl, plt
-from pallas_kernels.formats.packed_vectors import TERMS
+from pallas_kernels.formats.packed_vectors import TERMS, check_format
 
 ROWS = 16  # rows of a basis per program
 

@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 from jax import Array
 
 from pallas_kernels.dispatch import Operation
-from pallas_kernels.score.mosaickv.packed_score import pallas_mosaic_gpu, pallas_triton, reference
+from pallas_kernels.score.mosaickv.packed_score import pallas_mosaic_gpu, reference
 from pallas_kernels.signature import declared, forward
 
-PACKED_SCORE = Operation.of("packed_score", pallas_triton, pallas_mosaic_gpu, reference)
+PACKED_SCORE = Operation.of("packed_score", pallas_mosaic_gpu, reference)
 
 
 @declared(PACKED_SCORE)
@@ -38,7 +38,6 @@ def packed_score(
         unit: how much one vector adds to ``count``; a remainder is dropped.
         owner: the segment of every vector, ascending; or None.
         reduce: over the G query heads, or None for the scores of every head.
-        implementation: "pallas_triton" takes D of 32 to 256.
 
     Returns:
         float32 [B, H, P], or [B, H, G, P] if ``reduce`` is None; -inf behind the last vector.

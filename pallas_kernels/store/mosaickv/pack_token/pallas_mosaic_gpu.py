@@ -14,7 +14,7 @@ from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
 from pallas_kernels._mosaic_gpu.products import CHUNK, Products
 from pallas_kernels._mosaic_gpu.team import Team
 from pallas_kernels._mosaic_gpu.threads import THREADS
-from pallas_kernels._triton.packed_vectors import check_format
+from pallas_kernels.formats.packed_vectors import check_format
 
 TOGETHER = 8  # channels that are compared in one step of a loop
 ALONE = Team(groups=1, parts=1, share=THREADS)

@@ -14,8 +14,8 @@ from jax import lax
 
 from pallas_kernels._triton.block_specs import of_list
 from pallas_kernels._triton.call import triton_call
-from pallas_kernels._triton.packed_vectors import check_format
 from pallas_kernels._triton.pallas import pl, plt
+from pallas_kernels.formats.packed_vectors import check_format
 
 
 def _kernel(*refs, granule, channels):
