@@ -116,7 +116,7 @@ def prefill_each(
         share_storage: whether caches share the arrays that are equal: methods that keep every token (Full, Quest, ParisKV)
             hold the same keys and values, which then exist once. The first call that consumes a cache
             (`generate`, `extend`) then consumes all caches that share its arrays: `kvjax.fork` each cache before, except
-            the last. On a mesh nothing is shared.
+            the last. Each kind of layer is then a program of its own. On a mesh nothing is shared.
 
     See `prefill` for the other arguments and the errors.
     """

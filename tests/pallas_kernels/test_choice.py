@@ -198,7 +198,7 @@ def test_a_kernel_comes_first_where_it_is_faster():
         found += [choose("kth_select", S=slots) for slots in (2**14, 2**14 + 1)]
         rotation = Rotation(jnp.ones(32), jnp.zeros((64, 2), jnp.int32), 4)
         found += [choose("dense_decode", D=64, S=64, B=64, rotation=x) for x in (None, rotation)]
-        found += [choose(name, B=rows) for name in ("collision", "rerank") for rows in (1, 64)]
+        found += [choose(name, B=rows, S=2**15) for name in ("collision", "rerank") for rows in (1, 64)]
     assert found == [TRITON, MOSAIC, MOSAIC, TRITON, *(TRITON, MOSAIC) * 3]
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.choose.sentencekv.sentence_cut import CLOSES, JOINS, Rules, sentence_cut
-from tests.pallas_kernels.cases import compiled, every_body, implementations, on_hopper
+from tests.pallas_kernels.cases import HOPPER, MOSAIC, compiled, every_body, implementations, on_hopper, thorough
 
 CUT = implementations("sentence_cut") | on_hopper(sentence_cut)
 PAPER, CODE = Rules(sinks=3, recent=4, open_cap=9, whole=0), Rules(sinks=3, recent=4, open_cap=0, whole=1)
@@ -81,3 +81,12 @@ def test_sentences_of_no_number_rank_last(name, budget):
     arrays, cursor = sentences(3)
     arrays[0] = arrays[0].at[:, :, 0].set(-jnp.inf).at[:, :, 4].set(jnp.nan)
     check_cut(name, arrays, cursor, (3, 3, 3), (JOINS,) * 3, budget, PAPER)
+
+
+@pytest.mark.parametrize("name", [pytest.param(MOSAIC, marks=[] if HOPPER else thorough)])
+def test_more_slots_than_a_program_holds(name):
+    arrays, cursor = sentences(5, rows=1, slots=9000)
+    args = (*arrays, jnp.full((1, 2), 3, jnp.int32), cursor, jnp.full((1,), JOINS, jnp.int32), 4000)
+    got, want = (compiled(CUT[x], rules=PAPER)(*args) for x in (name, "xla"))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
