@@ -110,7 +110,10 @@ VARIANTS = {
             ("output", "each", 0.9),
         )
     ],
-    "pariskv": [(knobs, {}) for knobs in ({"seed": 3}, {"rho": 1.0, "beta": 1.0}, {"num_sink": 0})],
+    "pariskv": [
+        *((knobs, {}) for knobs in ({"seed": 3}, {"rho": 1.0, "beta": 1.0}, {"num_sink": 0}, {"dense_below": 0})),
+        *((knobs, {}) for knobs in ({"dense_below": 14, "budget": 9}, {"dense_below": 0, "buffer": 20, "budget": 1})),
+    ],
     "mosaickv": [
         *(({"channels": 0.5}, {}), ({"segment": 64}, {}), ({"strategy": "dynamic", "buffer": 16}, {})),
         *(({"block_size": 8, "fraction": 0.1}, {}), ({"block_size": 2, "buffer": 2, "channels": 0.125}, {})),
@@ -148,7 +151,12 @@ def test_variants_equal_the_oracle(name, knobs, fields):
 
 
 @pytest.mark.parametrize(
-    ("name", "knobs"), [group("quest", {}), group("snapkv", {}), group("mosaickv", {"fraction": 0.1, "capacity": 0.3})]
+    ("name", "knobs"),
+    [
+        *(group(name, {}) for name in ("quest", "snapkv", "sentencekv")),
+        group("mosaickv", {"fraction": 0.1, "capacity": 0.3}),
+        group("pariskv", {"budget": 1, "capacity": 5}),
+    ],
 )
 def test_planted_needle_is_attended(name, knobs):
     """One key along the query direction, four times as long, is attended wherever it lies."""

@@ -12,7 +12,7 @@ from kvjax.methods import Full
 from kvjax.methods.mosaickv import store
 from kvjax.methods.mosaickv.method import MosaicKV
 from kvjax.protocol.method import LayerSpec, num_bytes
-from tests.harness import drive, frequencies, random_tokens, small
+from tests.harness import frequencies, random_tokens, small
 from tests.kvjax.cases import STEPS, against_oracle, drive_alike, feed_layer, of_state, prefill_layer
 from tests.oracles import mosaickv
 from tests.oracles.plain import rotate_all
@@ -99,25 +99,6 @@ def test_extend_is_dense_and_flushes():
 def all_knobs(knobs):
     """Every knob that the oracle's `Row` reads, at its default unless given."""
     return {"strategy": "static", "max_loss": 0.1, "max_variance": 0.5, "lifetime": 8192, **knobs}
-
-
-@pytest.mark.thorough
-def test_state_after_two_thousand_tokens_equals_state_rebuilt():
-    """Steps in the middle and at the end, against everything so far packed at once with the last prompt segment's basis."""
-    prompt, steps, dim = 37, 2000, 16
-    q, k, v = random_tokens(6, 1, 2, 2, prompt + steps, dim)
-    knobs = {**mosaickv.KNOBS, "fraction": 0.1}
-    got = drive(small(MosaicKV, **knobs), q, k, v, [prompt], prompt=prompt)
-    turned, keys = rotate_all(q[0], frequencies(dim)), rotate_all(k[0], frequencies(dim))
-    for last in (1003, 2000):
-        row = mosaickv.Row(keys, v[0].astype(np.float64), prompt, all_knobs(knobs), **of_state(mosaickv, got.state, 0))
-        row.buffer += range(prompt, prompt + last - 12)
-        row.flush()
-        for step in range(last - 12, last):
-            want, attended = row.decode(turned[:, :, prompt + step], prompt + step)
-            np.testing.assert_allclose(got.outputs[step, 0], want, atol=1e-4, rtol=0)
-            for h in range(2):
-                assert set(np.flatnonzero(got.attended[step, 0, h]).tolist()) == attended[h]
 
 
 # ---- the dynamic strategy ----------------------------------------------------------------------------------------
