@@ -154,23 +154,13 @@ def test_a_loss_of_sharing_is_that_of_reuse():
         sharing.Swapped(method=SnapKV())
 
 
+SHARED = "--length 256 --samples 2 --steps 2 --every 2 --task vt,niah_single_2"
+
+
 @pytest.mark.slow
 def test_sharing_is_measured_on_a_model(tmp_path, capsys):
     write_model(tmp_path / "model", dataclasses.replace(CONFIG, vocab_size=5120))
-    given = [
-        "--model",
-        str(tmp_path / "model"),
-        "--length",
-        "256",
-        "--samples",
-        "2",
-        "--steps",
-        "2",
-        "--every",
-        "2",
-        "--task",
-        "vt,niah_single_2",
-    ]
+    given = ["--model", str(tmp_path / "model"), *SHARED.split()]
     for method in ("quest(budget=64)", "socket(budget=1/8)"):
         assert sharing.main([*given, "--method", method, "--out", str(tmp_path / "sharing.json")]) == 0
         assert "under layer -1" in capsys.readouterr().out
@@ -210,20 +200,7 @@ def test_layers_with_a_window_are_left_out(tmp_path, capsys):
     """The last layer has a window: it is no anchor and follows none, and all layers keep their numbers."""
     config = dataclasses.replace(CONFIG, vocab_size=5120, qkv_bias=True, windows=(16, None, None, 16))
     write_model(tmp_path / "model", config)
-    given = [
-        "--model",
-        str(tmp_path / "model"),
-        "--length",
-        "256",
-        "--samples",
-        "2",
-        "--steps",
-        "2",
-        "--every",
-        "2",
-        "--task",
-        "vt,niah_single_2",
-    ]
+    given = ["--model", str(tmp_path / "model"), *SHARED.split()]
     out = tmp_path / "sharing.json"
     assert sharing.main([*given, "--method", "oracle(budget=16)", "--out", str(out)]) == 0
     assert re.findall(r"\| (\d) \| left out \|", capsys.readouterr().out) == ["0", "3"]

@@ -28,7 +28,6 @@ KINDS: dict[str, tuple[Check, float]] = {  # and their shares of the time
     "arguments": (arguments.check, 0.1),
     "files": (files.check, 0.2),
     "tokenizers": (tokenizers.check, 0.05),
-    "switches": (laws.check_switches, 0.1),
     "laws": (laws.check, 0.3),
 }
 _GRACE = 20.0  # seconds in which a failing case is made smaller after its time

@@ -7,7 +7,6 @@ smaller in the time that programs take to compile.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import tempfile
@@ -267,45 +266,6 @@ def budgets_out_of_range_are_clamped(draw: Draw) -> None:
     _consistent(_budgeted(draw.model, draw.params, *padded(draw.prompts), draw.method, budget), draw)
 
 
-def switches_change_no_token(draw: Draw) -> None:
-    """Under some of JAX's switches at once, greedy tokens are those without, and a key draws the same tokens again.
-
-    What is compiled is not traced again, so a switch would change nothing: the caches are cleared.
-    """
-    want, few = np.asarray(draw.base[1].tokens), int(draw.rng.integers(1, 4))
-    chosen = draw.rng.choice([*_SWITCHES], few, replace=False).tolist()
-    jax.clear_caches()
-    options = {"max_new_tokens": STEPS, "eos_token_ids": (), "temperature": 1.0, "top_p": 0.9}
-    with contextlib.ExitStack() as stack:
-        for name in chosen:
-            stack.enter_context(_SWITCHES[name]())
-        keys = [jax.random.key(7) for _ in range(2)]
-        if draw.rng.random() < 0.4:  # making a key is a transfer
-            stack.enter_context(jax.transfer_guard("disallow"))
-        got = draw.go_on(draw.read()).tokens
-        first, second = (kvjax.generate(draw.params, draw.read(), key=key, **options).tokens for key in keys)
-    told = f"under {', '.join(chosen)}"
-    np.testing.assert_array_equal(got, want, err_msg=told)
-    np.testing.assert_array_equal(first, second, err_msg=told)
-    np.testing.assert_array_less(first, draw.model.vocab_size)
-
-
-def _explicit_mesh() -> Any:
-    return jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,)))
-
-
-def _switch(name: str, value: Any) -> Callable[[], Any]:
-    return lambda: getattr(jax, name)(value)
-
-
-_SWITCHES: dict[str, Callable[[], Any]] = {
-    "set_mesh": _explicit_mesh,
-    **{name: _switch(name, value) for name, value in {
-        "enable_x64": True, "debug_nans": True, "numpy_rank_promotion": "raise", "numpy_dtype_promotion": "strict",
-        "default_matmul_precision": "highest", "debug_key_reuse": True, "default_prng_impl": "rbg",
-        "legacy_prng_key": "error", "enable_checks": True, "threefry_partitionable": False, "check_tracer_leaks": True,
-    }.items()},
-}  # fmt: skip
 _LAYER = (
     laws.empty_slots_are_never_read, laws.scores_are_numbers, laws.rows_are_independent,
     laws.permuting_heads_permutes_the_output, laws.outputs_are_attention_over_the_chosen, cost_counts_what_is_attended,
@@ -350,19 +310,11 @@ def laws_of(draw: Draw, number: int) -> list[Callable[[Any], None]]:
 
 def check(data: st.DataObject, folder: Path) -> Iterator[None]:
     """Check the laws on the draws of one structure; the programs of other structures are forgotten."""
-    yield from _checked(Structure.random(data.draw(NUMBERS)), DRAWS, laws_of)
-
-
-def check_switches(data: st.DataObject, folder: Path) -> Iterator[None]:
-    """Run a structure under switches of JAX."""
-    yield from _checked(Structure.random(data.draw(NUMBERS)), 1, lambda *_: [switches_change_no_token])
-
-
-def _checked(structure: Structure, draws: int, chosen: Callable[[Draw, int], list[Callable[[Any], None]]]) -> Iterator[None]:
+    structure = Structure.random(data.draw(NUMBERS))
     jax.clear_caches()
-    for number in range(draws):
+    for number in range(DRAWS):
         draw = Draw(structure, number)
-        for law in chosen(draw, number):
+        for law in laws_of(draw, number):
             about = f"{law.__name__}: {draw.about()}"
             try:
                 law(draw)

@@ -1,4 +1,4 @@
-"""JAX's own switches: every method gives the same tokens under each of six, from `jax_enable_x64` to leak checking.
+"""JAX's own switches: every method gives the same tokens under each of eleven, from `jax_enable_x64` to leak checking.
 
 And every method runs where JAX has no back end for kernels. test_contract.py looks for NaN in the states of every method.
 """
@@ -84,6 +84,11 @@ SWITCHES = {  # what a user's program may have set, and the methods that run it 
     "set_mesh": (lambda: mesh(jax.sharding.AxisType.Auto), ()),
     "explicit_mesh": (lambda: mesh(jax.sharding.AxisType.Explicit), ("sentencekv",)),
     "leaks": (lambda: jax.check_tracer_leaks(True), ("tova",)),
+    "rank_promotion": (lambda: jax.numpy_rank_promotion("raise"), ()),
+    "dtype_promotion": (lambda: jax.numpy_dtype_promotion("strict"), ()),
+    "precision": (lambda: jax.default_matmul_precision("highest"), ()),
+    "key_reuse": (lambda: jax.debug_key_reuse(True), ()),
+    "checks": (lambda: jax.enable_checks(True), ()),
 }
 
 
@@ -94,7 +99,7 @@ SWITCHES = {  # what a user's program may have set, and the methods that run it 
 def test_every_method_gives_its_tokens_under_a_switch(switch, name):
     """Small arrays and knobs go over explicitly; no step has 64 bits, NaN or a tracer that outlives its trace."""
     want, config = base(name)[1].tokens, model(name)
-    if switch in ("debug_nans", "leaks"):  # which look at traces and at new programs: another model is traced anew
+    if switch in ("debug_nans", "leaks", "checks"):  # which look at traces and at new programs: another model is traced anew
         config = dataclasses.replace(config, max_position_embeddings=config.max_position_embeddings + len(switch))
     with SWITCHES[switch][0]():
         got = go_on(read(any_example(name), config=config))
