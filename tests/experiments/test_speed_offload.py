@@ -91,31 +91,6 @@ def test_the_systems_that_keep_an_index_on_the_device(command, monkeypatch):
     assert rows["socket"]["bus_bytes"] == 1024 * pair
 
 
-@pytest.mark.thorough  # tests/kvjax/cache/test_offload.py has shares by default
-def test_a_share_of_the_layers_is_a_row_of_its_own(command, monkeypatch, capsys):
-    monkeypatch.setitem(speed_bench.MODELS, "tiny", lambda: dataclasses.replace(TINY_SPEED, num_layers=2))
-    arguments = ["--set", "pariskv.buffer=32", "--batches", 2, "--tokens", 3]
-    command(*arguments)
-    out = command(*arguments, "--share", 0.5, "--no-resident")
-    said = capsys.readouterr()
-    shares = {x["share"]: x for x in json.loads(out.read_text())["metrics"] if x["method"] == "pariskv"}
-    assert {share: x["layers"] for share, x in shares.items()} == {1.0: 2, 0.5: 1, 0.0: 0}
-    assert shares[0.5]["bus_bytes"] * 2 == shares[1.0]["bus_bytes"] and shares[0.5]["error"] is None
-    assert 0 < shares[0.5]["host_bytes"] < shares[1.0]["host_bytes"] and "1 of 2 layers" in said.out
-
-
-@pytest.mark.thorough  # tests/kvjax/cache/test_offload.py has codes in host memory
-def test_rows_in_8_bits_have_codes_there(command):
-    """Each method again, with a quarter of float32's bytes in host memory; scales stay here."""
-    out = command("--tokens", 2, "--methods", "pariskv", "--kv-dtype", "int8")
-    rows = {(x["name"], x["method"]): x for x in json.loads(out.read_text())["metrics"]}
-    assert set(rows) == {(kind, name) for kind in ("offload", "resident") for name in ("pariskv", "pariskv@int8")}
-    wide, codes = (rows["offload", name] for name in ("pariskv", "pariskv@int8"))
-    assert wide["error"] is None and codes["error"] is None
-    assert wide["host_bytes"] == 4 * codes["host_bytes"] > 0
-    assert wide["bus_bytes"] / 6 < codes["bus_bytes"] < wide["bus_bytes"] / 3  # about as many tokens, among rounded keys
-
-
 @pytest.mark.thorough
 def test_the_experiment_offloads_what_does_not_fit(command, monkeypatch, capsys):
     """`--share fit` where the device has room for one layer of three, and for another that is staged."""
