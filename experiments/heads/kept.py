@@ -17,7 +17,7 @@ import numpy as np
 from jsonargparse.typing import PositiveInt
 
 import kvjax
-from experiments.answering import choices_of
+from experiments.answering import Choice
 from experiments.cli import Job
 from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows, write_bytes
@@ -40,7 +40,7 @@ class KeptSettings(PromptSettings):
 
 def _kept(settings: KeptSettings) -> None:
     model = settings.load()
-    (choice,) = choices_of(settings.method)
+    choice = Choice.parse(settings.method).check()
     method = choice.at(settings.length, model.tokenizer, model.config).method
     if "head_factor" not in vars(method):
         raise ValueError(f"expected a method with a head_factor, got {settings.method}")

@@ -27,7 +27,7 @@ from jax import Array
 from jsonargparse.typing import PositiveInt
 
 import kvjax
-from experiments.answering import choices_of
+from experiments.answering import Choice
 from experiments.cli import Job
 from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows, write_bytes
@@ -202,7 +202,7 @@ def followed(own: np.ndarray, selecting: Anchors, anchors: Anchors, best: Mappin
 
 def _sharing(settings: SharingSettings) -> None:
     model = settings.load()
-    (choice,) = choices_of(settings.method)
+    choice = Choice.parse(settings.method).check()
     method = choice.at(settings.length, model.tokenizer, model.config).method
     count = model.config.num_layers
     inner = {layer: method.for_layer(layer, count) for layer in method_layers(model.config)}

@@ -66,11 +66,11 @@ def of_rows(specs: Sequence[Sequence[LayerSpec]], rows: int) -> tuple[tuple[Laye
     return tuple(tuple(dataclasses.replace(spec, batch=rows) for spec in own) for own in specs)
 
 
-def begin(params: Any, tokens: Array, *, model: Model, slots: int) -> tuple[Array, Array]:
-    """Pad tokens int32 [B, T] to whole chunks [B, S], and embed them [B, S, E]."""
+def begin(params: Any, tokens: Array, length: Array, *, model: Model, slots: int) -> tuple[Array, Array, Array]:
+    """Pad tokens int32 [B, T] to whole chunks [B, S], embed them [B, S, E], and copy ``length``, which caches consume."""
     tokens = jnp.pad(tokens, ((0, 0), (0, slots - tokens.shape[1])))
     at = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), tokens.shape)  # that of padding has no effect
-    return tokens, not_none("model", layered(model)).embed(params, tokens, **position_option(model, at))
+    return tokens, not_none("model", layered(model)).embed(params, tokens, **position_option(model, at)), length
 
 
 def read(
@@ -119,8 +119,8 @@ def has_few_kinds(method: Method, model: Model) -> bool:
 
 
 def each_layer(methods: tuple[Method, ...], *, model: Model) -> tuple:
-    """Return the methods of the layers, [method][layer]."""
-    return tuple(layer_methods(method, model) for method in methods)
+    """Copy the methods, which caches consume, and return those of the layers, [method][layer]."""
+    return methods, tuple(layer_methods(method, model) for method in methods)
 
 
 def read_by_layer(
@@ -148,14 +148,14 @@ def read_by_layer(
     if (alone := getattr(model, "alone", None)) is None:
         return None
     batch, padded = tokens.shape
-    each = call(each_layer, methods, model=model)
+    methods, each = call(each_layer, methods, model=model)
     leaves, structure = jax.tree.flatten((methods, each))
     shapes = tuple((x.shape, x.dtype) for x in leaves)
     sizes = (max_new_tokens, 1, kv_dtype)
     plan = _planned(structure, shapes, model, batch, padded, sizes, chunk_size, order)
     if plan is None:
         return None
-    tokens, hidden = call(begin, params, tokens, model=model, slots=plan.order.slots)
+    tokens, hidden, length = call(begin, params, tokens, length, model=model, slots=plan.order.slots)
     shared, every = (
         tuple(map(init_shared, methods, (model,) * len(methods), of_rows(plan.specs, rows)))
         for rows in (plan.order.rows, batch)

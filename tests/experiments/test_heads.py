@@ -172,6 +172,9 @@ def test_sharing_is_measured_on_a_model(tmp_path, capsys):
         assert told["anchors"][0] == (2 if "quest" in method else 0) and len(told["anchors"]) == (
             1 if "quest" in method else 2
         )
+    assert (
+        sharing.main([*given, "--method", "quest,oracle"]) == 2 and "unknown method 'quest,oracle'" in capsys.readouterr().err
+    )
     assert sharing.main([*given, "--method", "full", "--out", str(tmp_path / "none.json")]) == 2
     assert "selects in a layer" in capsys.readouterr().err and not (tmp_path / "none.json").exists()
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 
 import gguf
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -207,7 +208,9 @@ def test_parameters_of_a_compiled_program_are_those_of_the_file(tmp_path, monkey
     write_both(tmp_path, "qwen2_bias", QUANTS.Q8_0)
     wanted, _ = models.from_pretrained(tmp_path, "bfloat16")
     monkeypatch.setattr(gguf_files.blocks, "LEAST", 0)
-    got, _ = models.from_pretrained(tmp_path, "bfloat16")
+    with jax.default_device(jax.devices()[-1]):
+        got, _ = models.from_pretrained(tmp_path, "bfloat16")
+    assert {x.device for x in jax.tree.leaves(got)} == {jax.devices()[-1]}
     for (path, value), other in zip(flatten_dict(wanted, sep="/").items(), flatten_dict(got, sep="/").values(), strict=True):
         np.testing.assert_array_equal(np.asarray(value), np.asarray(other), err_msg=path)
     assert gguf_files.blocks.joined._cache_size() >= 4

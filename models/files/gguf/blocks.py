@@ -17,7 +17,7 @@ from jax import Array
 from ..tables.leaf import AnyLeaf, Leaf
 from .tensors import GGUFTensors, halves
 
-LEAST = 1 << 20  # numbers of a parameter for which a program is compiled
+LEAST = 1 << 20  # bytes of a parameter for which a program is compiled
 _Types = gguf.GGMLQuantizationType
 
 

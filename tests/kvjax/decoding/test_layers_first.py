@@ -117,6 +117,15 @@ def test_methods_that_share_a_prompt_share_each_layer():
     assert caches[0].layers[1].cache.key is caches[1].layers[1].cache.key
 
 
+def test_callers_keep_their_arrays():
+    budget, lengths = jnp.int32(8), jnp.array([24, 9])
+    method, prompt = SnapKV(budget=budget, capacity=12, obs_window=5), jnp.asarray(rows((24, 24)))
+    sizes = {"max_new_tokens": 8, "chunk_size": 8, "pad_multiple": 8, "share_storage": True}
+    (cache,) = kvjax.prefill_each(params(), prompt, methods=[method], config=TINY, lengths=lengths, **sizes)
+    kvjax.generate(params(), cache, max_new_tokens=2)
+    assert not any(x.is_deleted() for x in (budget, lengths, prompt))
+
+
 def test_equal_layers_are_one_program():
     """Quest attends in full in two layers: a model of six layers has as many programs as one of four."""
 
