@@ -41,7 +41,7 @@ from pallas_kernels.numerics import LOG2_E, finite_or_zero
 WARPS = t.THREADS // w.LANES
 TOKENS = WARPS * VECTORS  # of a step of a program
 TERMS = 2  # of a query that meet keys: they have twice the bits that weights keep
-PROGRAMS, GROUPS = 132, 3  # blocks that run on an H200 at once, and programs of each
+PROGRAMS, GROUPS = 132, 4  # blocks that run on an H200 at once, and programs of each
 JOINED = 16  # partials, or rows of a basis, that a thread reads together
 LEAST = 128  # programs that should join
 TAKES = SIZES
