@@ -281,15 +281,10 @@ def _assemble(
 def _ahead[Item, Found](read: Callable[[Item], Found], items: Iterable[Item]) -> Iterator[Found]:
     """Run ``read`` for each item, in order; threads read the next few in the meantime."""
     count, waiting = min(_READERS, os.cpu_count() or 1), collections.deque[Future[Found]]()
-    device = jax.config.jax_default_device  # a caller may have set it for its own thread alone
-
-    def run(item: Item) -> Found:
-        with jax.default_device(device):
-            return read(item)
-
+    read = jax.default_device(jax.config.jax_default_device)(read)  # a caller may have set it for its own thread alone
     with ThreadPoolExecutor(count, "weights") as pool:
         for item in items:
-            waiting.append(pool.submit(run, item))
+            waiting.append(pool.submit(read, item))
             if len(waiting) > count:
                 yield waiting.popleft().result()
         while waiting:

@@ -1,4 +1,4 @@
-"""Arrays in the registers of a program of one warpgroup: thread t of 128 has the entries t, 128 + t, 256 + t, ... of each.
+"""Arrays in the registers of a warpgroup: thread t of 128 has the entries t, 128 + t, 256 + t, ... of each.
 
 Pallas computes with such arrays and sums them up. What it has no operation for is here: loads and stores at any places.
 """

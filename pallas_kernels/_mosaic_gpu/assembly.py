@@ -18,9 +18,6 @@ def run(lines: list[str], refs=(), numbers=(), results=()) -> list[jax.Array]:
     """
     count = max((x.shape[0] // t.THREADS for x in numbers if x.ndim), default=1)
     floats = [x is not None and jnp.issubdtype(x, jnp.floating) for x in results]
-    arrays = [
-        plgpu.ShapeDtypeStruct((count * t.THREADS,), dtype, layout=t.own(count)) for dtype in results if dtype is not None
-    ]
     splat = plgpu.Layout.WG_SPLAT
     kinds = [t.own(x.shape[0] // t.THREADS) if x.ndim else splat for x in numbers]
     scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat)

@@ -76,9 +76,9 @@ def _compare(settings: KernelSettings, command: KernelCommand) -> None:
         raise ValueError(f"--only: unknown operation {unknown[0]!r}, expected one of {', '.join(known)}{meant}")
     if not small and jax.default_backend() == "cpu":
         raise ValueError(
-            "the shapes are of an 8B model with 128K tokens, for which a GPU or a TPU is expected, got a CPU: add "
-            "--interpret (kernels interpreted in small sizes, errors and no times), or --tiny (what a CPU can run, in small "
-            "sizes); no CPU can time a kernel for a GPU or a TPU"
+            "the shapes are of an 8B model with 128K tokens, for which a GPU or a TPU is expected, got a CPU"
+            + ": add --interpret (kernels interpreted in small sizes, errors and no times), or --tiny (what a CPU can run, "
+            "in small sizes); no CPU can time a kernel for a GPU or a TPU" * (settings.peer is None)
         )
     device = jax.devices()[0].device_kind
     about_all = {"device": device, "tiny": small} | ({"interpret": True} if settings.interpret else {})
