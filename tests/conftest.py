@@ -94,14 +94,26 @@ def quick_compile():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+def _bound_maps():
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 50_000:
+        jax.clear_caches()
+        gc.collect()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def bounded_maps():
     """Forget compiled programs before Linux's 65,530 memory maps per process run out, which ends in a crash of XLA."""
     yield
-    maps = pathlib.Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 55_000:
-        jax.clear_caches()
-        gc.collect()
+    _bound_maps()
+
+
+@pytest.fixture(autouse=True)
+def bounded_maps_of_long_tests(request):
+    """`bounded_maps` after each test that compiles much; for every test the count would take too long."""
+    yield
+    if any(map(request.node.get_closest_marker, ("slow", "thorough"))):
+        _bound_maps()
 
 
 @pytest.fixture(autouse=True)
