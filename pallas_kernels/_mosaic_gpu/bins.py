@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import assembly
-from pallas_kernels._mosaic_gpu.threads import THREADS
+from pallas_kernels._mosaic_gpu.threads import MEET_CLUSTER, THREADS
 
 BINS = 128
 _EACH = range(BINS // 32)  # bins of a lane
@@ -54,15 +54,8 @@ class Cut(NamedTuple):
 
 
 def meet_all(parts: int) -> None:
-    """Wait for all threads of the program, or of all programs of the cluster; what each wrote to its shared memory is seen.
-
-    The usual barrier of a cluster is for all memory, a fence of the whole GPU.
-    """
-    if parts > 1:
-        fence = "fence.release.sync_restrict::shared::cta.cluster;"
-        assembly.run([fence, "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;"])
-    else:
-        assembly.run(["barrier.sync 0;"])
+    """Wait for all threads of the program, or of all programs of the cluster, and see what they wrote to shared memory."""
+    assembly.run(list(MEET_CLUSTER) if parts > 1 else ["barrier.sync 0;"])
 
 
 def clear(ref, words: jax.Array | int, threads: int, first: jax.Array | int = 0) -> None:

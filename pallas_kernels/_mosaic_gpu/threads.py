@@ -221,14 +221,18 @@ def float_number(x):
     return number(arith.constant(ir.F32Type.get(), float(x)), None)
 
 
-def meet_cluster():
-    """Wait for all threads of all blocks of the cluster, and see what they wrote in the shared memory of their own block.
+# The default of the barrier releases all memory, which takes a fence of the whole GPU.
+MEET_CLUSTER = (
+    "fence.release.sync_restrict::shared::cta.cluster;",
+    "barrier.cluster.arrive.relaxed.aligned;",
+    "barrier.cluster.wait.aligned;",
+)
 
-    The default of the barrier releases all memory, which takes a fence of the whole GPU.
-    """
-    ptx("fence.release.sync_restrict::shared::cta.cluster;")
-    ptx("barrier.cluster.arrive.relaxed.aligned;")
-    ptx("barrier.cluster.wait.aligned;")
+
+def meet_cluster():
+    """Wait for all threads of all blocks of the cluster, and see what they wrote in the shared memory of their own block."""
+    for line in MEET_CLUSTER:
+        ptx(line)
 
 
 def fused(total, factors):

@@ -1,6 +1,6 @@
 """Decode attention over packed blocks through Mosaic GPU; one more program of a list attends to the buffer of raw tokens.
 
-As for Triton, a program takes a share of one list of blocks, goes through its segments, and writes one partial for each, in
+A program takes a share of one list of blocks, goes through its segments, and writes one partial for each, in
 the segment's basis: program j writes that of segment s to row ``j + s``. Each of its warps takes 16 tokens at a time, see
 `packed`, and keeps its sums in registers until a segment ends. A second kernel adds up the partials of each segment, and
 turns the sums into the model's basis.
@@ -108,6 +108,53 @@ def step_functions(n: Vectors, scale: float, packed: bool):
     return load, begin, weigh, add, publish
 
 
+def _attend(functions, keys, values, query, rows_of, used, shared, edges, ahead):
+    """Attend to the rows of all steps, and leave sums and ends of each warp in shared memory.
+
+    With ``ahead`` keys and rows are loaded a step before.
+    """
+    load, begin, weigh, add, publish = functions
+
+    def follow(step, carry):
+        rows, key, later, (sums, maximum, total) = carry
+        if ahead:  # values arrive while keys are multiplied, and the next keys while values are added
+            value = load(values, rows)
+            maximum, total, decays, right = weigh(shared, key, query, rows, maximum, total)
+            key, after = load(keys, later), rows_of(step + 2)
+        else:  # in fewer registers
+            maximum, total, decays, right = weigh(shared, load(keys, rows), query, rows, maximum, total)
+            value, later, after = load(values, rows), rows_of(step + 1), later
+        return later, key, after, (add(shared, value, right, decays, sums), maximum, total)
+
+    rows = rows_of(0)
+    first = (load(keys, rows), rows_of(1)) if ahead else (None, None)
+    *_, state = lax.fori_loop(0, used, follow, (rows, *first, begin()))
+    arrays.meet()
+    publish(shared, edges, state)
+    arrays.meet()
+
+
+def _write(n, refs, shared, edges, at, segment):
+    """Merge what the warps have left (`_attend`), and write it as partial ``at``."""
+    out_ref, lse_ref, segment_ref = refs
+    channel = arrays.counted(arrays.size_of(n.dim))
+    held = jnp.minimum(channel, n.dim - 1)
+    for g in range(n.group):
+        ends = [
+            [arrays.load_shared(edges, arrays.spread(2 * (i * n.group + g) + k, channel.shape[0])) for i in range(WARPS)]
+            for k in (0, 1)
+        ]
+        shift = finite_or_zero(functools.reduce(jnp.maximum, ends[0]))
+        shares = [jnp.exp2(x - shift) for x in ends[0]]
+        total = sum(x * y for x, y in zip(shares, ends[1], strict=True))
+        parts = [arrays.load_shared(shared, (i * n.group + g) * n.dim + held) for i in range(WARPS)]
+        merged = sum(x * y for x, y in zip(shares, parts, strict=True)) / jnp.where(total > 0, total, 1.0)
+        arrays.store(out_ref, jnp.where(channel < n.dim, (at * n.group + g) * n.dim + channel, -1), merged)
+        arrays.store(lse_ref, jnp.where(channel < 1, at * n.group + g, -1), (shift + jnp.log2(total)) / LOG2_E)
+    arrays.put(segment_ref, at, segment)
+    arrays.meet()
+
+
 def _body(
     parts_ref, key_ref, key_words_ref, value_ref, value_words_ref, blocks_ref, count_ref, last_ref, query_ref, *refs,
     n, heads, slots, segments, granule, span, scale, share, steps, splits, groups,
@@ -116,6 +163,7 @@ def _body(
     # [L * G, D], raw key and value [L * R, D] and position [L, R]; owner [B, P] if given; then out [L, X, G, D], lse
     # [L, X, G], segment [L, X]. In shared memory the vectors of each warp, and then its sums; and maximum and total of each.
     raw_key_ref, raw_value_ref, position_ref, *owner_ref, out_ref, lse_ref, segment_ref, shared, edges = refs
+    written = out_ref, lse_ref, segment_ref
     group, listed, lists = lax.axis_index("group"), blocks_ref.shape[1], blocks_ref.shape[0]
     # The programs of the buffers are the last ones: they are short.
     number = lax.axis_index("x") * groups + group
@@ -140,45 +188,6 @@ def _body(
         block = arrays.scalar(blocks_ref, line * listed + jnp.minimum(entry, listed - 1))
         return jnp.where(entry < count, owner_of(jnp.where(entry < count, block, 0), arrays.scalar), segments - 1)
 
-    def attend(functions, keys, values, query, rows_of, used, to, segment, ahead):
-        """Attend to the rows of all steps, and write partial ``to``; ``ahead``: keys and rows are loaded a step before."""
-        load, begin, weigh, add, publish = functions
-
-        def follow(step, carry):
-            rows, key, later, (sums, maximum, total) = carry
-            if ahead:  # values arrive while keys are multiplied, and the next keys while values are added
-                value = load(values, rows)
-                maximum, total, decays, right = weigh(shared, key, query, rows, maximum, total)
-                key, after = load(keys, later), rows_of(step + 2)
-            else:  # in fewer registers
-                maximum, total, decays, right = weigh(shared, load(keys, rows), query, rows, maximum, total)
-                value, later, after = load(values, rows), rows_of(step + 1), later
-            return later, key, after, (add(shared, value, right, decays, sums), maximum, total)
-
-        rows = rows_of(0)
-        first = (load(keys, rows), rows_of(1)) if ahead else (None, None)
-        *_, state = lax.fori_loop(0, used, follow, (rows, *first, begin()))
-        arrays.meet()
-        publish(shared, edges, state)
-        arrays.meet()
-        at = line * partials + to
-        channel = arrays.counted(arrays.size_of(n.dim))
-        held = jnp.minimum(channel, n.dim - 1)
-        for g in range(n.group):
-            ends = [
-                [arrays.load_shared(edges, arrays.spread(2 * (i * n.group + g) + k, channel.shape[0])) for i in range(WARPS)]
-                for k in (0, 1)
-            ]
-            shift = finite_or_zero(functools.reduce(jnp.maximum, ends[0]))
-            shares = [jnp.exp2(x - shift) for x in ends[0]]
-            total = sum(x * y for x, y in zip(shares, ends[1], strict=True))
-            parts = [arrays.load_shared(shared, (i * n.group + g) * n.dim + held) for i in range(WARPS)]
-            merged = sum(x * y for x, y in zip(shares, parts, strict=True)) / jnp.where(total > 0, total, 1.0)
-            arrays.store(out_ref, jnp.where(channel < n.dim, (at * n.group + g) * n.dim + channel, -1), merged)
-            arrays.store(lse_ref, jnp.where(channel < 1, at * n.group + g, -1), (shift + jnp.log2(total)) / LOG2_E)
-        arrays.put(segment_ref, at, segment)
-        arrays.meet()
-
     def of_segment(s, carry):
         def rows_of(step):
             """Return the rows of a step's tokens, -1 for those of other segments and behind the list."""
@@ -191,12 +200,13 @@ def _body(
         query = load_queries(n, parts_ref, (line * segments + s) * (n.group * n.stored))
         used = jnp.clip(lax.div((stop - first) * granule + (TOKENS - 1), TOKENS), 0, steps)
         stored = (key_ref, key_words_ref), (value_ref, value_words_ref)
-        attend(step_functions(n, scale, packed=True), *stored, query, rows_of, used, j + s, s, ahead=True)
+        _attend(step_functions(n, scale, packed=True), *stored, query, rows_of, used, shared, edges, ahead=True)
+        _write(n, written, shared, edges, line * partials + j + s, s)
         return carry
 
     @pl.when(packed)
     def _():
-        # See `pallas_triton`: two neighbours may share a segment, but they write it to different rows.
+        # Two neighbours may share a segment, but they write it to different rows.
         low, high = jnp.where(j == 0, 0, owner_at(first)), jnp.where(j == splits - 1, segments - 1, owner_at(first + share))
         lax.fori_loop(low, high + 1, of_segment, 0)
 
@@ -209,9 +219,10 @@ def _body(
             seen = arrays.load(position_ref, jnp.where(slot < size, line * size + slot, -1), -1) >= 0
             return jnp.where(seen, line * size + slot, -1)
 
-        query, steps, none = load_queries(plain, query_ref, line * n.group), -(-size // TOKENS), jnp.int32(-1)
-        functions = step_functions(plain, scale, packed=False)
-        attend(functions, (raw_key_ref,), (raw_value_ref,), query, rows_of, steps, partials - 1, none, ahead=False)
+        query, functions = load_queries(plain, query_ref, line * n.group), step_functions(plain, scale, packed=False)
+        whole = (raw_key_ref,), (raw_value_ref,)
+        _attend(functions, *whole, query, rows_of, -(-size // TOKENS), shared, edges, ahead=False)
+        _write(n, written, shared, edges, (line + 1) * partials - 1, jnp.int32(-1))
 
 
 def _body_join(out_ref, lse_ref, segment_ref, basis_ref, merged_ref, weights, sums, *, group, dim, width):
