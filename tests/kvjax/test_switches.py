@@ -1,4 +1,4 @@
-"""JAX's own switches: every method gives the same tokens under each of six, and two methods under five more.
+"""JAX's own switches: every method gives the same tokens under each of six, two under five more, from `jax_enable_x64` to leak checking.
 
 And every method runs where JAX has no back end for kernels. test_contract.py looks for NaN in the states of every method.
 """
