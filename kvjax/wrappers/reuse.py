@@ -76,7 +76,6 @@ class Reuse(Around):
     head_map: tuple[tuple[int, ...], ...] | None = static(
         "per layer the anchor's KV head for each; None = h", default=None, least=0
     )
-
     join: bool = static("whether each head attends to the lists of all of the anchor's KV heads", default=False)
 
     PAPER: ClassVar[str] = "arXiv:2512.16391"
