@@ -1,10 +1,10 @@
-"""Test this machine: versions, devices, memory, and one small run of every operation beside plain JAX on the CPU.
+"""Test this machine: versions, devices, memory, and a small run of every operation beside plain JAX on the CPU.
 
-Every operation runs once, under the implementation that it takes on this device, at a small size. The report says which
-implementation that is and why no earlier one, what is wrong or cannot be compiled, and which faults of JAX are seen here.
+Each kernel that this device can run does so once, at a small size, and plain JAX where there is none. The report says which
+these are and why no others, what is wrong or cannot be compiled, and which faults of JAX are seen here.
 `--implementation xla` tests plain JAX instead of the kernels. Of several devices the first one is tested.
 
-The exit code is 0 if all is right, and 1 if an operation is wrong or fails, or JAX finds no device.
+The exit code is 0 if all is right, and 1 if one is wrong or fails, or JAX finds no device.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _run() -> list[Check]:
 
 
 def _chosen(checks: Sequence[Check]) -> list[str]:
-    """Write which operations take which implementation, and why not an earlier one."""
+    """Write which operations ran under which implementation, and why not under others."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for check in checks:
         reasons = (f"{name}: {reason}" for name, reason in check.passed_over.items())

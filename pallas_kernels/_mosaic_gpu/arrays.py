@@ -109,14 +109,6 @@ def size_of(entries: int) -> int:
     return -(-entries // t.THREADS) * t.THREADS
 
 
-def _ref():
-    return plgpu.RefType()
-
-
-def _splat():
-    return plgpu.Layout.WG_SPLAT
-
-
 def _own(size):
     return t.own(size // t.THREADS)
 
@@ -150,7 +142,7 @@ def load(ref, index: jax.Array, other: float = 0, rows: tuple[jax.Array, int] | 
     floats, line, width = jnp.issubdtype(dtype, jnp.floating), *(rows or (index, 0))
 
     @plgpu.inline_mgpu(
-        arg_types=(_ref(), _own(size), _own(size)), return_type=_type(size, jnp.float32 if floats else jnp.int32)
+        arg_types=(t.ref(), _own(size), _own(size)), return_type=_type(size, jnp.float32 if floats else jnp.int32)
     )
     def run(ctx, ref, index, line):
         places = _places(t.address(ref), index, line, width, dtype.itemsize)
@@ -164,7 +156,7 @@ def store(ref, index: jax.Array, x: jax.Array, rows: tuple[jax.Array, int] | Non
     size, dtype = index.shape[0], jnp.dtype(ref.dtype)
     line, width = rows or (index, 0)
 
-    @plgpu.inline_mgpu(arg_types=(_ref(), _own(size), _own(size), _own(size)))
+    @plgpu.inline_mgpu(arg_types=(t.ref(), _own(size), _own(size), _own(size)))
     def run(ctx, ref, index, line, x):
         numbers = t.numbers_of(x, jnp.issubdtype(dtype, jnp.floating))
         places = _places(t.address(ref), index, line, width, dtype.itemsize)
@@ -184,9 +176,9 @@ def scalar(ref, index: jax.Array) -> jax.Array:
     """Load one element of an array in global memory, at a flat index of all threads; as `load`, without masking."""
     dtype = jnp.dtype(ref.dtype)
     floats = jnp.issubdtype(dtype, jnp.floating)
-    kind = plgpu.ShapeDtypeStruct((), jnp.float32 if floats else jnp.int32, layout=_splat())
+    kind = plgpu.ShapeDtypeStruct((), jnp.float32 if floats else jnp.int32, layout=t.splat())
 
-    @plgpu.inline_mgpu(arg_types=(_ref(), _splat()), return_type=kind)
+    @plgpu.inline_mgpu(arg_types=(t.ref(), t.splat()), return_type=kind)
     def run(ctx, ref, index):
         place = t.at(t.address(ref), t.number(t.value(index)), dtype.itemsize)
         return t.load_at(place, dtype, t.number(0) < 1, 0)
@@ -273,7 +265,7 @@ def load_shared(ref, index: jax.Array) -> jax.Array:
     """Load int32 or float32 numbers of an array in shared memory at a flat ``index`` int32 [N]."""
     size, floats = index.shape[0], jnp.issubdtype(ref.dtype, jnp.floating)
 
-    @plgpu.inline_mgpu(arg_types=(_ref(), _own(size)), return_type=_type(size, ref.dtype))
+    @plgpu.inline_mgpu(arg_types=(t.ref(), _own(size)), return_type=_type(size, ref.dtype))
     def run(ctx, ref, index):
         base, one = t.number(t.address(ref)), t.load_shared_float if floats else t.load_shared
         return t.made_of([one(base + x * 4) for x in t.numbers_of(index)], floats)
@@ -285,7 +277,7 @@ def store_shared(ref, index: jax.Array, x: jax.Array) -> None:
     """Store int32 or float32 numbers [N] in an array in shared memory at a flat ``index`` int32 [N]."""
     size, floats = index.shape[0], jnp.issubdtype(ref.dtype, jnp.floating)
 
-    @plgpu.inline_mgpu(arg_types=(_ref(), _own(size), _own(size)))
+    @plgpu.inline_mgpu(arg_types=(t.ref(), _own(size), _own(size)))
     def run(ctx, ref, index, x):
         base = t.number(t.address(ref))
         for at, number in zip(t.numbers_of(index), t.numbers_of(x, floats), strict=True):

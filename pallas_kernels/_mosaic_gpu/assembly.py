@@ -18,13 +18,13 @@ def run(lines: list[str], refs=(), numbers=(), results=()) -> list[jax.Array]:
     """
     count = max((x.shape[0] // t.THREADS for x in numbers if x.ndim), default=1)
     floats = [x is not None and jnp.issubdtype(x, jnp.floating) for x in results]
-    splat = plgpu.Layout.WG_SPLAT
+    splat = t.splat()
     kinds = [t.own(x.shape[0] // t.THREADS) if x.ndim else splat for x in numbers]
     scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat)
     arrays = [x and plgpu.ShapeDtypeStruct((count * t.THREADS,), x, layout=t.own(count)) for x in results]
     out = tuple(scalar if x is None else x for x in arrays) or None
 
-    @plgpu.inline_mgpu(arg_types=((plgpu.RefType(),) * len(refs), tuple(kinds)), return_type=out)
+    @plgpu.inline_mgpu(arg_types=((t.ref(),) * len(refs), tuple(kinds)), return_type=out)
     def emit(ctx, given, mine):
         columns = [
             t.numbers_of(x, jnp.issubdtype(y.dtype, jnp.floating)) if y.ndim else [t.number(t.value(x))]

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu import warps as w
 from pallas_kernels._mosaic_gpu.pallas import plgpu
-from pallas_kernels._mosaic_gpu.steps import a_number, a_ref, numbers, scalar
+from pallas_kernels._mosaic_gpu.steps import numbers, scalar
 from pallas_kernels.machine import current_machine
 from pallas_kernels.numerics import LOG2_E
 
@@ -119,7 +119,7 @@ def load_queries(n: Vectors, parts, head):
     """
     products, words = n.groups * n.terms // 2, n.channels // 2
 
-    @plgpu.inline_mgpu(arg_types=(a_ref(), a_number()), return_type=numbers(products * words, jnp.int32))
+    @plgpu.inline_mgpu(arg_types=(t.ref(), t.splat()), return_type=numbers(products * words, jnp.int32))
     def run(ctx, parts, head):
         column, found = t.signed(w.lane() // 4), []
         for product in range(products):

@@ -89,7 +89,7 @@ class Products:
         kinds = [jnp.dtype(x.dtype) for x in refs]
 
         @plgpu.inline_mgpu(
-            arg_types=((plgpu.RefType(),) * len(refs), plgpu.Layout.WG_SPLAT),
+            arg_types=((t.ref(),) * len(refs), t.splat()),
             return_type=_type(self.sums * (1 + self.bounded) * CHUNK, jnp.float32),
         )
         def load(ctx, refs, owner):
@@ -119,7 +119,7 @@ class Products:
         kinds = [jnp.dtype(x.dtype) for x in vectors]
 
         @plgpu.inline_mgpu(
-            arg_types=((plgpu.RefType(),) * len(vectors), t.own(self.steps)),
+            arg_types=((t.ref(),) * len(vectors), t.own(self.steps)),
             return_type=tuple(_type(self.steps * _words(kind), jnp.int32) for kind in kinds),
         )
         def load(ctx, vectors, row):

@@ -17,19 +17,9 @@ from pallas_kernels._mosaic_gpu.sizes import ENTRIES, LINE, Lists, Sizes
 from pallas_kernels.numerics import LOG2_E
 
 
-def a_ref():
-    """Return the type of a reference, which a JAX without Mosaic GPU lacks."""
-    return plgpu.RefType()
-
-
 def a_tile():
     """Return the type of the ring's tiles of keys or values."""
     return plgpu.RefType((plgpu.SwizzleTransform(LINE),))
-
-
-def a_number():
-    """Return the type of a number that all threads have."""
-    return plgpu.Layout.WG_SPLAT
 
 
 def scalar(x):
@@ -61,7 +51,7 @@ def copier(n: Sizes, lists: Lists, position: bool):
         """Load what tells the row of this lane's entry; nothing waits for it yet."""
 
         @plgpu.inline_mgpu(
-            arg_types=((a_ref(),) * len(refs), (a_number(),) * len(scalars)), return_type=numbers(lists.loads, jnp.int32)
+            arg_types=((t.ref(),) * len(refs), (t.splat(),) * len(scalars)), return_type=numbers(lists.loads, jnp.int32)
         )
         def run(ctx, refs, scalars):
             start, *scalars = map(scalar, scalars)
@@ -71,10 +61,10 @@ def copier(n: Sizes, lists: Lists, position: bool):
 
     def copy(stored, ring, loaded, scalars, base, stage):
         """Begin to copy the rows of a step and their positions, and write its biases."""
-        types = tuple((a_ref(),) * len(x) for x in stored)
+        types = tuple((t.ref(),) * len(x) for x in stored)
 
         @plgpu.inline_mgpu(
-            arg_types=(types, a_ref(), (t.own(lists.loads),) * loads, (a_number(),) * len(scalars), a_number(), a_number())
+            arg_types=(types, t.ref(), (t.own(lists.loads),) * loads, (t.splat(),) * len(scalars), t.splat(), t.splat())
         )
         def run(ctx, stored, ring, loaded, scalars, base, stage):
             start, *scalars = map(scalar, scalars)
@@ -137,19 +127,19 @@ def multiplier(n: Sizes, scale: float, biased: bool):
     def rows():
         return [t.signed(w.lane() // 4) + 8 * half for half in range(n.halves)]
 
-    @plgpu.inline_mgpu(arg_types=(a_ref(), a_number()), return_type=numbers(n.halves * tiles, jnp.int32))
+    @plgpu.inline_mgpu(arg_types=(t.ref(), t.splat()), return_type=numbers(n.halves * tiles, jnp.int32))
     def query(ctx, source, base):
         source, base = t.address(source), scalar(base) * n.group
         places = [t.at(source, t.element(base + t.least(x, n.group - 1), n.dim, column(n)), 2) for x in rows()]
         first = [8 * i if n.kind is None else 16 * (i // 2) + 2 * (i % 2) for i in range(tiles)]
         return t.made_of([t.load_int(t.at(x, t.number(i), 2)) for x in places for i in first])
 
-    @plgpu.inline_mgpu(arg_types=(a_ref(), a_number()), return_type=numbers(n.halves, jnp.int32))
+    @plgpu.inline_mgpu(arg_types=(t.ref(), t.splat()), return_type=numbers(n.halves, jnp.int32))
     def asked(ctx, source, row):
         source, row = t.address(source), scalar(row) * n.queries
         return t.made_of([t.load_int(t.at(source, row + divmod_unsigned(x + n.first, n.queries)[1], 4)) for x in rows()])
 
-    @plgpu.inline_mgpu(arg_types=(a_ref(),), return_type=numbers(n.dim // 8, jnp.float32))
+    @plgpu.inline_mgpu(arg_types=(t.ref(),), return_type=numbers(n.dim // 8, jnp.float32))
     def frequencies(ctx, source):
         place, f32 = t.at(t.address(source), column(n), 4), jnp.dtype(jnp.float32)
         return t.made_of([x for i in range(0, n.dim // 2, 8) for x in t.load_some(t.at(place, t.number(i), 4), f32, 2)], True)
@@ -181,13 +171,13 @@ def multiplier(n: Sizes, scale: float, biased: bool):
         return keep
 
     def add(refs, query, asked, inv_freq, state, stage, logits, where):
-        types = (a_ref(), *(a_tile(),) * (len(refs) - 1))
+        types = (t.ref(), *(a_tile(),) * (len(refs) - 1))
         given = (t.own(n.halves),) * len(asked), (t.own(n.dim // 8),) * len(inv_freq)
         own = (t.own(n.halves * tiles), *given, tuple(map(t.own, counts)))
-        more = (a_ref(),) * len(logits), (a_number(),) * len(where)
+        more = (t.ref(),) * len(logits), (t.splat(),) * len(where)
 
         @plgpu.inline_mgpu(
-            arg_types=(types, *own, a_number(), *more), return_type=tuple(numbers(x, jnp.float32) for x in counts)
+            arg_types=(types, *own, t.splat(), *more), return_type=tuple(numbers(x, jnp.float32) for x in counts)
         )
         def run(ctx, refs, query, asked, inv_freq, state, stage, logits, where):
             given = t.numbers_of(asked[0]) if asked else None, t.numbers_of(inv_freq[0], floats=True) if inv_freq else None
@@ -207,7 +197,7 @@ def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, joining: bo
     ``beside`` parts in global memory enter the same sums; of several clusters of a list, in the first. ``joining``: there is
     nothing else.
     """
-    whole, room = n.group * n.dim, a_tile() if n.tiled else a_ref()
+    whole, room = n.group * n.dim, a_tile() if n.tiled else t.ref()
     several, threads = n.splits > 1 and not joining, t.THREADS * (1 if joining else n.warpgroups + n.tiled)
     edges, joined_edges = 4 * whole, 4 * whole + 8 * n.group  # where maxima and denominators lie
 
@@ -256,7 +246,7 @@ def merger(n: Sizes, out_dtype: Any, beside: int, beside_dtype: Any, joining: bo
             yield at, divmod_unsigned(at, n.dim)[0], mine
 
     @plgpu.inline_mgpu(
-        arg_types=((room,) * (not joining), a_ref(), a_ref(), (a_ref(),) * (2 * bool(beside)), (a_number(),) * 3)
+        arg_types=((room,) * (not joining), t.ref(), t.ref(), (t.ref(),) * (2 * bool(beside)), (t.splat(),) * 3)
     )
     def merge(ctx, ring, out, lse, refs, where):
         base, cluster, split = map(scalar, where)

@@ -77,7 +77,7 @@ class Team:
         dtype, last, chunk = jnp.dtype(ref.dtype), ref.shape[1], math.gcd(self.each, 4)
         floats, pack = jnp.issubdtype(dtype, jnp.floating), 4 if chunk == 4 and last % 4 == 0 else 1
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, SPLAT), return_type=_type(self.each, floats))
+        @plgpu.inline_mgpu(arg_types=(t.ref(), t.splat(), t.splat()), return_type=_type(self.each, floats))
         def run(ctx, ref, line, begin):
             row = t.at(t.address(ref), t.element(t.number(t.value(line)), last, t.number(0)), dtype.itemsize)
             warp, lane, found = t.signed(t.thread() // w.LANES), t.signed(w.lane()), []
@@ -102,7 +102,7 @@ class Team:
         floats = [jnp.issubdtype(x.dtype, jnp.floating) for x, _ in sums]
         layouts = tuple(t.own(x.shape[0] // t.THREADS) for x, _ in sums)
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layouts), return_type=tuple(_one(x) for x in floats))
+        @plgpu.inline_mgpu(arg_types=(t.ref(), layouts), return_type=tuple(_one(x) for x in floats))
         def run(ctx, scratch, columns):
             base, lane, mine = t.number(t.address(scratch)), t.signed(w.lane()), []
             for x, (_, fold), is_float in zip(columns, sums, floats, strict=True):
@@ -135,7 +135,7 @@ class Team:
         if self.parts == 1:
             return [jnp.int32(0) if earlier else pieces[fold](numbers[at]) for at, fold, earlier in folds]
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), (SPLAT,) * len(numbers)), return_type=(_one(),) * len(folds))
+        @plgpu.inline_mgpu(arg_types=(t.ref(), (t.splat(),) * len(numbers)), return_type=(_one(),) * len(folds))
         def run(ctx, scratch, numbers):
             place, lane = t.number(t.address(scratch)) + 4 * w.LANES * first, t.signed(w.lane())
             for at, x in enumerate(numbers):
@@ -161,7 +161,7 @@ class Team:
         """
         each, together, halves = words.shape[0] // t.THREADS, *((2, 0xFF00FF) if small else (1, -1))
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), t.own(each)), return_type=(_type(each), _one()))
+        @plgpu.inline_mgpu(arg_types=(t.ref(), t.own(each)), return_type=(_type(each), _one()))
         def run(ctx, scratch, words):
             base, lane, warp = t.number(t.address(scratch)), t.signed(w.lane()), w.warp()
             chunks, found, total = list(itertools.batched(t.numbers_of(words), math.gcd(each, 4))), [], t.number(0)
@@ -211,7 +211,7 @@ class Team:
     def clear(self, bins) -> None:
         """Set both histograms to zero; `joined` or `before` has to follow before they count."""
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT))
+        @plgpu.inline_mgpu(arg_types=(t.ref(), t.splat()))
         def run(ctx, bins, group):
             place = t.number(t.address(bins)) + (t.number(t.value(group)) * t.THREADS + t.signed(t.thread())) * 4
             for at in range(0, 2 * BINS, t.THREADS * self.groups):
@@ -222,7 +222,7 @@ class Team:
     def tally(self, bins, first: jax.Array, key: jax.Array, low: jax.Array, high: jax.Array, shift: jax.Array) -> None:
         """Count the keys of this warpgroup from ``low`` to ``high`` - 1, each at ``first`` + (key - low) >> shift."""
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), t.own(key.shape[0] // t.THREADS), *(SPLAT,) * 4))
+        @plgpu.inline_mgpu(arg_types=(t.ref(), t.own(key.shape[0] // t.THREADS), *(t.splat(),) * 4))
         def run(ctx, bins, key, *numbers):
             first, low, high, shift = (t.number(t.value(x)) for x in numbers)
             text = "{ .reg .pred p; .reg .b32 d; sub.s32 d, $1, $2; setp.lt.u32 p, d, $3; shr.u32 d, d, $4; shl.b32 d, d, 2;"
@@ -240,7 +240,7 @@ class Team:
         each = BINS // (self.groups * t.THREADS)
         number = BINS - 1 - (self.group() * (each * t.THREADS) + order(each * t.THREADS))
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, t.own(each)), return_type=_type(each))
+        @plgpu.inline_mgpu(arg_types=(t.ref(), t.splat(), t.own(each)), return_type=_type(each))
         def run(ctx, bins, first, number):
             base, first, places = t.number(t.address(bins)), t.number(t.value(first)), t.numbers_of(number)
             here, other, found = base + first * 4, base + (t.number(BINS) - first) * 4, []
@@ -255,9 +255,6 @@ class Team:
             return t.made_of(found)
 
         return run(bins, first, number), number
-
-
-SPLAT = plgpu.Layout.WG_SPLAT
 
 
 def order(size: int) -> jax.Array:
@@ -286,4 +283,4 @@ def _type(each, floats=False):
 
 
 def _one(floats=False):
-    return plgpu.ShapeDtypeStruct((), jnp.float32 if floats else jnp.int32, layout=SPLAT)
+    return plgpu.ShapeDtypeStruct((), jnp.float32 if floats else jnp.int32, layout=t.splat())

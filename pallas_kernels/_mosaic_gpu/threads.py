@@ -16,6 +16,16 @@ def own(count):
     return plgpu.Layout.WG_STRIDED((THREADS * count,), vec_size=1)
 
 
+def ref():
+    """Return the type of a reference, which a JAX without Mosaic GPU lacks."""
+    return plgpu.RefType()
+
+
+def splat():
+    """Return the type of a number that all threads have."""
+    return plgpu.Layout.WG_SPLAT
+
+
 def i32():
     """Return the type of 32-bit integers."""
     return ir.IntegerType.get_signless(32)

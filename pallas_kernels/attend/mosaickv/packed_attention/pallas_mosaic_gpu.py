@@ -35,7 +35,7 @@ from pallas_kernels._mosaic_gpu.packed import (
     whole,
 )
 from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
-from pallas_kernels._mosaic_gpu.steps import a_ref, numbers
+from pallas_kernels._mosaic_gpu.steps import numbers
 from pallas_kernels.numerics import LOG2_E, finite_or_zero
 
 WARPS = t.THREADS // w.LANES
@@ -57,7 +57,7 @@ def step_functions(n: Vectors, scale: float, packed: bool):
     counts = 4 * tiles, n.groups, n.groups  # sums, maximum, total
     shares = n.groups * n.terms // 2 * (n.channels // 2)
 
-    @plgpu.inline_mgpu(arg_types=((a_ref(),) * (1 + packed), t.own(2)), return_type=numbers(loaded, jnp.int32))
+    @plgpu.inline_mgpu(arg_types=((t.ref(),) * (1 + packed), t.own(2)), return_type=numbers(loaded, jnp.int32))
     def load(ctx, refs, rows):
         rows = t.numbers_of(rows)
         return t.made_of((load_vectors if packed else load_whole)(n, *refs, rows, [x >= 0 for x in rows]))
@@ -71,7 +71,7 @@ def step_functions(n: Vectors, scale: float, packed: bool):
         starts = zip(counts, (0.0, -math.inf, 0.0), strict=True)
         return tuple(arrays.spread(y, t.THREADS * x, jnp.float32) for x, y in starts)
 
-    types = a_ref(), t.own(loaded)
+    types = t.ref(), t.own(loaded)
 
     @plgpu.inline_mgpu(
         arg_types=(*types, t.own(shares), t.own(2), *(t.own(n.groups),) * 2),
@@ -89,7 +89,7 @@ def step_functions(n: Vectors, scale: float, packed: bool):
         sums, decays = t.numbers_of(sums, floats=True), t.numbers_of(decays, floats=True)
         return t.made_of(added(n, pieces(shared, value), t.numbers_of(right), decays, sums), floats=True)
 
-    @plgpu.inline_mgpu(arg_types=(a_ref(), a_ref(), tuple(map(t.own, counts))))
+    @plgpu.inline_mgpu(arg_types=(t.ref(), t.ref(), tuple(map(t.own, counts))))
     def publish(ctx, shared, edges, state):
         sums, maximum, total = (t.numbers_of(x, floats=True) for x in state)
         place, lane = t.number(t.address(shared)) + warp() * (4 * n.group * n.dim), t.signed(w.lane())

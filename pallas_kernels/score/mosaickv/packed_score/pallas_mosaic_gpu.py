@@ -25,7 +25,7 @@ from pallas_kernels._mosaic_gpu.packed import (
     warp,
 )
 from pallas_kernels._mosaic_gpu.pallas import plgpu
-from pallas_kernels._mosaic_gpu.steps import a_number, a_ref, numbers, scalar
+from pallas_kernels._mosaic_gpu.steps import numbers, scalar
 
 WARPS = t.THREADS // w.LANES
 PROGRAMS, GROUPS = 132, 4  # blocks that run on an H200 at once, and programs of each
@@ -46,7 +46,7 @@ def step_functions(n: Vectors, blocks: int, reduce):
         return [first, first + VECTORS // 2]
 
     @plgpu.inline_mgpu(
-        arg_types=((a_ref(),) * 2, (a_number(),) * 3), return_type=numbers(2 * (4 * n.loads + n.bits), jnp.int32)
+        arg_types=((t.ref(),) * 2, (t.splat(),) * 3), return_type=numbers(2 * (4 * n.loads + n.bits), jnp.int32)
     )
     def load(ctx, refs, where):
         line, begin, count = map(scalar, where)
@@ -55,7 +55,7 @@ def step_functions(n: Vectors, blocks: int, reduce):
 
     types = tuple(t.own(x) for x in (2 * (4 * n.loads + n.bits), n.groups * n.terms // 2 * (n.channels // 2)))
 
-    @plgpu.inline_mgpu(arg_types=(a_ref(), a_ref(), *types, t.own(2), (a_number(),) * 3))
+    @plgpu.inline_mgpu(arg_types=(t.ref(), t.ref(), *types, t.own(2), (t.splat(),) * 3))
     def score(ctx, ref, shared, loaded, query, mine, where):
         line, begin, count = map(scalar, where)
         place = t.number(t.address(shared)) + warp() * n.room
