@@ -67,9 +67,18 @@ def _pairs(here: Sequence[_Row], there: Sequence[_Row], but: set[str]) -> tuple[
 
 
 def _apart(mine: _Row, theirs: _Row) -> bool | None:
-    """Tell whether two rows' intervals lie apart; None if one has no interval, or one without width, which says nothing."""
-    (low, high), (lowest, highest) = (row.get("interval_95") or (0, 0) for row in (mine, theirs))
-    return low > highest or lowest > high if low < high and lowest < highest else None
+    """Tell whether two scores' 95 % intervals lie apart; None if one has no interval.
+
+    A bootstrap of examples that are all alike has no width: by the rule of three the others are then below 3 of their number.
+    """
+    ends = []
+    for row in (mine, theirs):
+        if not row.get("interval_95") or not row.get("examples"):
+            return None
+        low, high = row["interval_95"]
+        reach = 300 / row["examples"] if low == high else 0.0
+        ends.append((low - reach, high + reach))
+    return ends[0][0] > ends[1][1] or ends[1][0] > ends[0][1]
 
 
 def _line(names: Sequence[str], mine: _Row, theirs: _Row) -> dict[str, Any]:
