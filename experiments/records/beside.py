@@ -16,7 +16,7 @@ _Row = Mapping[str, Any]
 def beside(here: Mapping[str, Any], there: Mapping[str, Any], names: tuple[str, str] = ("here", "there")) -> str:
     """Show the rows that two records share, with both values and their ratio, as text, and whether their intervals overlap.
 
-    Rows of records of two seeds are shared if they differ in nothing else: two seeds of a measurement should agree.
+    Rows that differ in the seed alone are shared: two seeds of a measurement should agree.
     Records of different experiments are refused by a ``ValueError``; rows whose values are no numbers by a ``TypeError``.
     """
     if here["experiment"] != there["experiment"]:
@@ -66,19 +66,13 @@ def _pairs(here: Sequence[_Row], there: Sequence[_Row], but: set[str]) -> tuple[
     return names, [(row, keyed[1][key]) for key, row in keyed[0].items() if key in keyed[1]]
 
 
-def _apart(mine: _Row, theirs: _Row) -> bool | None:
-    """Tell whether two scores' 95 % intervals lie apart; None if one has no interval.
-
-    A bootstrap of examples that are all alike has no width: by the rule of three the others are then below 3 of their number.
-    """
-    ends = []
-    for row in (mine, theirs):
-        if not row.get("interval_95") or not row.get("examples"):
-            return None
-        low, high = row["interval_95"]
-        reach = 300 / row["examples"] if low == high else 0.0
-        ends.append((low - reach, high + reach))
-    return ends[0][0] > ends[1][1] or ends[1][0] > ends[0][1]
+def _apart(*pair: _Row) -> bool | None:
+    """Tell whether two scores' 95 % intervals lie apart, those without a width by the rule of three; None if one has none."""
+    if not all(row.get("interval_95") and row.get("examples") for row in pair):
+        return None
+    reach = [300 / row["examples"] * (row["interval_95"][0] == row["interval_95"][1]) for row in pair]
+    (low, high), (least, most) = (row["interval_95"] for row in pair)
+    return low - reach[0] > most + reach[1] or least - reach[1] > high + reach[0]
 
 
 def _line(names: Sequence[str], mine: _Row, theirs: _Row) -> dict[str, Any]:
