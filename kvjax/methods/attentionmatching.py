@@ -35,7 +35,6 @@ heads with biases of -inf; here these slots are empty. The texts that ask for th
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import ClassVar
 
@@ -58,7 +57,7 @@ from pallas_kernels.soft_cap import capped
 _EXACT = product_precision(jnp.float32)
 _BOUND = math.exp(3)  # of a slot's weight, and its inverse
 _DESCENTS = 16  # steps of projected gradient descent
-_SIZES = (512, 1024, 2048, 4096, 8192)  # a head is fitted in as many slots as it needs, of these
+_FEW = 512  # slots of a head that are not worth a second program
 _BLOCK = 16  # sampled tokens whose logits of the whole prompt are in memory at once
 
 
@@ -126,17 +125,17 @@ class AttentionMatching(Rereading):
         return biased(key, value, bias, position, room), None
 
     def _fitted(self, given: tuple[Array, ...]) -> tuple[Array, Array]:
-        """Run `_fit` for one head, on the fewest of its first slots that have all that count."""
+        """Run `_fit` for one head, on the first half of its slots if all that count are there: few heads fill their slots."""
         *queries, key, value, keep = given
-        sizes = [*(size for size in _SIZES if size < len(keep)), len(keep)]
+        every, half = len(keep), len(keep) // 2
 
         def first(size: int) -> tuple[Array, Array]:
             bias, new = _fit(*queries, key[:size], value[:size], keep[:size], ridge=self.ridge)
-            return jnp.pad(bias, (0, len(keep) - size)), jnp.concatenate([new, value[size:]])
+            return jnp.pad(bias, (0, every - size)), jnp.concatenate([new, value[size:]])
 
-        held = jnp.sum(keep, dtype=jnp.int32)
-        least = jnp.sum(held > jnp.array(sizes[:-1], jnp.int32), dtype=jnp.int32)
-        return lax.switch(least, [functools.partial(first, size) for size in sizes])
+        if every <= _FEW:
+            return first(every)
+        return lax.cond(keep[half], lambda: first(every), lambda: first(half))
 
     def _none(self, prompt: Prompt) -> Asked:
         """Make room for the sampled queries."""

@@ -133,7 +133,10 @@ def _reverse(kept: tuple, gradient: tuple[Array, Array]) -> tuple[Array | None, 
 
     def behind(asked: tuple[Array, ...]) -> Array:
         stored = jnp.arange(cache.num_slots, dtype=jnp.int32)[None] < cache.cursor[:, None]
-        return product("bhgs,bhsd->bhgd", part(asked, cache.key, cache.value, stored[:, None, None])[1], cache.key)
+        asked, keys, values = lax.optimization_barrier(
+            (asked, cache.key, cache.value)
+        )  # else copies of all layers exist at once
+        return product("bhgs,bhsd->bhgd", part(asked, keys, values, stored[:, None, None])[1], keys)
 
     # Token by token, some at once.
     far = lax.map(behind, tuple(jnp.moveaxis(x, 3, 0) for x in asked), batch_size=min(_BLOCK, tokens))

@@ -37,7 +37,7 @@ def recording():
 
 @pytest.mark.parametrize("name", repeated([pytest.param(name) for name in SETTINGS], but=["as it is"]))
 def test_ragged_rows_keep_and_fit_what_the_oracle_does(name, monkeypatch):
-    monkeypatch.setattr(attentionmatching, "_SIZES", (4, 8))
+    monkeypatch.setattr(attentionmatching, "_FEW", 4)
     monkeypatch.setattr(attentionmatching, "_BLOCK", 5)
     knobs = {**oracle.KNOBS, **SETTINGS[name]}
     player, params = recording()
