@@ -10,6 +10,7 @@ from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerStorage, PlainCache
 from kvjax.cache.divided import FEW, merged
 from kvjax.cache.packed_keys import ThinCache, pick_channels
+from kvjax.cache.storage import Older
 from kvjax.protocol.typing import pytree, static
 from kvjax.selection import page_slots
 from pallas_kernels.attend.causal_attention import causal_attention
@@ -20,6 +21,7 @@ from pallas_kernels.attend.past_attention import past_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention
 from pallas_kernels.numerics import merge_pair
 from pallas_kernels.score.column_mass import column_mass
+from pallas_kernels.soft_cap import get_soft_cap
 
 _LOGITS = 1 << 20  # the most logits, slots x queries, that dense attention holds at once per query head
 
@@ -127,6 +129,10 @@ def attend_slots(
 def _attend_thin(query: Array, cache: ThinCache) -> tuple[Array, Array]:
     """Run `attend_held` where the keys of the first slots have only some channels, without unpacking them."""
     older, scale = cache.older, 1 / math.sqrt(query.shape[-1])
+    if _has_capped_bias(older):
+        newest = jnp.full((len(query), 1), jnp.iinfo(jnp.int32).max)
+        out, lse = attend_all(query[..., None, :], cache, newest)
+        return out[..., 0, :], lse[..., 0]
     out, lse = dense_decode(
         pick_channels(query, older),
         older.key,
@@ -139,6 +145,22 @@ def _attend_thin(query: Array, cache: ThinCache) -> tuple[Array, Array]:
     return out, lse
 
 
+def _has_capped_bias(older: Older) -> bool:
+    """Tell whether keys have a bias under a soft cap, which is of the logit alone: one product cannot have both."""
+    return older.channels is None and get_soft_cap() is not None
+
+
+def _attend_biased(query: Array, older: Older, scale: float) -> tuple[Array, Array]:
+    """Attend with later queries [B, H, G, T, D] to biased keys, whose logits are capped before the bias; as `attend_all`."""
+    dim, held = query.shape[4], older.position >= 0
+    flat = query.reshape(*query.shape[:2], -1, dim)
+    bias = scale * jnp.sum(older.key[..., dim : dim + 2].astype(jnp.float32), axis=3)
+    bias = jnp.broadcast_to(bias[:, :, None], (*flat.shape[:3], bias.shape[2]))
+    slots = jnp.broadcast_to(jnp.arange(held.shape[2], dtype=jnp.int32), held.shape)
+    out, lse = gather_attention(flat, older.key[..., :dim], older.value, slots, held, scale=scale, bias=bias)
+    return out.reshape(query.shape), lse.reshape(query.shape[:4])
+
+
 def attend_all(query: Array, cache: LayerStorage, position: Array, scale: float | None = None) -> tuple[Array, Array]:
     """Attend causally with queries [B, H, G, T, D] at ``position`` int32 [B, T] to all stored tokens.
 
@@ -149,7 +171,12 @@ def attend_all(query: Array, cache: LayerStorage, position: Array, scale: float 
     if cache.older is not None:
         older, newer = cache.older, cast("ThinCache", cache).newer
         packed = PlainCache(key=older.key, value=older.value, position=older.position, cursor=older.limit)
-        part = attend_all(pick_channels(query, older), packed, position, scale)
+        capped = _has_capped_bias(older)
+        part = (
+            _attend_biased(query, older, scale)
+            if capped
+            else attend_all(pick_channels(query, older), packed, position, scale)
+        )
         return merge_pair(*part, *attend_all(query, newer, position))
     cache = cache.resident()
     tokens = query.shape[3]

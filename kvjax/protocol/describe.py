@@ -53,8 +53,8 @@ def describe(method: Any, brief: bool = False) -> str:
         brief: leave out the static fields; dots stand for them.
     """
     fields = [field for field in dataclasses.fields(method) if not (brief and field.metadata.get("static"))]
-    values = [(field.name, vars(method)[field.name]) for field in fields]
-    shown = [f"{name}={show_value(value, brief)}" for name, value in values if value is not None]
+    values = [(field, vars(method)[field.name]) for field in fields]
+    shown = [f"{at.name}={show_value(value, brief)}" for at, value in values if not (value is None is at.default)]
     dots = ["..."] * (len(fields) < len(dataclasses.fields(method)))
     return f"{type(method).__name__}({', '.join([*shown, *dots])})"
 

@@ -47,8 +47,7 @@ def gather_attention(
         """Find the last entry that is not masked, rounded up to whole packs."""
 
         @plgpu.inline_mgpu(
-            arg_types=(t.ref(), t.splat()),
-            return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=t.splat()),
+            arg_types=(t.ref(), t.splat()), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=t.splat())
         )
         def find(ctx, mask, line):
             base, lane, last = t.at(t.address(mask), t.number(t.value(line)), items), t.signed(w.lane()), t.number(0)

@@ -59,9 +59,9 @@ def test_traced_numbers_are_restored(tmp_path):
     assert int(loaded.method.budget) == 9
 
 
-@pytest.mark.parametrize("name", ["snapkv", "quest", "stages"])
+@pytest.mark.parametrize("name", ["snapkv", "quest", "stages", "verified"])
 def test_the_folder_names_its_method(name, tmp_path):
-    """So that nobody writes its knobs twice; a knob that no text can hold must be given."""
+    """So that nobody writes its knobs twice, one that is None too; a knob that no text can hold must be given."""
     cache = read(any_example(name))
     kvjax.save_cache(tmp_path / "cache", cache)
     assert jax.tree.structure(kvjax.load_cache(tmp_path / "cache", config=TINY)) == jax.tree.structure(cache)

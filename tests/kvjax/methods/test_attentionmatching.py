@@ -11,6 +11,7 @@ from kvjax.attention.over_cache import attend_all, attend_held
 from kvjax.cache.packed_keys import biased
 from kvjax.methods import AttentionMatching
 from kvjax.testing.layer import random_tokens
+from pallas_kernels.soft_cap import soft_cap
 from tests import tape
 from tests.harness import repeated, small
 from tests.oracles import attentionmatching as oracle
@@ -55,20 +56,23 @@ def test_ragged_rows_keep_and_fit_what_the_oracle_does(name):
             np.testing.assert_allclose(outputs[:, layer, row], trace.outputs[:STEPS], atol=2e-3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_bias_enters_the_softmax_of_one_query_and_of_many(dtype):
+@pytest.mark.parametrize(("dtype", "cap"), [("float32", None), ("bfloat16", None), ("float32", 0.7)])
+def test_a_bias_enters_the_softmax_of_one_query_and_of_many(dtype, cap):
+    """It is added to the logit behind a soft cap."""
     rng = np.random.default_rng(0)
     query, key, value = (jnp.asarray(rng.normal(size=(1, 2, *n, 16)), dtype) for n in ((3, 40), (20,), (20,)))
     bias = jnp.asarray(rng.uniform(-3, 3, (1, 2, 20)), jnp.float32)
     at = jnp.where(jnp.arange(20)[None, None] < jnp.array([[[20], [11]]]), jnp.arange(20), -1)
     cache = biased(key, value, bias, at, 4)
-    logits = jnp.einsum("bhgtd,bhsd->bhgts", *(x.astype(jnp.float32) for x in (query, key))) / 4 + bias[:, :, None, None]
+    logits = jnp.einsum("bhgtd,bhsd->bhgts", *(x.astype(jnp.float32) for x in (query, key))) / 4
+    logits = (logits if cap is None else cap * jnp.tanh(logits / cap)) + bias[:, :, None, None]
     weight = jax.nn.softmax(jnp.where(at[:, :, None, None] >= 0, logits, -jnp.inf), axis=-1)
     want = jnp.einsum("bhgts,bhsd->bhgtd", weight, value.astype(jnp.float32))
     atol = 1e-5 if dtype == "float32" else 2e-2
     position = jnp.arange(20, 60)[None]
-    for tokens in (40, 2):
-        got, _ = attend_all(query[..., :tokens, :], cache, position[:, :tokens])
-        np.testing.assert_allclose(got.astype(jnp.float32), want[..., :tokens, :], atol=atol)
-    got, _ = attend_held(query[..., 0, :], cache)
+    with soft_cap(cap):
+        for tokens in (40, 2):
+            got, _ = attend_all(query[..., :tokens, :], cache, position[:, :tokens])
+            np.testing.assert_allclose(got.astype(jnp.float32), want[..., :tokens, :], atol=atol)
+        got, _ = attend_held(query[..., 0, :], cache)
     np.testing.assert_allclose(got.astype(jnp.float32), want[..., 0, :], atol=atol)
