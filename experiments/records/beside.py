@@ -14,8 +14,9 @@ _Row = Mapping[str, Any]
 
 
 def beside(here: Mapping[str, Any], there: Mapping[str, Any], names: tuple[str, str] = ("here", "there")) -> str:
-    """Show the rows that two records share, with both values and their ratio, as text.
+    """Show the rows that two records share, with both values and their ratio, as text, and whether their intervals overlap.
 
+    Rows that differ in the seed alone are shared: two seeds of a measurement should agree.
     Records of different experiments are refused by a ``ValueError``; rows whose values are no numbers by a ``TypeError``.
     """
     if here["experiment"] != there["experiment"]:
@@ -30,7 +31,7 @@ def beside(here: Mapping[str, Any], there: Mapping[str, Any], names: tuple[str, 
     if any(name in unlike for name in _SAME_MODEL):
         return "\n".join([*lines, f"not compared, because they are of two models: {differences}"])
     lines += [f"settings that differ: {differences}"] * bool(differences)
-    fields, pairs = _pairs(here["metrics"], there["metrics"])
+    fields, pairs = _pairs(here["metrics"], there["metrics"], {"seed"} & set(unlike))
     if not pairs:
         return "\n".join([*lines, "no row is in both"])
     telling = [name for name in fields if len({str(row.get(name)) for row, _ in pairs}) > 1]
@@ -40,6 +41,8 @@ def beside(here: Mapping[str, Any], there: Mapping[str, Any], names: tuple[str, 
     if ratios := [line["ratio"] for line in table if line["ratio"] is not None]:
         spread = f"median {statistics.median(ratios):.3g}, from {min(ratios):.3g} to {max(ratios):.3g}"
         lines.append(f"ratio (here over there) of {len(ratios)} row{'s' * (len(ratios) > 1)}: {spread}")
+    if apart := [found for pair in pairs if (found := _apart(*pair)) is not None]:
+        lines.append(f"95 % intervals overlap in {apart.count(False)} of {len(apart)} row{'s' * (len(apart) > 1)}")
     return "\n".join(lines)
 
 
@@ -50,10 +53,10 @@ def _device(record: Mapping[str, Any]) -> str:
     return f"{f'{count} x ' * (count != 1)}{device.get('kind')}{cores}"
 
 
-def _pairs(here: Sequence[_Row], there: Sequence[_Row]) -> tuple[list[str], list[tuple[_Row, _Row]]]:
-    """Pair the measured rows of both records by the identity fields that both have; ambiguous rows are left out."""
+def _pairs(here: Sequence[_Row], there: Sequence[_Row], but: set[str]) -> tuple[list[str], list[tuple[_Row, _Row]]]:
+    """Pair the measured rows of both records by the identity fields that both have, but some; ambiguous rows are left out."""
     known = [{name for row in rows for name in row} for rows in (here, there)]
-    names = [name for name in _IDENTITY if name in known[0] & known[1]]
+    names = [name for name in _IDENTITY if name in (known[0] & known[1]) - but]
     keyed = []
     for rows in (here, there):
         measured = [row for row in rows if row.get("value") is not None and row.get("error") is None]
@@ -63,10 +66,20 @@ def _pairs(here: Sequence[_Row], there: Sequence[_Row]) -> tuple[list[str], list
     return names, [(row, keyed[1][key]) for key, row in keyed[0].items() if key in keyed[1]]
 
 
+def _apart(*pair: _Row) -> bool | None:
+    """Tell whether two scores' 95 % intervals lie apart, those without a width by the rule of three; None if one has none."""
+    if not all(row.get("interval_95") and row.get("examples") for row in pair):
+        return None
+    reach = [300 / row["examples"] * (row["interval_95"][0] == row["interval_95"][1]) for row in pair]
+    (low, high), (least, most) = (row["interval_95"] for row in pair)
+    return low - reach[0] > most + reach[1] or least - reach[1] > high + reach[0]
+
+
 def _line(names: Sequence[str], mine: _Row, theirs: _Row) -> dict[str, Any]:
     """Build a row of the table."""
     knobs, others = ({"samples": row.get("samples"), **(row.get("knobs") or {})} for row in (mine, theirs))
     unlike = [f"{name}={knobs[name]}, there {others[name]}" for name in knobs if knobs[name] != others.get(name, knobs[name])]
+    unlike += ["intervals apart"] if _apart(mine, theirs) else []
     return {
         **{name: mine.get(name) for name in names},
         "unit": mine.get("unit"),

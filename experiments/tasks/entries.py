@@ -3,7 +3,7 @@
 In the manner of Oolong (Bertsch et al. 2025, arXiv:2511.02817): the answer is in no place, because many entries decide it. A
 task's `share` is the part of the entries that decide, from a sixteenth, which are those of one town, to all. They are spread
 over the whole text. A method that attends to fewer tokens than decide must lose, and the tables show where it does. One to
-sixteen entries decide the other tasks.
+ten entries decide the other tasks.
 
 The words are ours. Scores are exact.
 """
@@ -22,7 +22,7 @@ THINGS = (
 )  # fmt: skip
 TOWNS = ("Rome", "Oslo", "Lima", "Cairo", "Delhi", "Paris", "Tokyo", "Quito")
 COMMON = 6  # things of most entries
-COUNTS = (1, 4, 16)  # entries that are to be counted
+COUNTS = (1, 3, 10)  # entries that are to be counted
 MOST = 0.5  # the most frequent thing's part of the entries that decide
 FIRST_DAY = datetime.date(2031, 1, 1)
 LARGEST = 9  # amount

@@ -81,8 +81,11 @@ class Slots:
 
     @property
     def place(self) -> Array:
-        """The place of each entry, int32 [B, K]: a constant, because ``jnp.arange`` would be computed in every step."""
-        return jnp.asarray(np.broadcast_to(np.arange(self.token.shape[1], dtype=np.int32), self.token.shape))
+        """The place of each entry, int32 [B, K]: a constant, because ``jnp.arange`` would be computed in every step.
+
+        Each row has its own copy: JAX gives XLA a view of one row as this row and a broadcast, and XLA an ``iota`` of both.
+        """
+        return jnp.asarray(np.tile(np.arange(self.token.shape[1], dtype=np.int32), (len(self.token), 1)))
 
 
 @pytree

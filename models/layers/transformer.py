@@ -364,8 +364,8 @@ class Transformer(nn.Module):
         if nudges is not None:
             return x if update is None else x + update, tuple(new_states)
         if last is not None:
-            at = last[:, None, None]
-            x, update = jax.tree.map(lambda y: jnp.take_along_axis(y, at, axis=1)[:, 0], (x, update))
+            at = None if tokens.shape[1] == 1 else last[:, None, None]  # a decode step has one position, and looks nothing up
+            x, update = jax.tree.map(lambda y: (y if at is None else jnp.take_along_axis(y, at, axis=1))[:, 0], (x, update))
         return self.end(x, update), tuple(new_states)
 
     def begin(self, tokens: jax.Array) -> jax.Array:

@@ -30,7 +30,7 @@ from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.formats.quantised import zeros
 from pallas_kernels.host import Rows
 from pallas_kernels.store.store_token import store_token
-from tests.compile_only.compiling import target
+from tests.compile_only.compiling import launches, target
 from tests.harness import ELSEWHERE, small
 
 pytestmark = pytest.mark.xdist_group("compile_only")  # one worker has the compilers and their memory
@@ -140,6 +140,16 @@ def test_no_kernel_finishes_the_layers_of_a_prompt_together():
     read = functools.partial(run_prefill, method=registry.make("quest"), model=config, max_new_tokens=64, chunk_size=1024)
     text = needs("h100").compile(read, param_shapes(config), *arguments(1024)[1:]).as_text()
     assert max(part.count(" reduce(") for part in re.split(r"\n(?=%|ENTRY)", text)) == 2  # least and greatest of a page
+
+
+@pytest.mark.parametrize(("name", "most"), [("chess", 24), ("tokenselect", 22)])
+def test_a_step_of_two_rows_launches_no_more_fusions_of_xla(name, most):
+    """Of products, norms, the token and the method's own arrays; a page that is complete adds those of its condition."""
+    machine, one = needs("h100"), (jax.ShapeDtypeStruct((2, 1), jnp.int32), jax.ShapeDtypeStruct((2, 1), bool))
+    with machine.assumed():
+        cache = jax.eval_shape(prefill(name, 4096), *arguments(4096, 2))
+    step = machine.compile(run_step, param_shapes(CONFIG), cache, *one, donate_argnums=1)
+    assert [kind for kind, _ in launches(step)].count("fusion") <= most
 
 
 def test_a_ring_of_queries_is_never_turned_round():

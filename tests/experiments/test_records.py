@@ -216,6 +216,15 @@ def test_a_record_beside_another_shows_the_ratio_of_each_row(tmp_path):
     assert said[5] == "ratio (here over there) of 2 rows: median 1.25, from 0.5 to 2"
 
 
+def test_rows_of_two_seeds_stand_beside_each_other_and_their_intervals_overlap_or_not(tmp_path):
+    ends = {"vt": ([40, 60], [55, 75]), "cwe": ([40, 45], [50, 75]), "fwe": ([100, 100], [60, 86])}  # 20 of 20 may be 85 %
+    for seed in (0, 1):
+        rows = [{**METRIC, "name": x, "seed": seed, "examples": 20, "interval_95": both[seed]} for x, both in ends.items()]
+        write_record(tmp_path / f"{seed}.json", make_record("eval", {"seed": seed}, rows))
+    text = compared(tmp_path / "0.json", tmp_path / "1.json")
+    assert "overlap in 2 of 3 rows" in text and "cwe" in next(x for x in text.splitlines() if "intervals apart" in x)
+
+
 def test_records_that_measure_other_things_are_not_compared(tmp_path):
     here, there = (timed(tmp_path / f"{name}.json", [("full", 8, 1.0, {})], model=name) for name in "ab")
     assert "not compared, because they are of two models: model 'a' here and 'b' there" in compared(here, there)

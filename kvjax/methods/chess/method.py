@@ -31,6 +31,7 @@ docs/notebook/readings.md.
 """
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, cast
 
 import jax.numpy as jnp
@@ -51,8 +52,9 @@ from kvjax.methods.chess.page_tree import (
     page_vectors,
     put_page,
     score_nodes,
+    with_parents,
 )
-from kvjax.methods.chess.state import Pages, arrays_of_list, note_entropy
+from kvjax.methods.chess.state import Pages, note_entropy
 from kvjax.protocol.fields import check_within
 from kvjax.protocol.method import LayerMethod, Method, Prompt, Step
 from kvjax.protocol.slots import SlotMethod
@@ -88,11 +90,13 @@ class ChessLayer(SlotMethod):
     def select(self, cache: LayerStorage, aux: None, step: Step) -> Selection:
         """Select from the shared state alone, so a compiler computes the selection once for all layers."""
         shared = step.shared
-        listed = jnp.arange(shared.active.shape[1], dtype=jnp.int32)[None] < shared.count[:, None]
         newest = lax.div(jnp.maximum(step.position, 0), self.page_size)  # a slot is a position
-        # The newest page stands first, so that all used entries stand before all unused ones.
-        pages = jnp.concatenate([newest, shared.active], axis=1)
-        used = jnp.concatenate([jnp.ones(newest.shape, bool), listed & (shared.active != newest)], axis=1)
+        # The newest page stands first, so that all used entries stand before all unused ones. Concatenations would be two
+        # launches, a selection is one.
+        entry = jnp.arange(shared.active.shape[1] + 1, dtype=jnp.int32)[None]
+        listed = jnp.pad(shared.active, ((0, 0), (1, 0)))
+        pages = jnp.where(entry == 0, newest, listed)
+        used = (entry == 0) | ((entry <= shared.count[:, None]) & (listed != newest))
         pages, used = here(pages, used, cache, self.page_size)
         return Selection(slots=pages[:, None], mask=used[:, None], page_size=self.page_size)
 
@@ -225,7 +229,8 @@ class Chess(Method):
         fresh = cache.length > pages.seen
         if decoding:
             pages = note_entropy(pages, cache.logits, fresh)
-        pages = dataclasses.replace(pages, seen=cache.length)
+        seen = jnp.where(cache.length > 0, cache.length, pages.seen)  # the length; but XLA would copy a value with two places
+        pages = dataclasses.replace(pages, seen=seen)
         if decoding:  # one token completes at most one page
             return dataclasses.replace(cache, shared=self._complete(pages, cache, decoding))
         pages = lax.while_loop(
@@ -258,38 +263,43 @@ class Chess(Method):
 
     def _complete(self, pages: Pages, cache: Cache, decoding: bool) -> Pages:
         """Add the next page, in rows where it is complete: its vector joins the tree, and it may trigger a new list."""
-        page = pages.complete
-        ready = page < cache.length // self.page_size
+        ready = pages.complete < cache.length // self.page_size
+        complete, count = (old + ready.astype(jnp.int32) for old in (pages.complete, pages.count))
+        # Behind a barrier XLA computes them once. Otherwise it does so wherever they are used, from copies of old counts.
+        ready, page = lax.optimization_barrier((ready, jnp.maximum(complete - 1, 0)))
+
         # Conditionals are here, once per step, and not in every layer. They return small arrays, so nothing large is copied.
-        vector = lax.cond(
-            ready.any(),
-            lambda: page_vectors(_stored(cache), page[:, None], self.page_size, self._unrotate(cache)),
-            lambda: jnp.zeros((page.shape[0], 1, pages.tree.mean_keys.shape[2]), jnp.float32),
-        )
+        def vectors() -> Array:
+            own = page_vectors(_stored(cache), page[:, None], self.page_size, self._unrotate(cache))
+            return with_parents(pages.tree, page, own[:, 0])
+
+        stored, levels = pages.tree.mean_keys, 1 + len(self._shape.fan or ())
+        none = functools.partial(jnp.zeros, (len(page), levels, stored.shape[2]), stored.dtype)
+        added = lax.cond(ready.any(), vectors, none)
         since = pages.since + ready.astype(jnp.int32)
         triggered = ready & decoding & self._triggered(dataclasses.replace(pages, since=since))
         row = jnp.arange(page.shape[0])
-        at = jnp.where(ready, pages.count, pages.active.shape[1])
+        at = jnp.where(ready, count - 1, pages.active.shape[1])
         blank = jnp.zeros_like(pages.mean)
         pages = dataclasses.replace(
             pages,
-            nodes=put_page(pages.tree, page, vector[:, 0], ready),
+            nodes=put_page(pages.tree, page, added, ready),
             active=pages.active.at[row, at].set(page, mode="drop"),
-            count=pages.count + ready.astype(jnp.int32),
-            complete=page + ready.astype(jnp.int32),
+            count=count,
+            complete=complete,
             tokens=jnp.where(ready, 0, pages.tokens),
             mean=jnp.where(ready, blank, pages.mean),
             square=jnp.where(ready, blank, pages.square),
-            since=since,
+            since=jnp.where(triggered, 0, since),
             generated=pages.generated + (ready & decoding).astype(jnp.int32),
             reconstructions=pages.reconstructions + triggered.astype(jnp.int32),
         )
         if self.trigger == "never":
             return pages
-        active, count, since = lax.cond(
-            triggered.any(), lambda: arrays_of_list(self._reconstruct(pages, cache, triggered)), lambda: arrays_of_list(pages)
+        active, count = lax.cond(
+            triggered.any(), lambda: self._listed(pages, cache, triggered), lambda: (pages.active, pages.count)
         )
-        return dataclasses.replace(pages, active=active, count=count, since=since)
+        return dataclasses.replace(pages, active=active, count=count)
 
     def _triggered(self, pages: Pages) -> Array:
         """Decide whether the page that ends now triggers a reconstruction: bool [B]."""
@@ -304,6 +314,11 @@ class Chess(Method):
 
     def _reconstruct(self, pages: Pages, cache: Cache, when: Array) -> Pages:
         """Select the active pages again, in rows where ``when`` bool [B] is True."""
+        active, count = self._listed(pages, cache, when)
+        return dataclasses.replace(pages, active=active, count=count, since=jnp.where(when, 0, pages.since))
+
+    def _listed(self, pages: Pages, cache: Cache, when: Array) -> tuple[Array, Array]:
+        """Compute the fields ``active`` and ``count`` of `_reconstruct`."""
         total = -(-cache.length // self.page_size)
         by_page, by_chunk, by_grid = score_nodes(pages.tree, self._anchor(pages, cache, total))
         page = jnp.arange(by_page.shape[1], dtype=jnp.int32)[None]
@@ -318,12 +333,8 @@ class Chess(Method):
         few = (total <= self.num_sink_pages + self.window + 1) | (pages.complete < 2)
         best = (best | kept | few[:, None]) & exists
         active, listed = compact(best, pages.active.shape[1])
-        return dataclasses.replace(
-            pages,
-            active=jnp.where(when[:, None], active, pages.active),
-            count=jnp.where(when, jnp.sum(listed, axis=1, dtype=jnp.int32), pages.count),
-            since=jnp.where(when, 0, pages.since),
-        )
+        count = jnp.sum(listed, axis=1, dtype=jnp.int32)
+        return jnp.where(when[:, None], active, pages.active), jnp.where(when, count, pages.count)
 
     def _anchor(self, pages: Pages, cache: Cache, total: Array) -> Array:
         """Compute the anchor float32 [B, N] from rows of ``total`` int32 [B] pages, an incomplete one included."""

@@ -152,36 +152,38 @@ def build(layers: list[LayerCache], shape: Shape, complete: Array, inv_freq: lis
     return Nodes(mean_keys=jnp.concatenate([vectors, in_chunks, in_grids], axis=1), shape=shape)
 
 
-def put_page(nodes: Nodes, page: Array, vector: Array, when: Array) -> Nodes:
-    """Add a page that has just become complete, and update its chunk and its grid.
+def with_parents(nodes: Nodes, page: Array, vector: Array) -> Array:
+    """Compute the vectors that a page which has just become complete gives to itself, its chunk and its grid.
 
     Args:
         page: int32 [B], the number of the page.
         vector: float32 [B, N].
-        when: bool [B], rows in which the page is complete.
 
     Returns:
-        The tree with one more page in those rows. It equals the result of `build`.
+        [B, 3, N] in the dtype of the tree, or [B, 1, N] of a flat tree: what `build` makes of them.
     """
-    fan, (count, chunks, _) = nodes.shape.fan, nodes.counts
-    row = jnp.arange(page.shape[0])
-    past = nodes.mean_keys.shape[1]  # no node has this index, so a write to it is dropped
-    vectors = nodes.mean_keys.at[row, jnp.where(when, page, past)].set(vector.astype(nodes.mean_keys.dtype), mode="drop")
-    if fan is None:
-        return dataclasses.replace(nodes, mean_keys=vectors)
-    chunk = page // fan[0]
-    grid = chunk // fan[1]
+    own = vector.astype(nodes.mean_keys.dtype)[:, None]
+    levels, first = [own], 0
+    for fan, number in zip(nodes.shape.fan or (), nodes.counts, strict=False):
+        page, child = page // fan, page
+        at = page[:, None] * fan + jnp.arange(fan, dtype=jnp.int32)[None]
+        members = jnp.take_along_axis(nodes.mean_keys, (first + jnp.minimum(at, number - 1))[..., None], axis=1)
+        members = jnp.where((at == child[:, None])[..., None], own, members)
+        own = _mean(members[:, None], (at <= child[:, None])[:, None])[:, 0][:, None]
+        levels.append(own)
+        first += number
+    return jnp.concatenate(levels, axis=1)
 
-    def mean(vectors: Array, first: int, number: int, fan: int, parent: Array, members: Array) -> Array:
-        at = parent[:, None] * fan + jnp.arange(fan, dtype=jnp.int32)[None]
-        own = jnp.take_along_axis(vectors, (first + jnp.minimum(at, number - 1))[..., None], axis=1)
-        return _mean(own[:, None], (at < members[:, None])[:, None])[:, 0]
 
-    new = mean(vectors, 0, count, fan[0], chunk, page + 1)
-    vectors = vectors.at[row, jnp.where(when, count + chunk, past)].set(new, mode="drop")
-    new = mean(vectors, count, chunks, fan[1], grid, chunk + 1)
-    vectors = vectors.at[row, jnp.where(when, count + chunks + grid, past)].set(new, mode="drop")
-    return dataclasses.replace(nodes, mean_keys=vectors)
+def put_page(nodes: Nodes, page: Array, vectors: Array, when: Array) -> Nodes:
+    """Write `with_parents` of ``page`` int32 [B] in rows ``when`` bool [B]: in place, by one launch for all levels."""
+    at, first, past = [], 0, nodes.mean_keys.shape[1]  # no node has the index `past`, so a write to it is dropped
+    for fan, number in zip((1, *(nodes.shape.fan or ())), nodes.counts, strict=False):
+        page = page // fan
+        at.append(jnp.where(when, first + page, past))
+        first += number
+    row = jnp.arange(page.shape[0])[:, None]
+    return dataclasses.replace(nodes, mean_keys=nodes.mean_keys.at[row, jnp.stack(at, axis=1)].set(vectors, mode="drop"))
 
 
 def mean_page(nodes: Nodes, complete: Array) -> Array:

@@ -35,11 +35,6 @@ class Pages:
         return not_none("nodes", self.nodes)
 
 
-def arrays_of_list(pages: Pages) -> tuple[Array, Array, Array]:
-    """Return the arrays that a reconstruction changes: ``active``, ``count`` and ``since``."""
-    return pages.active, pages.count, pages.since
-
-
 def note_entropy(pages: Pages, logits: Array, when: Array) -> Pages:
     """Add the entropy of the next-token distribution to the mean and deviation of the open page (Welford's rule)."""
     log = jax.nn.log_softmax(logits.astype(jnp.float32))
