@@ -141,23 +141,41 @@ def losses(params: Any, cache: Cache, answers: Sequence[Sequence[int]], sources:
         cache: of `Swapped`, of B rows; it is not consumed.
         answers: B token lists.
         sources: int [N, L, H], as `Lists.source`.
-        rows: answers that are scored at once.
+        rows: answers that are scored at once; more take more memory, a copy of a row's cache each.
     """
-    found: list[float] = []
-    for at in range(0, len(sources), max(rows // cache.batch, 1)):
-        some = jnp.asarray(sources[at : at + max(rows // cache.batch, 1)], jnp.int32)
-        tried = kvjax.fork(cache, len(some))
-        layers = [
-            dataclasses.replace(x, aux=dataclasses.replace(x.aux, source=jnp.tile(some[:, layer], (cache.batch, 1))))
-            if isinstance(getattr(x, "aux", None), Lists)
-            else x
-            for layer, x in enumerate(tried.layers)
-        ]
-        tokens = [answer for answer in answers for _ in some]
-        logs = kvjax.score(params, dataclasses.replace(tried, layers=tuple(layers)), tokens)
-        lost = np.minimum(-np.asarray(logs, np.float64), _MOST).sum(axis=1)
-        found += lost.reshape(cache.batch, -1).mean(axis=0).tolist()
-    return np.array(found)
+    ways, batch = max(rows // cache.batch, 1), cache.batch
+    padded = jnp.asarray([[*x, *[0] * (max(map(len, answers)) - len(x))] for x in answers], jnp.int32)
+    length = jnp.asarray([len(x) for x in answers], jnp.int32)
+    filled = np.concatenate([sources, np.repeat(sources[-1:], -len(sources) % ways, axis=0)])
+    lost = []
+    for some in filled.reshape(-1, ways, *sources.shape[1:]):
+        logs = np.asarray(scored(params, cache, padded, length, jnp.asarray(some, jnp.int32)), np.float64)
+        lost.append(np.minimum(-logs, _MOST).sum(axis=1).reshape(batch, ways).mean(axis=0))
+    found = np.concatenate(lost)[: len(sources)]
+    if np.isnan(found).any():
+        raise FloatingPointError(f"the answers' losses are not finite: check the parameters and the dtype, got {found}")
+    return found
+
+
+@jax.jit
+def scored(params: Any, cache: Cache, tokens: Array, length: Array, sources: Array) -> Array:
+    """Score answers under several ways to share: float32 [B * N, T]. The rows are copied here, so there is one copy of them.
+
+    Args:
+        cache: of `Swapped`, of B rows.
+        tokens: int32 [B, T], padded on the right.
+        length: int32 [B].
+        sources: int32 [N, L, H].
+    """
+    tried = kvjax.fork(cache, len(sources))
+    layers = [
+        dataclasses.replace(x, aux=dataclasses.replace(x.aux, source=jnp.tile(sources[:, layer], (cache.batch, 1))))
+        if isinstance(getattr(x, "aux", None), Lists)
+        else x
+        for layer, x in enumerate(tried.layers)
+    ]
+    tokens, length = (jnp.repeat(x, len(sources), axis=0) for x in (tokens, length))
+    return kvjax.score(params, dataclasses.replace(tried, layers=tuple(layers)), tokens, lengths=length)
 
 
 def search(lost: Callable[[list[Anchors]], np.ndarray], selecting: Anchors, count: int) -> Anchors:

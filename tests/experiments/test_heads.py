@@ -13,7 +13,7 @@ import kvjax
 from experiments.answering import LoadedModel, choices_of
 from experiments.benchmarks import Example
 from experiments.heads import heads, kept, layers, sharing
-from kvjax.methods import HeadKV, KVzip, Quest, SnapKV
+from kvjax.methods import HeadKV, KVzip, ParisKV, Quest, SnapKV
 from kvjax.protocol.typing import EMPTY
 from kvjax.wrappers import LayerBudgets, Reuse, layer_shares
 from models import ModelConfig, random_params
@@ -152,6 +152,21 @@ def test_a_loss_of_sharing_is_that_of_reuse():
     assert got[0] != got[1]
     with pytest.raises(ValueError, match="every=4 .*SnapKV|SnapKV"):
         sharing.Swapped(method=SnapKV())
+    with pytest.raises(FloatingPointError, match="losses are not finite"):
+        cache = kvjax.prefill(
+            params, prompts, config=CONFIG, method=sharing.Swapped(method=inner, layers=4), max_new_tokens=4
+        )
+        sharing.losses(jax.tree.map(lambda x: x * np.nan, params), cache, answers, np.array([own]))
+
+
+@pytest.mark.slow
+def test_ways_to_share_are_scored_on_one_copy_of_the_rows():
+    params, method = random_params(CONFIG, jax.random.key(0)), sharing.Swapped(method=ParisKV(dense_below=64), layers=4)
+    cache = kvjax.prefill(params, [[1] * 2000] * 2, config=CONFIG, method=method, max_new_tokens=4)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 3), (2,), (4, 4, 2))]
+    took = sharing.scored.lower(params, cache, *shapes).compile().memory_analysis().temp_size_in_bytes
+    row = sum(x.nbytes for x in jax.tree.leaves(cache.layers)) / 2
+    assert 8 * row < took < 12 * row, "two rows under four ways to share"
 
 
 SHARED = "--length 256 --samples 2 --steps 2 --every 2 --task vt,niah_single_2"
