@@ -87,7 +87,8 @@ class Plan:
     def groups(self, jobs: Sequence[Job]) -> list[Group]:
         """Group jobs: each joins the first group of its cell in which it fits, and opens another one if there is none.
 
-        Methods whose layers differ are apart (`has_few_kinds`): beside them every layer would need a program of its own.
+        Methods whose layers differ (`has_few_kinds`), or that read a prompt again, are apart: they need one program of all
+        layers, which compiles for as long as there are layers and methods.
         """
         groups: list[list[Job]] = []
         shared: dict[Hashable, list[list[Job]]] = {}  # the groups that other jobs of a cell may join
@@ -140,7 +141,8 @@ class Plan:
         return bool(job.setting.method.offload) or not shares_prefill(job.setting.method, self._model.config)
 
     def _kinds(self, job: Job) -> bool:
-        return has_few_kinds(job.setting.method, self._model.config)
+        method = job.setting.method
+        return has_few_kinds(method, self._model.config) and not method.reread_tokens(self._limit)
 
     def _fits(self, jobs: Sequence[Job]) -> bool:
         return len(jobs) <= self._settings.together and self.needed(jobs, self._settings.batch_tokens) <= self._bytes

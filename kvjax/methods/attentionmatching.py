@@ -101,7 +101,7 @@ class AttentionMatching(Rereading):
                 return out, (cache, score, _sampled(asked, at, query, past))
 
             given = tuple((cache, *old) for cache, old in zip(caches, found, strict=True))
-            return tuple(tuple(new) for _, *new in reading.run(given, tokens, count, attend))
+            return tuple(tuple(new) for _, *new in reading.apply(given, tokens, count, attend)[0])
 
         scores = (jnp.zeros(cache.position.shape, jnp.float32) for cache in caches)
         none = tuple(zip(scores, (self._none(not_none("prompt", state.prompt)) for state in states), strict=True))

@@ -133,9 +133,8 @@ def _reverse(kept: tuple, gradient: tuple[Array, Array]) -> tuple[Array | None, 
 
     def behind(asked: tuple[Array, ...]) -> Array:
         stored = jnp.arange(cache.num_slots, dtype=jnp.int32)[None] < cache.cursor[:, None]
-        asked, keys, values = lax.optimization_barrier(
-            (asked, cache.key, cache.value)
-        )  # else copies of all layers exist at once
+        # Else copies of the keys of all layers exist at once.
+        asked, keys, values = lax.optimization_barrier((asked, cache.key, cache.value))
         return product("bhgs,bhsd->bhgd", part(asked, keys, values, stored[:, None, None])[1], keys)
 
     # Token by token, some at once.

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import weakref
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -122,7 +123,9 @@ def test_bytes_of_a_group_add_up_to_what_kvjax_counts_for_it(directory, length):
     config = dataclasses.replace(CONFIG, max_position_embeddings=length, num_layers=3)
     model = dataclasses.replace(loaded(directory), config=config, params=models.param_shapes(config))
     every = {name: kvjax.make(name) for name in ("full", "quest", "mosaickv", "snapkv", "h2o", "kvzip")}
-    needed = plan.Plan(None, model, None, (), 0).bytes_needed
+    made = plan.Plan(None, model, None, (), length)
+    needed, jobs = made.bytes_needed, (SimpleNamespace(setting=SimpleNamespace(method=method)) for method in every.values())
+    assert [made._kinds(job) for job in jobs] == [True] * 5 + [False]  # KVzip reads a prompt again
     for names in ("h2o kvzip snapkv", " ".join(every)):
         methods = [every[name] for name in names.split()]
         for rows in (3, 40):
