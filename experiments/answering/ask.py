@@ -36,6 +36,7 @@ class Shape:
         questions: questions that are asked after each context.
         question_length: the number of tokens that every question is padded to.
         keep: whether questions and answers stay in the cache for the questions that follow.
+        chunk: `chunk_size` of `kvjax.prefill_each`.
     """
 
     length: int
@@ -44,6 +45,7 @@ class Shape:
     questions: int = 0
     question_length: int = 0
     keep: bool = False
+    chunk: int = 8192
 
     @property
     def room(self) -> int:
@@ -137,7 +139,7 @@ def ask_in_turn(
         tokens, lengths = pad([contexts[i] for i in at], shape.length)
         with Timer(clock) as reading:
             sizes: dict[str, Any] = {"lengths": lengths, "max_new_tokens": shape.room, "kv_dtype": kv_dtype}
-            sizes |= {"share_storage": True}
+            sizes |= {"share_storage": True, "chunk_size": shape.chunk}
             caches = kvjax.prefill_each(params, tokens, config=config, methods=methods, **sizes)
             if len(caches) > 1:  # otherwise the time of all caches would count for the first method
                 jax.block_until_ready(caches)
@@ -237,6 +239,7 @@ def programs(
             num_eos=len(config.eos_token_ids),
             with_limits=True,
             question_length=shape.question_length if shape.questions else 0,
+            chunk_size=shape.chunk,
             kv_dtype=kv_dtype,
             share_storage=True,
         )

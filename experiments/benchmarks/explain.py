@@ -13,27 +13,30 @@ _CHARACTERS = 4  # characters of a token, as counted here; any tokenizer counts 
 
 
 def explain_tasks(names: Sequence[str], as_json: bool) -> str:
-    """List every task and group, or show an example of the task of the given name.
+    """List every task and group, or those of the group of the given name; or show an example of the task of this name.
 
     Raises:
         ValueError: an unknown task, or one whose questions come from a file.
     """
-    return _example(names[0], as_json) if names else _listing(as_json)
+    listed = GROUPS.get(names[0]) if names else tuple(TASKS)
+    return _example(names[0], as_json) if listed is None else _listing(listed, as_json)
 
 
-def _listing(as_json: bool) -> str:
+def _listing(names: Sequence[str], as_json: bool) -> str:
+    tasks = {name: TASKS[name] for name in names}
+    groups = {name: members for name, members in GROUPS.items() if tasks.keys() >= {*members}}
     if as_json:
-        tasks = [{"name": task.name, "about": task.about, "needs_file": task.needs_file} for task in TASKS.values()]
-        return json.dumps({"tasks": tasks, "groups": GROUPS}, indent=1)
+        listed = [{"name": task.name, "about": task.about, "needs_file": task.needs_file} for task in tasks.values()]
+        return json.dumps({"tasks": listed, "groups": groups}, indent=1)
     width = max(map(len, TASKS))
-    notes = {name: f" (needs a file: --haystack {name}=file:PATH)" for name, task in TASKS.items() if task.needs_file}
-    lines = [f"{name:{width}s}  {task.about}{notes.get(name, '')}" for name, task in TASKS.items()]
-    groups = [
+    notes = {name: f" (needs a file: --haystack {name}=file:PATH)" for name, task in tasks.items() if task.needs_file}
+    lines = [f"{name:{width}s}  {task.about}{notes.get(name, '')}" for name, task in tasks.items()]
+    parts = [
         textwrap.fill(f"{name:{width}s}  {', '.join(members)}", 110, subsequent_indent=" " * (width + 2))
-        for name, members in GROUPS.items()
+        for name, members in groups.items()
     ]
     more = "files (FORMAT:PATH) are tasks of kvjax eval, too; kvjax ls tasks NAME shows an example"
-    return "\n".join([*lines, "", "groups:", *groups, "", more])
+    return "\n".join([*lines, "", "groups:", *parts, "", more])
 
 
 def _example(name: str, as_json: bool) -> str:

@@ -1,9 +1,10 @@
 """List methods and wrappers with their papers and knobs, or one in full; or tasks, models, files of suites, caches.
 
-`kvjax ls tasks` lists the tasks, and `kvjax ls tasks NAME` shows an example of one. `kvjax ls models` lists the named models,
-`kvjax ls families` the families of checkpoints that load. `kvjax ls FORMAT:PATH` shows what a suite's file holds. `kvjax ls
-cache` shows the models and compiled programs that are kept on disk, and with --clear deletes them. `kvjax ls --fits 24GB
---model MODEL` shows what fits a device: the longest prompt and the most rows under each method, from sizes alone.
+`kvjax ls tasks` lists the tasks, or those of a group, and `kvjax ls tasks NAME` shows an example of one. `kvjax ls models`
+lists the named models, `kvjax ls families` the families of checkpoints that load. `kvjax ls FORMAT:PATH` shows what a suite's
+file holds. `kvjax ls cache` shows the models and compiled programs that are kept on disk, and with --clear deletes them.
+`kvjax ls --fits 24GB --model MODEL` shows what fits a device: the longest prompt and the most rows under each method, from
+sizes alone.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ class LsCommand:
     """What to list.
 
     Attributes:
-        names: a method or a wrapper to explain, by name or as package.module:Class; 'tasks' and perhaps the name of a task;
+        names: a method or a wrapper to explain, by name or as package.module:Class; 'tasks', perhaps with a task or a group;
             'models'; 'families'; FORMAT:PATH of a suite's file; or 'cache' (default: all methods and wrappers)
         clear: comma-separated, what 'cache' deletes: programs, models, all, or a model's folder as 'cache' shows it
         fits: bytes of a device, such as 24GB: what fits it under the methods

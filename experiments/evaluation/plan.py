@@ -1,7 +1,8 @@
 """Plans an evaluation: the batches of every cell, and the methods that prefill its contexts together.
 
 Methods that attend to a prompt densely read it together (`kvjax.prefill_each`): the model runs once for all of them. As many
-do as fit into half of the free memory.
+do as fit into half of the free memory. A pass has two tokens for each MiB of it, 8,192 at least, as whole rows where it can:
+methods end a prompt in many small steps, which take as long for one row as for eight.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvjax.protocol.method import Method
 
 _UNKNOWN = 4 << 30  # bytes for the caches of a group where the device does not report its memory
 _ENOUGH = 65536  # rows x length of a batch that is not halved before it has run out of memory
-CHUNK = 8192  # chunk_size of `kvjax.prefill_each`, where it is not given
+_LEAST = 8192  # tokens of a pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,8 @@ class Plan:
     def groups(self, jobs: Sequence[Job]) -> list[Group]:
         """Group jobs: each joins the first group of its cell in which it fits, and opens another one if there is none.
 
-        Methods whose layers differ are apart (`has_few_kinds`): beside them every layer would need a program of its own.
+        Methods whose layers differ (`has_few_kinds`), or that read a prompt again, are apart: they need one program of all
+        layers, which compiles for as long as there are layers and methods.
         """
         groups: list[list[Job]] = []
         shared: dict[Hashable, list[list[Job]]] = {}  # the groups that other jobs of a cell may join
@@ -127,7 +129,7 @@ class Plan:
         if at in self._needed:
             return self._needed[at]
         model, config = self._model, with_room(self._model.config, shape, methods)
-        sizes = {"batch": shape.rows, "prompt_slots": shape.length, "max_new_tokens": shape.room, "chunk_size": CHUNK}
+        sizes = {"batch": shape.rows, "prompt_slots": shape.length, "max_new_tokens": shape.room, "chunk_size": shape.chunk}
         each = needed_each(methods, config, model.mesh, model.kv_dtype, sizes, share=True, params=model.params)
         needed = needed_together(each)
         copies = copy and (len(each) > 1 or shape.questions > 1 and not shape.keep)
@@ -139,7 +141,8 @@ class Plan:
         return bool(job.setting.method.offload) or not shares_prefill(job.setting.method, self._model.config)
 
     def _kinds(self, job: Job) -> bool:
-        return has_few_kinds(job.setting.method, self._model.config)
+        method = job.setting.method
+        return has_few_kinds(method, self._model.config) and not method.reread_tokens(self._limit)
 
     def _fits(self, jobs: Sequence[Job]) -> bool:
         return len(jobs) <= self._settings.together and self.needed(jobs, self._settings.batch_tokens) <= self._bytes
@@ -167,7 +170,7 @@ class Plan:
         beyond = method.extrapolates and not method.dense_prompt  # with a dense prompt it is read beside other methods
         at = cell, beyond, job.question, tokens, answered
         if at not in self._batches:
-            self._batches[at] = make_batches(
+            made = make_batches(
                 self._store[cell].after(answered),
                 job.question,
                 tokens,
@@ -177,6 +180,10 @@ class Plan:
                 room=self._room,
                 groups=self._model.groups,
             )
+            chunk = max(_LEAST, 1 << (self._bytes >> 19).bit_length() - 1)
+            self._batches[at] = [
+                dataclasses.replace(batch, shape=dataclasses.replace(batch.shape, chunk=chunk)) for batch in made
+            ]
         return self._batches[at]
 
     @functools.cached_property

@@ -24,7 +24,7 @@ from kvjax.decoding.layers import layer_methods
 from kvjax.decoding.reading_order import By, check_order, chosen_order
 from kvjax.decoding.shared_storage import stored_alone
 from kvjax.mesh.processes import least
-from kvjax.mesh.sharding import Plan, bytes_on_device, check_axes, plan_of, shapes_on_device
+from kvjax.mesh.sharding import Plan, bytes_on_device, check_axes, device_of, plan_of, shapes_on_device
 from kvjax.protocol.fields import positive_int
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model, not_none
@@ -254,12 +254,12 @@ def free_bytes(mesh: Mesh | AbstractMesh | None = None) -> int | None:
     """Count the bytes of device memory that JAX may still allocate; None if the device does not report them.
 
     Args:
-        mesh: the result is for the device of the mesh with the fewest free bytes; None means the first device.
+        mesh: the result is for the device of the mesh with the fewest free bytes; None takes where JAX puts arrays.
     """
     check_axes(mesh)
     if isinstance(mesh, AbstractMesh):
         return None
-    devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
+    devices = [device_of()] if mesh is None else mesh.local_devices
     every = [device.memory_stats() for device in devices]
     free = [stats["bytes_limit"] - stats["bytes_in_use"] for stats in every if stats and "bytes_limit" in stats]
     return least(mesh, min(free, default=None))

@@ -27,7 +27,7 @@ from kvjax.cache.whole_model import Cache, check_alive
 from kvjax.decoding.bits import in_32_bits
 from kvjax.decoding.layers import blank_cache, layer_methods
 from kvjax.mesh.processes import check_all_processes, readable
-from kvjax.mesh.sharding import plan_of
+from kvjax.mesh.sharding import device_of, plan_of
 from kvjax.protocol.describe import describe, show_value
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import Model, not_none
@@ -105,8 +105,8 @@ def load_cache(
         method: None makes the method that the folder names. Otherwise the method or its name, whose static fields must
             equal those of the method that made the cache; traced fields are restored. A method must be given if a knob of
             it is an array of more than a few numbers, as SentenceKV's ``boundary``.
-        params: the parameters for the next calls. The cache goes to the devices over which they are spread, on whatever
-            devices the saved cache was. None means one device.
+        params: the parameters for the next calls. The cache goes to their device or devices, on whatever devices the saved
+            cache was. None means the device where JAX puts arrays.
 
     Raises:
         FileNotFoundError: there is no saved cache in the directory.
@@ -139,7 +139,7 @@ def load_cache(
         _check_parts(source, method, blank, leaves)
     arrays = [
         jax.block_until_ready(_array(source / _file(number), leaf, where))  # one file in memory at a time
-        for number, (leaf, where) in enumerate(zip(leaves, _places(blank, leaves), strict=True))
+        for number, (leaf, where) in enumerate(zip(leaves, _places(blank, leaves, params), strict=True))
     ]
     return jax.tree.unflatten(jax.tree.structure(blank), arrays)
 
@@ -194,11 +194,11 @@ def _check_parts(source: pathlib.Path, method: Method, blank: Cache, leaves: lis
                 )
 
 
-def _places(blank: Cache, leaves: list[dict[str, Any]]) -> list[Any]:
+def _places(blank: Cache, leaves: list[dict[str, Any]], params: Any) -> list[Any]:
     """Choose the sharding of each array of a cache."""
     plan = blank.plan
     if plan is None:
-        places = [jax.sharding.SingleDeviceSharding(jax.local_devices()[0])] * len(leaves)
+        places = [SingleDeviceSharding(device_of(params))] * len(leaves)
     else:
         plan.check_rows(jax.tree.unflatten(jax.tree.structure(blank), leaves).length["shape"][0])
         places = jax.tree.leaves(shardings(blank))

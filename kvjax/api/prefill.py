@@ -17,7 +17,7 @@ from kvjax.decoding.one_layer import read_by_layer
 from kvjax.decoding.prefill import brought_back
 from kvjax.decoding.reading_order import By, check_order
 from kvjax.decoding.tokens import Integers, Tokens, pad_tokens
-from kvjax.mesh.sharding import place_rows, plan_of
+from kvjax.mesh.sharding import device_of, place_rows, plan_of
 from kvjax.protocol.describe import describe, is_known, on_device, tracing
 from kvjax.protocol.fields import positive_int
 from kvjax.protocol.method import Method
@@ -145,7 +145,8 @@ def prefill_each(
     if large and is_known(padded) and not tracing():
         sizes = {"batch": len(padded), "prompt_slots": padded.shape[1], "max_new_tokens": max_new_tokens}
         mesh = None if plan is None else plan.mesh
-        check_memory(chosen, config, mesh, kv_dtype, sizes | {"chunk_size": chunk_size}, share_storage, params, order)
+        with jax.default_device(device_of(params)):
+            check_memory(chosen, config, mesh, kv_dtype, sizes | {"chunk_size": chunk_size}, share_storage, params, order)
     static: dict[str, Any] = {"model": config, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
     args = params, padded, length, on_device(tuple(chosen))
     static |= {"kv_dtype": kv_dtype, "order": order}

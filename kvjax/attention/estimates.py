@@ -12,6 +12,7 @@ from jax import Array, lax
 from jax.scipy.special import rel_entr
 
 from pallas_kernels.numerics import finite_or_zero, product_precision
+from pallas_kernels.soft_cap import capped
 
 _ENTRIES = 1 << 24  # the most logits, or sums of them, of `antidiagonal_scores` that are in memory at once
 
@@ -116,7 +117,7 @@ def not_skipped(query: Array, key: Array, start: Array, total: Array, block: int
         logits = jnp.einsum(
             "bhgtd,bhsd->bhgts", asking, key, precision=product_precision(query.dtype), preferred_element_type=jnp.float32
         )
-        logits = jnp.where(seen[:, None, None], logits / math.sqrt(dim), -jnp.inf)
+        logits = jnp.where(seen[:, None, None], capped(logits / math.sqrt(dim)), -jnp.inf)
         largest = logits.reshape(*shape, block, key_blocks, block).max(axis=5)
         return (largest - finite_or_zero(lax.cummax(largest, axis=4)) >= least).any(axis=3)
 

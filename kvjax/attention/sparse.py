@@ -23,6 +23,7 @@ from pallas_kernels import axes
 from pallas_kernels.attend.sparse_attention import sparse_attention
 from pallas_kernels.choose.compact import compact
 from pallas_kernels.numerics import finite_or_zero, product_precision
+from pallas_kernels.soft_cap import capped
 
 _LOGITS = 1 << 26  # the most logits of the window that are in memory at once
 
@@ -201,7 +202,7 @@ class SparsePrompt:
                 "bhgwd,bhsd->bhgws", query, part, precision=product_precision(query.dtype), preferred_element_type=jnp.float32
             )
             seen = (slot[None, None] <= asked[..., None]) & (slot >= step * width)[None, None]
-            return low, jnp.where(seen[:, None, None], made, -jnp.inf)
+            return low, jnp.where(seen[:, None, None], capped(made), -jnp.inf)
 
         def add_total(step: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             sums, maximum = carry

@@ -80,6 +80,12 @@ class Plan:
         return " x ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
 
 
+def device_of(params: Any = None) -> jax.Device:
+    """Return the device of parameters, this process's first one if there are several; None takes where JAX puts arrays."""
+    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    return (arrays or [jax.device_put(0)])[0].addressable_shards[0].device
+
+
 def check_axes(mesh: Mesh | AbstractMesh | None) -> None:
     """Refuse a mesh on which no plan's parameters can be; None is one device.
 

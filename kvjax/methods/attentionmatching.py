@@ -34,6 +34,7 @@ heads with biases of -inf; here these slots are empty. The texts that ask for th
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import ClassVar
 
@@ -56,6 +57,8 @@ from pallas_kernels.soft_cap import capped
 _EXACT = product_precision(jnp.float32)
 _BOUND = math.exp(3)  # of a slot's weight, and its inverse
 _DESCENTS = 16  # steps of projected gradient descent
+_FEW = 512  # slots of a head that are not worth a second program
+_BLOCK = 16  # sampled tokens whose logits of the whole prompt are in memory at once
 
 
 @pytree
@@ -65,6 +68,7 @@ class Asked:
     query: Array  # [B, H, G, N, D], rotated
     out: Array  # [B, H, G, N, D]
     lse: Array  # float32 [B, H, G, N]; -inf where there is no query
+    most: Array  # float32 [B, H, G, N], the largest logit of any token of the prompt; 0 until all are read
 
 
 @pytree
@@ -97,12 +101,16 @@ class AttentionMatching(Rereading):
                 return out, (cache, score, _sampled(asked, at, query, past))
 
             given = tuple((cache, *old) for cache, old in zip(caches, found, strict=True))
-            return tuple(tuple(new) for _, *new in reading.run(given, tokens, count, attend))
+            return tuple(tuple(new) for _, *new in reading.apply(given, tokens, count, attend)[0])
 
         scores = (jnp.zeros(cache.position.shape, jnp.float32) for cache in caches)
         none = tuple(zip(scores, (self._none(not_none("prompt", state.prompt)) for state in states), strict=True))
-        found = reading.once(self.kind, states, lambda: self.each_chunk(reading, read, none))
-        return self.marked(states, caches, *zip(*found, strict=True))
+
+        def find() -> tuple[tuple[Array, Asked], ...]:
+            found = zip(caches, self.each_chunk(reading, read, none), strict=True)
+            return tuple((score, run_shared(_with_most, asked, cache.key, cache.valid)) for cache, (score, asked) in found)
+
+        return self.marked(states, caches, *zip(*reading.once(self.kind, states, find), strict=True))
 
     def compress(self, cache: LayerCache, prompt: Prompt, room: int) -> tuple[ThinCache, None]:
         slots, keep = self.kept(cache, prompt)
@@ -111,20 +119,29 @@ class AttentionMatching(Rereading):
         bias = jnp.zeros(slots.shape, jnp.float32)
         if asked is not None:
             asked = jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1, *x.shape[4:]), asked)
-            heads = (asked.query, asked.out, asked.lse, cache.key, cache.valid, key, value, keep)
-
-            def one(given: tuple[Array, ...]) -> tuple[Array, Array]:
-                return _fit(*given, ridge=self.ridge)
-
-            flat = lax.map(one, tuple(x.reshape(-1, *x.shape[2:]) for x in heads))
+            heads = (asked.query, asked.out, asked.lse, asked.most, key, value, keep)
+            flat = lax.map(self._fitted, tuple(x.reshape(-1, *x.shape[2:]) for x in heads))
             bias, value = (x.reshape(*slots.shape, *x.shape[2:]) for x in flat)
         return biased(key, value, bias, position, room), None
+
+    def _fitted(self, given: tuple[Array, ...]) -> tuple[Array, Array]:
+        """Run `_fit` for one head, on the first half of its slots if all that count are there: few heads fill their slots."""
+        *queries, key, value, keep = given
+        every, half = len(keep), len(keep) // 2
+
+        def first(size: int) -> tuple[Array, Array]:
+            bias, new = _fit(*queries, key[:size], value[:size], keep[:size], ridge=self.ridge)
+            return jnp.pad(bias, (0, every - size)), jnp.concatenate([new, value[size:]])
+
+        if every <= _FEW:
+            return first(every)
+        return lax.cond(keep[half], lambda: first(every), lambda: first(half))
 
     def _none(self, prompt: Prompt) -> Asked:
         """Make room for the sampled queries."""
         shape = (*prompt.query.shape[:3], -(-self.queries // prompt.query.shape[2]))
         rows = jnp.zeros((*shape, prompt.query.shape[4]), prompt.query.dtype)
-        return Asked(query=rows, out=rows, lse=jnp.full(shape, -jnp.inf, jnp.float32))
+        return Asked(query=rows, out=rows, lse=jnp.full(shape, -jnp.inf, jnp.float32), most=jnp.zeros(shape, jnp.float32))
 
     def _places(self, asked: Asked, length: Array, begin: Array | int, size: int, first: Array) -> Array:
         """Place the sampled tokens in a piece that has the prompt's tokens ``begin`` to ``begin + size`` from ``first`` on.
@@ -150,29 +167,34 @@ def _sampled(asked: Asked, at: Array, query: Array, past: tuple[Array, Array]) -
         index, held = (x.reshape(len(at), 1, 1, -1, *(1,) * (new.ndim - 4)) for x in (jnp.maximum(at, 0), at >= 0))
         return jnp.where(held, jnp.take_along_axis(new, index, axis=3).astype(old.dtype), old)
 
-    return Asked(query=put(asked.query, query), out=put(asked.out, past[0]), lse=put(asked.lse, past[1]))
+    return dataclasses.replace(asked, query=put(asked.query, query), out=put(asked.out, past[0]), lse=put(asked.lse, past[1]))
+
+
+def _with_most(asked: Asked, key: Array, valid: Array) -> Asked:
+    """Fill in the largest logits over all keys [B, H, S, D] that are ``valid`` bool [B, H, S]."""
+    query = jnp.moveaxis(asked.query, 3, 0)
+    most = lax.map(lambda x: jnp.max(_logits(x, key, valid), axis=3), query, batch_size=min(_BLOCK, len(query)))
+    return dataclasses.replace(asked, most=jnp.moveaxis(most, 0, 3))
+
+
+def _logits(query: Array, key: Array, held: Array) -> Array:
+    """Compute logits float32 [..., N, S] of query [..., N, D] and key [..., S, D], -inf where not ``held`` bool [..., S]."""
+    exact = product_precision(key.dtype)
+    products = jnp.einsum("...nd,...sd->...ns", query, key, precision=exact, preferred_element_type=jnp.float32)
+    return jnp.where(held[..., None, :], capped(products / math.sqrt(key.shape[-1])), -jnp.inf)
 
 
 def _fit(
-    query: Array, out: Array, lse: Array, every: Array, valid: Array, key: Array, value: Array, keep: Array, *, ridge: float
+    query: Array, out: Array, lse: Array, most: Array, key: Array, value: Array, keep: Array, *, ridge: float
 ) -> tuple[Array, Array]:
     """Fit the slots of one head: the bias float32 [K], and the values [K, D].
 
     Args:
-        query: [N, D]; ``out`` [N, D] and ``lse`` float32 [N] as in `Asked`, of all query heads.
-        every: [S, D], the keys of the whole prompt; ``valid`` bool [S].
+        query: [N, D]; ``out`` [N, D], ``lse`` and ``most`` float32 [N] as in `Asked`, of all query heads.
         key: [K, D], the keys that stay; ``value`` [K, D] and ``keep`` bool [K], False for entries that do not count.
     """
-    real, scale = lse > -jnp.inf, 1 / math.sqrt(key.shape[1])
-
-    def logits(query: Array, key: Array, held: Array) -> Array:
-        products = jnp.einsum(
-            "nd,sd->ns", query, key, precision=product_precision(key.dtype), preferred_element_type=jnp.float32
-        )
-        return jnp.where(held[None], capped(products * scale), -jnp.inf)
-
-    most = lax.map(lambda x: jnp.max(logits(x[None], every, valid)), query, batch_size=min(256, len(query)))
-    kept = logits(query, key, keep)
+    real = lse > -jnp.inf
+    kept = _logits(query, key, keep)
     mass = jnp.where(real[:, None], jnp.exp(kept - finite_or_zero(most)[:, None]), 0)
     whole = jnp.where(real, jnp.exp(lse - finite_or_zero(most)), 0)
     bias = jnp.where(keep, jnp.log(_descended(mass, whole)), 0)
@@ -187,7 +209,7 @@ def _ridge(columns: Array, target: Array, keep: Array, ridge: float) -> Array:
     """Solve ``columns`` [N, K] x = ``target`` [N, E] by least squares with a penalty on x: float32 [K, E], 0 if it fails."""
     weight = ridge * jnp.sum(jnp.square(columns)) / jnp.maximum(jnp.sum(keep, dtype=jnp.float32), 1)
     few = len(columns) < columns.shape[1]
-    square = jnp.matmul(columns, columns.T, precision=_EXACT) if few else jnp.matmul(columns.T, columns, precision=_EXACT)
+    square = _square(columns if few else columns.T)
     square += (weight + jnp.finfo(jnp.float32).tiny) * jnp.eye(len(square))
     factor = jax.scipy.linalg.cho_factor(square)
     if few:
@@ -195,6 +217,17 @@ def _ridge(columns: Array, target: Array, keep: Array, ridge: float) -> Array:
     else:
         found = jax.scipy.linalg.cho_solve(factor, jnp.matmul(columns.T, target, precision=_EXACT))
     return jnp.where(jnp.all(jnp.isfinite(found)), found, 0)
+
+
+def _square(rows: Array) -> Array:
+    """Multiply ``rows`` float32 [N, K] by their transpose: [N, N], exact to 2^-16.
+
+    It is most of a head's work, and GPUs multiply numbers of 16 bits ten times as fast: so each is the sum of two.
+    """
+    high = lax.reduce_precision(rows, 8, 7)
+    parts = [x.astype(jnp.bfloat16) for x in (high, rows - high)]
+    both, once = (jnp.matmul(parts[0], part.T, preferred_element_type=jnp.float32) for part in parts)
+    return both + once + once.T
 
 
 def _descended(columns: Array, target: Array) -> Array:

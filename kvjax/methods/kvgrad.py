@@ -20,8 +20,8 @@ model in 16 bits. A smaller ``chunk`` needs less.
 **Source**: "KVgrad" (openreview.net/forum?id=cg1wTCJjjk), read in the code of NVIDIA/kvpress 0.5.5, KVgradPress; it builds on
 Kim et al., "KVzip" (arXiv:2505.23416).
 
-**Departures**: those of `KVzip`, which has the same texts and the same bound on what a head keeps. Attention of the reverse
-pass is computed in blocks of queries, so that no map of all probabilities is in memory. Heads cannot be divided over devices.
+**Departures**: those of `KVzip`, which has the same texts and the same bound on what a head keeps. Attention to the prompt is
+reversed for some queries at a time, so that no map of all probabilities is in memory. Heads cannot be divided over devices.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.attention.over_cache import attend_behind
 from kvjax.attention.sinks import with_sinks
 from kvjax.cache import LayerCache
 from kvjax.methods.rereading import Rereading
@@ -41,9 +42,8 @@ from kvjax.protocol.method import Inputs, Prompt, Reading
 from kvjax.protocol.slots import SlotState
 from kvjax.protocol.typing import not_none, pytree, static
 from pallas_kernels import axes
-from pallas_kernels.attend.prefix_attention import prefix_attention
 from pallas_kernels.dispatch import run_shared
-from pallas_kernels.numerics import finite_or_zero, product_precision
+from pallas_kernels.numerics import product_precision
 from pallas_kernels.soft_cap import capped
 
 _BLOCK = 64  # queries whose logits are in memory at once
@@ -78,11 +78,9 @@ class KVgrad(Rereading):
             still = [jnp.zeros(shape, jnp.float32) for _ in caches]
             found, (passed, _) = jax.grad(squares, has_aux=True)(still)
             new = []
-            for cache, score, gradient, (query, key, position, kernel) in zip(caches, scores, found, passed, strict=True):
-                scale = 1 / math.sqrt(query.shape[-1])
-                _, lse = prefix_attention(query, key, key, start=0, length=count, scale=scale)
-                weight = jnp.linalg.norm(gradient, axis=2)
+            for cache, score, gradient, (query, lse, position, kernel) in zip(caches, scores, found, passed, strict=True):
                 given = score, cache, query, lse, position, begin, size
+                weight = jnp.linalg.norm(gradient, axis=2)
                 new.append(run_shared(type(self).raised, self, *given, weight=weight, kernel=kernel))
             return tuple(new)
 
@@ -95,43 +93,57 @@ class KVgrad(Rereading):
 
 
 def _attend(cache: LayerCache, inputs: Inputs) -> tuple[Array, tuple[Array, ...]]:
-    """Attend behind the prompt by operations that can be reversed; return what scores need."""
+    """Attend behind the prompt by an operation that can be reversed; return what scores need."""
     query, key = inputs.rotated()
-    out = run_shared(_behind, query, key, inputs.value, cache.key, cache.value, cache.valid, inputs.position, inputs.sinks)
-    return out, (*map(lax.stop_gradient, (query, key)), inputs.position, not_none("written", inputs.written)[1])
+    out, lse = run_shared(_behind, query, key, inputs.value, cache, inputs.position, inputs.sinks)
+    return out, (*map(lax.stop_gradient, (query, lse)), inputs.position, not_none("written", inputs.written)[1])
 
 
-@jax.checkpoint
-def _behind(
-    query: Array, key: Array, value: Array, past: Array, held: Array, valid: Array, position: Array, sinks: Array | None
-) -> Array:
-    """Attend with tokens [B, H, G, T, D] to ``past`` keys and ``held`` values [B, H, S, D] and causally to themselves."""
-    tokens, exact = query.shape[3], product_precision(query.dtype)
-    blocks = -(-tokens // _BLOCK)
-    padded = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, blocks * _BLOCK - tokens), (0, 0)))
+@jax.custom_vjp
+def _behind(*given: Any) -> tuple[Array, Array]:
+    """Run `attend_behind`: return the output, and lse over the tokens themselves. The cache has no gradient."""
+    return _forward(*given)[0]
 
-    @jax.checkpoint
-    def block(index: Array) -> Array:
-        asked = lax.dynamic_slice_in_dim(padded, index * _BLOCK, _BLOCK, 3)
-        order = index * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
-        own = (jnp.arange(tokens, dtype=jnp.int32)[None] <= order[:, None])[None] & (position >= 0)[:, None]
-        # Stored and own tokens apart: joined, they would be copies of all rows, and the reverse would have gradients of each.
-        parts = ((past, held, valid[:, :, None, None]), (key, value, own[:, None, None]))
 
-        def logits(keys: Array, seen: Array) -> Array:
-            found = jnp.einsum("bhgtd,bhsd->bhgts", asked, keys, precision=exact, preferred_element_type=jnp.float32)
-            return jnp.where(seen, capped(found / math.sqrt(asked.shape[-1])), -jnp.inf)
+def _forward(
+    query: Array, key: Array, value: Array, cache: LayerCache, position: Array, sinks: Array | None
+) -> tuple[tuple[Array, Array], tuple]:
+    out, lse, (_, past) = attend_behind(query, key, value, cache, position, sinks)
+    whole = with_sinks(out, jnp.logaddexp(lse, past), sinks)[1]
+    whole = jnp.where((position >= 0)[:, None, None], whole, jnp.inf)
+    return (out, lse), (query, key, value, cache, position, out, whole)
 
-        each = [logits(keys, seen) for keys, _, seen in parts]
-        most = functools.reduce(jnp.maximum, (jnp.max(x, axis=4, keepdims=True) for x in each))
-        most = lax.stop_gradient(finite_or_zero(most))
-        weights = [jnp.exp(x - most) for x in each]
-        total = sum(jnp.sum(x, axis=4, keepdims=True) for x in weights)
-        out = jnp.zeros((), jnp.float32)
-        for weight, (_, values, _) in zip(weights, parts, strict=True):
-            share = (weight / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)).astype(values.dtype)
-            out += jnp.einsum("bhgts,bhsd->bhgtd", share, values, precision=exact, preferred_element_type=jnp.float32)
-        return with_sinks(out.astype(asked.dtype), (jnp.log(total) + most)[..., 0], sinks)[0]
 
-    out = jnp.moveaxis(lax.map(block, jnp.arange(blocks, dtype=jnp.int32)), 0, 3)  # [B, H, G, blocks, _BLOCK, D]
-    return out.reshape(*query.shape[:3], -1, query.shape[4])[:, :, :, :tokens]
+def _reverse(kept: tuple, gradient: tuple[Array, Array]) -> tuple[Array | None, ...]:
+    """Compute the gradients of query, key and value from the denominators of the softmax."""
+    query, key, value, cache, position, out, whole = kept
+    tokens, scale, exact = query.shape[3], 1 / math.sqrt(query.shape[-1]), product_precision(query.dtype)
+    product = functools.partial(jnp.einsum, precision=exact, preferred_element_type=jnp.float32)
+    mean = jnp.sum(gradient[0].astype(jnp.float32) * out.astype(jnp.float32), axis=4)
+    asked = query, gradient[0], whole, mean
+
+    def part(asked: tuple[Array, ...], keys: Array, values: Array, seen: Array) -> tuple[Array, Array]:
+        """Compute the probabilities of keys, and the gradients of their products."""
+        query, wanted, whole, mean = asked
+        logits, back = jax.vjp(capped, product("bh...d,bhsd->bh...s", query, keys) * scale)
+        share = jnp.where(seen, jnp.exp(logits - whole[..., None]), 0)
+        gain = jnp.einsum("bh...d,bhsd->bh...s", wanted, values, precision=exact)  # large, so in the dtype of the values
+        (slope,) = back(share * (gain.astype(jnp.float32) - mean[..., None]))
+        return share.astype(query.dtype), (slope * scale).astype(query.dtype)
+
+    def behind(asked: tuple[Array, ...]) -> Array:
+        stored = jnp.arange(cache.num_slots, dtype=jnp.int32)[None] < cache.cursor[:, None]
+        # Else copies of the keys of all layers exist at once.
+        asked, keys, values = lax.optimization_barrier((asked, cache.key, cache.value))
+        return product("bhgs,bhsd->bhgd", part(asked, keys, values, stored[:, None, None])[1], keys)
+
+    # Token by token, some at once.
+    far = lax.map(behind, tuple(jnp.moveaxis(x, 3, 0) for x in asked), batch_size=min(_BLOCK, tokens))
+    own = jnp.tri(tokens, dtype=bool)[None] & (position >= 0)[:, None]
+    share, slope = part(asked, key, value, own[:, None, None])
+    queries = jnp.moveaxis(far, 0, 3) + product("bhgts,bhsd->bhgtd", slope, key)
+    keys, values = (product("bhgts,bhgtd->bhsd", *x) for x in ((slope, query), (share, gradient[0])))
+    return *(x.astype(query.dtype) for x in (queries, keys, values)), None, None, None
+
+
+_behind.defvjp(_forward, _reverse)

@@ -82,7 +82,7 @@ class OracleEviction(AppendOnly):
             return out, lax.scan(add, start, jnp.arange(query.shape[3], dtype=jnp.int32))[0]
 
         def find() -> tuple[Array, ...]:
-            return reading.run(caches, *self._decoded(caches, reading), judge)
+            return reading.apply(caches, *self._decoded(caches, reading), judge)[0]
 
         scores = reading.once((type(self), self.by, self.ahead), states, find)
         kept = []

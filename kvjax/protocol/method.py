@@ -102,10 +102,6 @@ class Reading:
             self.known[at] = find()
         return self.known[at]
 
-    def run(self, states: tuple[Any, ...], tokens: Array, count: Array, attend: Callable[[Any, Inputs], Any]) -> Any:
-        """Return the states of `apply` alone."""
-        return self.apply(states, tokens, count, attend)[0]
-
 
 @pytree
 class Step:

@@ -83,6 +83,9 @@ def test_ls_lists_tasks_and_shows_examples(capsys):
     assert main(["ls", "tasks", "vt"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("vt: ") and "--- question\nQuestion: Find all variables" in text and "--- expected" in text
+    assert main(["ls", "tasks", "understanding"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("assoc_form ") and "\nlogs  " in text and "vt" not in text and "\ngenerated" not in text
     assert main(["ls", "tasks", "kv_retrieval", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["task"] == "kv_retrieval"
     assert main(["ls", "tasks", "--json"]) == 0

@@ -103,7 +103,7 @@ KNOBS = {
 def test_ask_finds_what_was_compiled_ahead(name):
     method = registry.make(name, **KNOBS.get(name, {}))
     params = models.random_params(CONFIG, jax.random.key(0))
-    shape = Shape(128, 2, 4, questions=1, question_length=32)
+    shape = Shape(128, 2, 4, questions=1, question_length=32, chunk=64)
     with compilations() as found:
         for lowered in programs(params, CONFIG, [method], shape):
             lowered.compile()

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import weakref
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -98,10 +99,11 @@ def test_what_the_evaluation_reads_together_kvjax_does_not_refuse(directory, tmp
     limit = run._plan.needed(jobs[:2], tokens)
     assert len(jobs) == 3 and run._plan.needed(jobs, tokens) > limit
     monkeypatch.setattr(plan, "free_bytes", lambda mesh: 2 * limit)
+    run = make(directory, tmp_path, **GIVEN, together=8)
     groups = run._plan.groups(jobs)
     assert sorted(len(group.jobs) for group in groups) == [1, 2]
     (shape,) = {batch.shape for batch in run._plan.batches(groups[0])}
-    sizes = {"batch": shape.rows, "prompt_slots": shape.length, "max_new_tokens": shape.room, "chunk_size": 8192}
+    sizes = {"batch": shape.rows, "prompt_slots": shape.length, "max_new_tokens": shape.room, "chunk_size": shape.chunk}
     two, three = (
         kvjax.memory_needed(some, run.model.config, **sizes, share_storage=True).peak for some in (given[:2], given)
     )
@@ -110,6 +112,9 @@ def test_what_the_evaluation_reads_together_kvjax_does_not_refuse(directory, tmp
     memory.check_memory(given[:2], run.model.config, None, None, sizes, share=True)
     with pytest.raises(MemoryError, match="3 methods that share one prefill need .*; prefill fewer methods"):
         memory.check_memory(given, run.model.config, None, None, sizes, share=True)
+    monkeypatch.setattr(plan, "free_bytes", lambda mesh: 100 << 30)
+    (large,) = {batch.shape for batch in make(directory, tmp_path, **GIVEN)._plan.batches(groups[0])}
+    assert (shape.chunk, large.chunk) == (8192, 1 << 16)
 
 
 @pytest.mark.parametrize("length", [pytest.param(512, marks=pytest.mark.thorough), 16384])
@@ -118,7 +123,9 @@ def test_bytes_of_a_group_add_up_to_what_kvjax_counts_for_it(directory, length):
     config = dataclasses.replace(CONFIG, max_position_embeddings=length, num_layers=3)
     model = dataclasses.replace(loaded(directory), config=config, params=models.param_shapes(config))
     every = {name: kvjax.make(name) for name in ("full", "quest", "mosaickv", "snapkv", "h2o", "kvzip")}
-    needed = plan.Plan(None, model, None, (), 0).bytes_needed
+    made = plan.Plan(None, model, None, (), length)
+    needed, jobs = made.bytes_needed, (SimpleNamespace(setting=SimpleNamespace(method=method)) for method in every.values())
+    assert [made._kinds(job) for job in jobs] == [True] * 5 + [False]  # KVzip reads a prompt again
     for names in ("h2o kvzip snapkv", " ".join(every)):
         methods = [every[name] for name in names.split()]
         for rows in (3, 40):

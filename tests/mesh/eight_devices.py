@@ -355,19 +355,19 @@ def calls(name):
 
 
 def saved(name, text):
-    """A cache that was saved by one device, or by some, goes on with others, or with one."""
+    """A cache that was saved by one device, or by some, goes on with others, or with one, which need not be the first."""
 
     def goes_on(given, cache):
         return np.asarray(kvjax.generate(given, cache, max_new_tokens=6).tokens)
 
     method, others = method_of(name), next(x for (mesh, _), x in SAVED.items() if mesh == text)
-    one = kvjax.extend(params(), read(params(), method), QUESTIONS)
+    one, last = kvjax.extend(params(), read(params(), method), QUESTIONS), jax.device_put(params(), jax.devices()[-1])
     want = goes_on(params(), kvjax.fork(one))
     with tempfile.TemporaryDirectory() as folder:
         for place, cache in (("one", one), ("some", kvjax.extend(spread(text), read(spread(text), method), QUESTIONS))):
             kvjax.save_cache(f"{folder}/{place}", cache)
-            for given in (params(), *(spread(mesh, AxisType.Auto) for mesh in others)):
-                if place == "one" and "slots" in text and given is not params():
+            for given in (params(), last, *(spread(mesh, AxisType.Auto) for mesh in others)):
+                if place == "one" and "slots" in text and given is not params() and given is not last:
                     continue  # a row of one device may have a number of slots that no parts have
                 loaded = kvjax.load_cache(f"{folder}/{place}", config=CONFIG, method=method, params=given)
                 if name == "chess" and (plan := loaded.plan) is not None and plan.shards > 1 and plan.parts > 1:

@@ -9,7 +9,7 @@ import pytest
 
 from kvjax.attention.over_cache import attend_all, attend_held
 from kvjax.cache.packed_keys import biased
-from kvjax.methods import AttentionMatching
+from kvjax.methods import AttentionMatching, attentionmatching
 from kvjax.testing.layer import random_tokens
 from pallas_kernels.soft_cap import soft_cap
 from tests import tape
@@ -36,7 +36,9 @@ def recording():
 
 
 @pytest.mark.parametrize("name", repeated([pytest.param(name) for name in SETTINGS], but=["as it is"]))
-def test_ragged_rows_keep_and_fit_what_the_oracle_does(name):
+def test_ragged_rows_keep_and_fit_what_the_oracle_does(name, monkeypatch):
+    monkeypatch.setattr(attentionmatching, "_FEW", 4)
+    monkeypatch.setattr(attentionmatching, "_BLOCK", 5)
     knobs = {**oracle.KNOBS, **SETTINGS[name]}
     player, params = recording()
     cache = tape.read(player, params, oracle.LENGTHS, small(AttentionMatching, **knobs), STEPS)

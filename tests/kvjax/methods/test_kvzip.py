@@ -9,15 +9,18 @@ import pytest
 
 import kvjax
 from kvjax import registry
+from kvjax.cache import PlainCache
 from kvjax.decoding.checks import check_fits
 from kvjax.decoding.layers import check_divisible
 from kvjax.methods import H2O, KVgrad, KVzip, Quest, SnapKV
+from kvjax.methods.kvgrad import _behind
 from kvjax.protocol.typing import pytree
 from kvjax.rope import rotate
 from kvjax.testing.layer import random_tokens, stored
 from kvjax.testing.model import TinyModel
 from kvjax.wrappers import Periodic, PerLayer, Stages
 from models import ModelConfig
+from pallas_kernels.soft_cap import soft_cap
 from tests import tape
 from tests.harness import example, repeated, small
 from tests.kvjax.test_prompt_eviction import compressed, golden, model
@@ -66,6 +69,32 @@ def test_weights_count_what_values_write_and_what_depends_on_them(method):
         want = oracle.kept(*parts, **knobs, factor=factor[:, row], kernel=kernel)
         assert [[set(x[x >= 0].tolist()) for x in layer[row]] for layer in held] == want, f"prompt of {length}"
     assert want != oracle.kept(*parts, **knobs)
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_attention_behind_a_prompt_has_the_gradient_of_its_softmax(cap):
+    rng, real, stored = np.random.default_rng(5), np.array([70, 66]), np.array([20, 7])
+    shapes = [(2, 2, 2, 70, 8)] * 2 + [(2, 2, 70, 8)] * 2 + [(2, 2, 20, 8)] * 2 + [(2, 2)]
+    query, to, key, value, past, held, sinks = (jnp.asarray(rng.normal(size=x), jnp.float32) for x in shapes)
+    at = np.where(np.arange(70) < real[:, None], np.arange(20, 90), -1)
+    to *= (at >= 0).astype(np.float32)[:, None, None, :, None]
+    seen = np.broadcast_to(np.arange(20) < stored[:, None, None], (2, 70, 20)), np.tri(70) * (at >= 0)[:, None]
+    seen = np.concatenate(seen, axis=2).astype(np.float32)[:, None, None]
+
+    def plain(query, key, value):
+        logits = jnp.einsum("bhgtd,bhsd->bhgts", query, jnp.concatenate([past, key], 2)) / np.sqrt(8)
+        share = jnp.exp(logits if cap is None else cap * jnp.tanh(logits / cap)) * seen
+        share /= share.sum(axis=4, keepdims=True) + jnp.exp(sinks)[None, :, :, None, None]
+        return jnp.sum(jnp.einsum("bhgts,bhsd->bhgtd", share, jnp.concatenate([held, value], 2)) * to)
+
+    def behind(*given):
+        empty = jnp.zeros((2, 2, 20), jnp.int32)
+        cache = PlainCache(key=past, value=held, position=empty, cursor=jnp.asarray(stored, jnp.int32))
+        return jnp.sum(_behind(*given, cache, jnp.asarray(at, jnp.int32), sinks)[0] * to)
+
+    with soft_cap(cap):
+        got, want = (jax.jit(jax.value_and_grad(f, (0, 1, 2)))(query, key, value) for f in (behind, plain))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want)
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from kvjax.decoding.checks import check_sizes
 from kvjax.methods import Full, SnapKV
 from kvjax.testing.model import TinyModel
 from kvjax.wrappers import Pattern, PerLayer, Prefill, patterns
+from pallas_kernels.soft_cap import soft_cap
 from tests.harness import SMALL_PATTERNS, TINY, any_example, drive, frequencies, generous, random_tokens, read, tiny_params
 from tests.oracles import adaptive_prompt as oracle
 from tests.oracles import minference
@@ -106,6 +107,21 @@ def test_scores_by_antidiagonals_equal_float64_loops(monkeypatch):
                 want[row, 0, g, i - 2, j] = score
     np.testing.assert_allclose(got, want, atol=1e-6)
     np.testing.assert_allclose(want.sum(axis=4)[:, 0, 0], [[2, 2, 2], [2, 0, 0]], atol=1e-9)
+
+
+def test_the_attention_that_chooses_has_the_model_s_soft_cap():
+    """Under a cap of 2 no logit is 4 below another one, and BLASST skips what is log(64 / 1) below: nothing."""
+    q, k, _ = random_tokens(3, 1, 1, 1, 64, 8)
+    q, total, at = jnp.asarray(3 * q), jnp.array([64]), np.arange(64)
+    sparse, factor, past = any_example("prefill").sparse_prompt, jnp.ones((1, 1, 1)), np.tril(np.ones((16, 16), bool))
+    assert not np.asarray(estimates.not_skipped(q, k, 0, total, 4, factor)[0, 0, 0])[past].all()
+    with soft_cap(2.0):
+        marks = estimates.not_skipped(q, k, 0, total, 4, factor)
+        votes, _ = sparse._votes(q, jnp.asarray(k), 0, total)
+    np.testing.assert_array_equal(marks[0, 0, 0], past)
+    logits = 2 * np.tanh(np.asarray(q)[0, 0, 0, -sparse.window :] @ k[0, 0].T / np.sqrt(8) / 2)
+    weight = np.where(at <= at[-sparse.window :, None], np.exp(logits), 0)
+    np.testing.assert_allclose(votes[0, 0, 0], (weight / weight.sum(axis=1, keepdims=True)).sum(axis=0), atol=1e-5)
 
 
 def test_a_prompt_that_fits_into_every_pattern_is_read_densely():
