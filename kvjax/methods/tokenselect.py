@@ -212,11 +212,17 @@ class TokenSelect(LayerMethod):
         Returns:
             The chosen tokens, the rotated queries [B, H, G, T, D], and the state with the tokens and the selection.
         """
-        cache = state.cache.append(inputs.key, inputs.value, inputs.position, inputs.start)
+        tokens, query = inputs.query.shape[3], inputs.query
+        decoding = tokens == 1 and inputs.start is None  # a prompt chunk can be one token
+        if decoding:  # the launch takes the projection whole, and turns it by no angle; without the query XLA would cut it up
+            unmoved = jnp.zeros_like(inputs.inv_freq)
+            query, cache = state.cache.append_rotated(query, inputs.key, inputs.value, inputs.position, unmoved)
+        else:
+            cache = state.cache.append(inputs.key, inputs.value, inputs.position, inputs.start)
         sinks, local = self.num_sink, self.num_local
         real = jnp.sum(inputs.position >= 0, axis=1, dtype=jnp.int32)
         first = jnp.minimum(cache.cursor, self._limit) - real
-        if (tokens := inputs.query.shape[3]) > 1 or inputs.start is not None:  # a prompt chunk can be one token
+        if not decoding:
             miss = (cache.cursor > self._limit) & (real > 0)
             stop = jnp.where(miss, cache.cursor - local, 0)
             mean, query = chunk_query(inputs.query, real, first, inputs.inv_freq, num_local=local)
@@ -229,7 +235,7 @@ class TokenSelect(LayerMethod):
             return Slots(token=token, used=used, first=first, real=real), query, state
         position = inputs.position[:, 0]
         step = step_query(
-            inputs.query[..., 0, :],
+            query[..., 0, :],
             state.query,
             state.ready,
             state.hits,
