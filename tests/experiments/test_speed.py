@@ -304,7 +304,7 @@ def test_prompts_have_rows_with_chunks_and_one_that_cannot_fit_is_not_tried(comm
         def memory_stats():
             return {"bytes_limit": needed.peak - 1, "bytes_in_use": 0}
 
-    monkeypatch.setattr(memory.jax, "local_devices", lambda: [Device])
+    monkeypatch.setattr(memory, "device_of", lambda: Device)
     knobs = ["--set", "streamingllm.budget=16", "--set", "streamingllm.num_sink=2", "--chunk-size", 128]
     said, record = command("--methods", "streamingllm", *knobs, "--prefill", "--no-plot")
     full, small = record["metrics"]

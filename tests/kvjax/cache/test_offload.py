@@ -341,7 +341,7 @@ def test_too_little_memory_is_said_before_the_prompt_is_read(monkeypatch):
         def memory_stats(self):
             return said
 
-    monkeypatch.setattr(memory.jax, "local_devices", lambda: [Device()])
+    monkeypatch.setattr(memory, "device_of", Device)
     TRACES.clear()
     with pytest.raises(MemoryError, match=r"ParisKV needs 0.0. MiB of device .* got 0.01 MiB of free device memory; shorten"):
         read(method)
