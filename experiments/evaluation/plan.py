@@ -181,9 +181,7 @@ class Plan:
                 groups=self._model.groups,
             )
             chunk = max(_LEAST, 1 << (self._bytes >> 19).bit_length() - 1)
-            self._batches[at] = [
-                dataclasses.replace(batch, shape=dataclasses.replace(batch.shape, chunk=chunk)) for batch in batches
-            ]
+            self._batches[at] = [dataclasses.replace(x, shape=dataclasses.replace(x.shape, chunk=chunk)) for x in batches]
         return self._batches[at]
 
     @functools.cached_property
