@@ -1,7 +1,7 @@
 """Stored numbers of other programs; `FOLDER` is where they are.
 
-`models/families` come from the script there. The maker of `models/*.npz` lives at a34bfaf4, experiments/lab/goldens.py,
-beside the tests that ran transformers itself. The makers of the others live at commit 54f2e05c:
+The maker of `models/families` lives at commit 042d1743, make_goldens.py there; that of `models/*.npz` at a34bfaf4,
+experiments/lab/goldens.py, beside the tests that ran transformers itself. The makers of the others live at commit 54f2e05c:
 ``git show 54f2e05c:experiments/lab/goldens/NAME.py``, where NAME is that of the JSON file.
 """
 

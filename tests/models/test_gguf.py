@@ -17,7 +17,8 @@ from models.files import gguf as gguf_files
 from models.files.tables.checkpoint import checkpoint_table
 from tests.models import gguf_writing
 from tests.models.gguf_writing import QUANTS
-from tests.models.test_families import edges, generator
+from tests.models.test_families import edges
+from tests.models.test_families import weights as drawn_weights
 from tests.models.test_parity import GOLDENS, TOLERANCE, read_golden
 from tests.models.tiny_gguf import write_tiny_gguf
 from tests.tiny_models import run
@@ -93,7 +94,7 @@ def checkpoint(name):
         return json.loads(str(arrays["config"])), weights
     hf = edges(name.removesuffix(" wide"), **CHANGES[name])
     table = checkpoint_table(models.ModelConfig.from_hf(hf))
-    return hf, generator().weights({part: leaf.file_shape(i) for leaf in table for i, part in enumerate(leaf.names)})
+    return hf, drawn_weights({part: leaf.file_shape(i) for leaf in table for i, part in enumerate(leaf.names)})
 
 
 def write_both(folder, name, kind=QUANTS.F32, *, legacy=False, more=None, **changes):

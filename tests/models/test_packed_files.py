@@ -14,7 +14,7 @@ from models.files import adapter, four_bits
 from models.files.eight_bits import BLOCK, SCALE, pack, pack_file
 from models.files.tables.checkpoint import EMBEDDING, checkpoint_table
 from models.files.tensors import SafeTensors
-from tests.models.test_families import generator
+from tests.models.test_families import edges
 from tests.tiny_models import BUILTIN, vivid_params
 
 CONFIG = models.ModelConfig(
@@ -140,10 +140,8 @@ def test_a_part_is_decoded_as_a_loop_decodes_it(index):
 
 def write(directory, change=None):
     """A model of gpt-oss whose experts are in 4 bits; return the tensors with the numbers that they stand for."""
-    config = models.ModelConfig.from_hf({
-        **generator().TINY, **SIZES, "model_type": "gpt_oss", "num_experts_per_tok": 2, "sliding_window": 6,
-        "layer_types": ["sliding_attention", "full_attention"],
-    })  # fmt: skip
+    layers = ["sliding_attention", "full_attention"]
+    config = models.ModelConfig.from_hf(edges("gpt_oss", **SIZES, layer_types=layers))
     params = vivid_params(config)
     models.save_pretrained(directory, params, config)
     plain = load_file(directory / "model.safetensors")

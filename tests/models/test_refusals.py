@@ -10,7 +10,7 @@ from models import Experts, LayerRope, LinearLayers, LinearScaling, LongRopeScal
 from models.sizes.experts import Clamp, Router
 from models.sizes.latent import Latent
 from tests.models.test_config_files import LLAMA3
-from tests.models.test_families import edges, generator, golden
+from tests.models.test_families import edges, golden
 from tests.models.test_latent import CONFIG as WITH_LATENT
 from tests.models.test_latent import LATENT
 from tests.tiny_models import HF, TINY
@@ -173,7 +173,7 @@ def test_a_file_that_asks_for_a_missing_part_is_refused(name):
 
 
 def test_keys_of_a_file_that_do_not_fit_each_other_are_refused():
-    long = {**generator().LONGROPE, "partial_rotary_factor": 1.0}
+    long = {**edges("phi4_longrope")["rope_parameters"], "partial_rotary_factor": 1.0}
     for name, change, part in (
         ("minimax_m2", {"rope_parameters": ..., "rotary_dim": 3}, "channels, got 3"),
         ("gemma3_text", {"layer_types": ..., "sliding_window_pattern": "LG"}, "sliding_window_pattern"),
