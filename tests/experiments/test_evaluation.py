@@ -18,7 +18,7 @@ import kvjax
 import models
 from experiments.answering import METHODS, Choice, Shape, ask, budget_of, load_model
 from experiments.benchmarks import Cell, Example, Reading, encode_cell
-from experiments.cli import figures, read_record, read_yaml
+from experiments.cli import read_record, read_yaml
 from experiments.cli.main import main
 from experiments.evaluation import answers, cells, comparison, plan, plots, runner, tables
 from experiments.evaluation.folder import Folder, read_predictions
@@ -935,27 +935,13 @@ def test_eval_and_its_reports_take_a_method_from_outside(directory, tmp_path, ca
     assert list(row["by"]["turn"]) == ["0", "1", "2"] and (tmp_path / "turns" / "turns.png").is_file()
     for wrong, told in (
         (["plot", str(out), "--kind", "needles"], "did you mean 'needle'"),
+        (["plot", str(RECORDS / "kernels.json")], "a record of 'kernels' has no figures here"),
         (["compare", str(tmp_path)], "neither a folder with a metrics.json nor a JSON record"),
         (["compare", str(out), str(RECORDS / "speed.json")], "speed.json is a file, expected a result folder of eval"),
         (["compare", *[str(RECORDS / "speed.json")] * 3], "records are compared two at a time and as text, got 3"),
     ):
         assert main(wrong) == 2
         assert told in capsys.readouterr().err
-
-
-# ---- figures of other records -------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_records_of_speed_and_of_a_demo_are_drawn():
-    """By name: test_records.py draws the figures of speed."""
-    known = {name: draw for path in ("speed.json", "demo-16k.json") for name, draw in figures(RECORDS / path, [])}
-    assert {"speed", "demo-16k"} <= known.keys()
-    assert known["demo-16k"]("png").startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="did you mean 'scaling'"):
-        figures(RECORDS / "speed.json", ["scalling"])
-    with pytest.raises(ValueError, match="a record of 'kernels' has no figures here"):
-        figures(RECORDS / "kernels.json", [])
 
 
 def test_a_method_that_reads_its_context_again_has_positions_for_it():

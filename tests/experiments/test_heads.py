@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments.answering import LoadedModel, choices_of
+from experiments.answering import choices_of
 from experiments.benchmarks import Example
 from experiments.heads import heads, kept, layers, sharing
 from kvjax.methods import HeadKV, KVzip, ParisKV, Quest, SnapKV
@@ -79,19 +79,6 @@ def test_similarity_of_layers_equals_float64():
     assert len(got) == 4 and got[0] == pytest.approx(np.mean(want), abs=1e-5) and got[0] < 0.99
     shares = layer_shares(got, 0.3)
     assert LayerBudgets(method=kvjax.methods.Knorm(budget=100), shares=shares).for_layer(0, 4).budget in (30, 123, 170)
-
-
-@pytest.mark.thorough
-def test_shares_count_the_attention_to_the_sentence_alone():
-    """A sentence of the whole prompt gets all attention to the prompt, in every head of every layer."""
-    params = random_params(CONFIG, jax.random.key(0))
-    model = LoadedModel("tiny", params, CONFIG, None, None)
-    tokens = np.random.default_rng(0).integers(1, 60, 40).tolist()
-    answer, shares = heads.answered(model, tokens, 0, 39, 1, 64)
-    assert len(answer) == 1 and shares.shape == (4, 4)
-    np.testing.assert_allclose(shares, 1, atol=1e-5)
-    few = heads.answered(model, tokens, 10, 12, 3, 64)[1]
-    assert (few >= 0).all() and 0 < few.max() < 3
 
 
 @pytest.mark.slow

@@ -13,12 +13,10 @@ import pytest
 
 import kvjax
 from kvjax.decoding import decode
-from kvjax.methods import Full, Quest
 from kvjax.protocol.families import Retrieval
 from kvjax.testing import laws
 from kvjax.testing.subject import LAYER_STEPS as STEPS
 from kvjax.testing.subject import LENGTHS, tokens_of_layer
-from kvjax.wrappers import Stages
 from tests.harness import (
     ALL,
     METHODS,
@@ -33,8 +31,6 @@ from tests.harness import (
     group,
     law,
     oracle,
-    padded,
-    prompts,
     read,
     repeated,
     stored,
@@ -166,20 +162,6 @@ def test_index_updated_equals_index_rebuilt(name):
     jax.tree.map(np.testing.assert_array_equal, aux, inner.index(state.cache.resident()))
 
 
-@pytest.mark.thorough  # the laws of "stages" run by default
-@pytest.mark.xdist_group("quest")
-def test_stages_after_full_is_the_method_itself():
-    laws.same(one_layer(Stages(evict=Full(), retrieve=example("quest"))), plain("quest"))
-
-
-@pytest.mark.thorough
-@pytest.mark.xdist_group("stages")
-def test_stages_with_every_page_is_the_eviction_alone():
-    evict = WRAPPERS["stages"].evict
-    everything = Stages(evict=evict, retrieve=Quest(budget=96, page_size=4, num_dense_layers=0))
-    laws.same(one_layer(everything), one_layer(evict))
-
-
 @pytest.mark.slow
 @pytest.mark.xdist_group("dense_below")
 def test_dense_below_switches_per_row():
@@ -273,23 +255,6 @@ def test_a_long_extend_in_passes_equals_one_pass(name, monkeypatch):
         found.append(jax.jit(lambda *args: decode.run_extend(*args))(tiny_params(), base(name)[1].cache, tokens, count))
     for one, other in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", repeated([group("full"), group("streamingllm")], but=("full",)))
-def test_extend_equals_a_longer_prompt(name):
-    """It does for methods that treat a prompt and its continuation alike."""
-    head, tail = padded([row[:-5] for row in prompts()]), padded([row[-5:] for row in prompts()], 5)
-    cache = kvjax.prefill(
-        tiny_params(),
-        head[0],
-        lengths=head[1],
-        config=model(name),
-        method=any_example(name),
-        max_new_tokens=24,
-        pad_multiple=1,
-    )
-    cache = kvjax.extend(tiny_params(), cache, tail[0], lengths=tail[1])
-    np.testing.assert_allclose(cache.logits, base(name)[0], atol=1e-4)
 
 
 def test_frequencies_cover_a_turn():

@@ -15,7 +15,7 @@ from experiments.answering import LoadedModel
 from experiments.answering.presets import POSITIONS
 from experiments.lab.insight import Watched, WatchedLayer, coverage, readings
 from experiments.lab.insight.__main__ import main
-from experiments.lab.insight.run import InsightSettings, answer_length, run_methods, watch
+from experiments.lab.insight.run import InsightSettings, answer_length, watch
 from kvjax.protocol.typing import EMPTY
 from tests.harness import ALL, TINY, any_example, drive, example, frequencies, prompts, random_tokens, read, tiny_params
 from tests.kvjax.cases import ONE
@@ -155,12 +155,6 @@ def test_wrong_settings_are_refused():
 @pytest.mark.parametrize("kind", [Watched, WatchedLayer])
 def test_watched_methods_answer_every_declaration(kind):
     check_answers(kind)
-
-
-def test_prompts_beyond_the_positions_are_refused_before_they_are_made():
-    model = LoadedModel("small", {}, SHIPPED, None, pathlib.Path("nowhere"))
-    with pytest.raises(ValueError, match="--length must be at most 2048 tokens, the positions of small, got 2049"):
-        run_methods(InsightSettings(length=2049), model, None)
 
 
 def test_an_answer_ends_with_its_end_token():
