@@ -81,7 +81,7 @@ class Check:
 
     Attributes:
         operation: its name.
-        implementation: the implementation's.
+        implementation: the implementation's name.
         passed_over: why others of the operation cannot run here, by name.
         problem: what is wrong: the first wrong value, or the first line of an error; "" if the result is right.
         failed: whether it is an error.

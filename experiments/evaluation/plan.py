@@ -1,8 +1,8 @@
 """Plans an evaluation: the batches of every cell, and the methods that prefill its contexts together.
 
 Methods that attend to a prompt densely read it together (`kvjax.prefill_each`): the model runs once for all of them. As many
-do as fit into half of the free memory. A pass has two tokens for each MiB of it, 8,192 at least, as whole rows where it can:
-methods end a prompt in many small steps, which take as long for one row as for eight.
+do as fit into half of the free memory. A pass has two tokens for each MiB of that half, rounded down to a power of two, and
+8,192 at least, so several rows: methods end a prompt in many small steps, which take as long for one row as for eight.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Plan:
         beyond = method.extrapolates and not method.dense_prompt  # with a dense prompt it is read beside other methods
         at = cell, beyond, job.question, tokens, answered
         if at not in self._batches:
-            made = make_batches(
+            batches = make_batches(
                 self._store[cell].after(answered),
                 job.question,
                 tokens,
@@ -181,9 +181,7 @@ class Plan:
                 groups=self._model.groups,
             )
             chunk = max(_LEAST, 1 << (self._bytes >> 19).bit_length() - 1)
-            self._batches[at] = [
-                dataclasses.replace(batch, shape=dataclasses.replace(batch.shape, chunk=chunk)) for batch in made
-            ]
+            self._batches[at] = [dataclasses.replace(x, shape=dataclasses.replace(x.shape, chunk=chunk)) for x in batches]
         return self._batches[at]
 
     @functools.cached_property

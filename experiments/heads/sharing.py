@@ -142,6 +142,9 @@ def losses(params: Any, cache: Cache, answers: Sequence[Sequence[int]], sources:
         answers: B token lists.
         sources: int [N, L, H], as `Lists.source`.
         rows: answers that are scored at once; more take more memory, a copy of a row's cache each.
+
+    Raises:
+        FloatingPointError: a loss is NaN.
     """
     ways, batch = max(rows // cache.batch, 1), cache.batch
     padded = jnp.asarray([[*x, *[0] * (max(map(len, answers)) - len(x))] for x in answers], jnp.int32)
@@ -149,7 +152,7 @@ def losses(params: Any, cache: Cache, answers: Sequence[Sequence[int]], sources:
     filled = np.concatenate([sources, np.repeat(sources[-1:], -len(sources) % ways, axis=0)])
     lost = []
     for some in filled.reshape(-1, ways, *sources.shape[1:]):
-        logs = np.asarray(scored(params, cache, padded, length, jnp.asarray(some, jnp.int32)), np.float64)
+        logs = np.asarray(score_ways(params, cache, padded, length, jnp.asarray(some, jnp.int32)), np.float64)
         lost.append(np.minimum(-logs, _MOST).sum(axis=1).reshape(batch, ways).mean(axis=0))
     found = np.concatenate(lost)[: len(sources)]
     if np.isnan(found).any():
@@ -158,8 +161,8 @@ def losses(params: Any, cache: Cache, answers: Sequence[Sequence[int]], sources:
 
 
 @jax.jit
-def scored(params: Any, cache: Cache, tokens: Array, length: Array, sources: Array) -> Array:
-    """Score answers under several ways to share: float32 [B * N, T]. The rows are copied here, so there is one copy of them.
+def score_ways(params: Any, cache: Cache, tokens: Array, length: Array, sources: Array) -> Array:
+    """Score answers under N ways to share: log-probabilities float32 [B * N, T]. Copying rows here makes one copy of them.
 
     Args:
         cache: of `Swapped`, of B rows.

@@ -54,7 +54,7 @@ def _device(record: Mapping[str, Any]) -> str:
 
 
 def _pairs(here: Sequence[_Row], there: Sequence[_Row], but: set[str]) -> tuple[list[str], list[tuple[_Row, _Row]]]:
-    """Pair the measured rows of both records by the identity fields that both have, but some; ambiguous rows are left out."""
+    """Pair the measured rows of both records by the identity fields that both have, without ``but``; not ambiguous ones."""
     known = [{name for row in rows for name in row} for rows in (here, there)]
     names = [name for name in _IDENTITY if name in (known[0] & known[1]) - but]
     keyed = []

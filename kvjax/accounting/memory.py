@@ -254,7 +254,7 @@ def free_bytes(mesh: Mesh | AbstractMesh | None = None) -> int | None:
     """Count the bytes of device memory that JAX may still allocate; None if the device does not report them.
 
     Args:
-        mesh: the result is for the device of the mesh with the fewest free bytes; None takes where JAX puts arrays.
+        mesh: of its devices the one with the fewest free bytes counts; None means the device where JAX puts arrays.
     """
     check_axes(mesh)
     if isinstance(mesh, AbstractMesh):

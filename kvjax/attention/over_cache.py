@@ -171,12 +171,10 @@ def attend_all(query: Array, cache: LayerStorage, position: Array, scale: float 
     if cache.older is not None:
         older, newer = cache.older, cast("ThinCache", cache).newer
         packed = PlainCache(key=older.key, value=older.value, position=older.position, cursor=older.limit)
-        capped = _has_capped_bias(older)
-        part = (
-            _attend_biased(query, older, scale)
-            if capped
-            else attend_all(pick_channels(query, older), packed, position, scale)
-        )
+        if _has_capped_bias(older):
+            part = _attend_biased(query, older, scale)
+        else:
+            part = attend_all(pick_channels(query, older), packed, position, scale)
         return merge_pair(*part, *attend_all(query, newer, position))
     cache = cache.resident()
     tokens = query.shape[3]

@@ -81,7 +81,7 @@ class Plan:
 
 
 def device_of(params: Any = None) -> jax.Device:
-    """Return the device of parameters, this process's first one if there are several; None takes where JAX puts arrays."""
+    """Return the device of parameters, this process's first one of several; of None the one where JAX puts arrays."""
     arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
     return (arrays or [jax.device_put(0)])[0].addressable_shards[0].device
 

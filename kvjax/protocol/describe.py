@@ -54,7 +54,7 @@ def describe(method: Any, brief: bool = False) -> str:
     """
     fields = [field for field in dataclasses.fields(method) if not (brief and field.metadata.get("static"))]
     values = [(field, vars(method)[field.name]) for field in fields]
-    shown = [f"{at.name}={show_value(value, brief)}" for at, value in values if not (value is None is at.default)]
+    shown = [f"{at.name}={show_value(value, brief)}" for at, value in values if not (value is None and at.default is None)]
     dots = ["..."] * (len(fields) < len(dataclasses.fields(method)))
     return f"{type(method).__name__}({', '.join([*shown, *dots])})"
 

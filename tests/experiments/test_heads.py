@@ -164,7 +164,7 @@ def test_ways_to_share_are_scored_on_one_copy_of_the_rows():
     params, method = random_params(CONFIG, jax.random.key(0)), sharing.Swapped(method=ParisKV(dense_below=64), layers=4)
     cache = kvjax.prefill(params, [[1] * 2000] * 2, config=CONFIG, method=method, max_new_tokens=4)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 3), (2,), (4, 4, 2))]
-    took = sharing.scored.lower(params, cache, *shapes).compile().memory_analysis().temp_size_in_bytes
+    took = sharing.score_ways.lower(params, cache, *shapes).compile().memory_analysis().temp_size_in_bytes
     row = sum(x.nbytes for x in jax.tree.leaves(cache.layers)) / 2
     assert 8 * row < took < 12 * row, "two rows under four ways to share"
 
