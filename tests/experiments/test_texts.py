@@ -1,6 +1,7 @@
 """Users' texts: encodings of files, and one begin-of-text token in a prompt, whatever is cut out of it."""
 
 import codecs
+import json
 
 import pytest
 from tokenizers import Tokenizer
@@ -9,8 +10,10 @@ from tokenizers.processors import TemplateProcessing
 import models.loaded
 import models.text.tokenizer
 from experiments.benchmarks import Cell, Reading, encode_cell
+from experiments.cli import read_record
+from experiments.evaluation import EvaluationSettings
 from experiments.tasks import Example, encode_prompt, held_out_text, opening_ids, read_text, source_text
-from models import builtin_directory
+from models import ChatTemplate, builtin_directory
 
 TEXT = "Größe — naïve 日本\nnext line"
 
@@ -49,6 +52,23 @@ def test_a_text_of_an_unknown_encoding_is_refused(data, told, tmp_path):
     for read in (read_text, lambda path: source_text(f"file:{path}"), lambda path: held_out_text(f"file:{path}")):
         with pytest.raises(ValueError, match=told):
             read(tmp_path / "book.txt")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "latin-1", "shift_jis", "utf-16"])
+def test_templates_settings_and_records_are_utf_8_or_refused(encoding, tmp_path):
+    text = "Größe" if encoding == "latin-1" else "日本語"
+    record = {"experiment": "speed", "metrics": [{"name": "time", "value": 1.0}], "settings": {"model": text}}
+    for name, content, read in (
+        ("chat_template.jinja", text, lambda file: ChatTemplate.from_directory(file.parent).template),
+        ("settings.yaml", f"model: {text}", lambda file: EvaluationSettings.from_yaml(file).model),
+        ("record.json", json.dumps(record, ensure_ascii=False), lambda file: read_record(file)["settings"]["model"]),
+    ):
+        (tmp_path / name).write_bytes(content.encode(encoding))
+        if encoding.startswith("utf-8"):
+            assert read(tmp_path / name) == text
+        else:
+            with pytest.raises(ValueError, match=name):
+                read(tmp_path / name)
 
 
 def test_a_rendered_template_gets_no_second_begin_of_text(tokenizer_file):

@@ -1,4 +1,4 @@
-"""Random methods against the laws, and arguments, damaged files and tokenizers against the checks: `python -m tests.fuzz`.
+"""Random methods against the laws, and arguments and damaged files against the checks: `python -m tests.fuzz`.
 
 A law that does not hold is "wrong", and so is a right input that is refused or read as something else. A bad input must be
 refused by a sentence of this project that says what was given or what was expected: it is "silent" if it is accepted, and
@@ -21,13 +21,12 @@ from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from experiments.cli import Job, Settings, option
-from tests.fuzz import arguments, files, laws, tokenizers
+from tests.fuzz import arguments, files, laws
 
 Check = Callable[[st.DataObject, pathlib.Path], Iterator[None]]  # draws a case, gets a folder; yields behind each law
 KINDS: dict[str, tuple[Check, float]] = {  # and their shares of the time
     "arguments": (arguments.check, 0.1),
     "files": (files.check, 0.2),
-    "tokenizers": (tokenizers.check, 0.05),
     "laws": (laws.check, 0.3),
 }
 _GRACE = 20.0  # seconds in which a failing case is made smaller after its time

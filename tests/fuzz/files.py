@@ -1,23 +1,19 @@
-"""Damaged checkpoints, caches and settings are refused or read as if they were whole, and so are texts in any encoding."""
+"""Damaged checkpoints, caches and settings are refused or read as if they were whole."""
 
-import codecs
 import functools
 import json
-import operator
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
 from hypothesis import strategies as st
 
 import kvjax
-from experiments.cli import read_record
 from experiments.evaluation import EvaluationSettings
-from experiments.tasks import read_text, source_text
-from models import ChatTemplate, from_pretrained, save_pretrained
+from models import from_pretrained, save_pretrained
 from tests.fuzz.arguments import world
 from tests.fuzz.values import nested
 from tests.fuzz.verdicts import judge
@@ -37,17 +33,6 @@ _NO_FILES = (
     "../a.safetensors", "/a.safetensors", "b.safetensors", 3, None, ["a.safetensors"], "", ".", "a\0b", "a/../../b",
     "..\\model", "C:\\model",
 )  # fmt: skip
-_ENCODINGS = (
-    "utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be", "latin-1", "cp1252", "shift_jis",
-    "gb18030", "cp437", "mac-roman", "utf-7", "koi8-r",
-)  # fmt: skip
-_MARKS = {
-    codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
-}  # fmt: skip
-_ASCII = "abc XYZ 019.,"
-_LETTERS = st.sampled_from(_ASCII) | st.sampled_from(_ASCII + "éüßøÅñçæ日本語中文привет😀👩\u200d👧\u2028\u00a0\ufeff“”—…’")
-_ENDS = ("\n", "\r\n", "\r", "\n\n")
 _TELLS = ("got", "expected", "unknown", "has no")
 _Draw = Callable[[st.SearchStrategy], Any]
 # The damage in words; what reads the file: True if it is read as the whole file is; and whether it must be read.
@@ -55,7 +40,7 @@ _Damaged = tuple[str, Callable[[], Any], bool]
 
 
 def check(data: st.DataObject, folder: pathlib.Path) -> Iterator[None]:
-    """Damage one file, or write a text in some encoding, and read it."""
+    """Damage one file, and read it."""
     about, read, whole = data.draw(st.sampled_from(_KINDS))(data.draw, folder)
     named = () if whole else (*_TELLS, str(folder))
     judge(about, read, named=named, right=lambda same: None if same is True else f"was accepted: {same!r:.200}")
@@ -134,67 +119,7 @@ def _settings(draw: _Draw, folder: pathlib.Path) -> _Damaged:
     return f"settings {file.read_text()!r:.90}", lambda: EvaluationSettings.from_yaml(file), False
 
 
-def _text(draw: _Draw, folder: pathlib.Path) -> _Damaged:
-    """A text in any encoding is read as what it is, or refused; never as other letters."""
-    name, wide, keys, read = draw(st.sampled_from(_READERS))
-    text = draw(st.text(_LETTERS, min_size=1, max_size=60))
-    if name.endswith(".yaml"):
-        text = text.replace("\u2028", "")  # a line's end in YAML
-    record = {"experiment": "speed", "metrics": [{"name": "time", "value": 1.0}]} if len(keys) > 1 else {}
-    inner = functools.reduce(lambda value, key: {key: value}, reversed(keys), cast("Any", text))
-    content = json.dumps({**record, **inner}, ensure_ascii=False) if keys else f"{text}{draw(st.sampled_from(_ENDS))}end"
-    encoding, damage = draw(st.sampled_from(_ENCODINGS)), ""
-    written = content.encode(encoding, "replace")
-    if draw(st.integers(0, 2)) == 2:
-        at, odd = draw(st.integers(0, len(written))), bytes([draw(st.integers(128, 255))])
-        head, tail = written[:at], written[at:]
-        written = draw(st.sampled_from((head, head + b"\0" + tail, head + odd + tail, tail)))
-        damage = f", damaged at byte {at}"
-    file = _emptied(folder / "texts") / name
-    file.write_bytes(written)
-    want = _decoded(written, wide)
-    try:
-        if want is not None and keys:
-            want = functools.reduce(operator.getitem, keys, json.loads(want))
-    except (ValueError, TypeError, KeyError):
-        want = None  # the damage is in the JSON
-    if want is not None and not keys:
-        want = want.replace("\r\n", "\n").replace("\r", "\n")
-    about = f"{name} in {encoding}{damage}: {written[:60]!r}"
-
-    def same() -> Any:
-        got = read(file)
-        return (want is not None and got == want) or f"read as {got!r}"
-
-    # A text of damaged letters may be refused for what it says.
-    return about, same, want is not None and not damage
-
-
-def _decoded(written: bytes, wide: bool) -> Any:
-    """Decode as UTF-8, or as what a byte-order mark says; None for bytes that are no such text."""
-    encoding = next((name for mark, name in _MARKS.items() if written.startswith(mark)), "utf-8-sig") if wide else "utf-8-sig"
-    try:
-        text = written.decode(encoding)
-    except UnicodeDecodeError:
-        return None
-    return None if wide and "\0" in text else text
-
-
-def _template(file: pathlib.Path) -> str | None:
-    template = ChatTemplate.from_directory(file.parent)
-    return template and template.template
-
-
-# A file's name, whether its reader takes UTF-16 and UTF-32 with a mark, the keys of the text in JSON, and the reader.
-_READERS: tuple[tuple[str, bool, tuple[str, ...], Callable[[pathlib.Path], Any]], ...] = (
-    ("prompt.txt", True, (), read_text),
-    ("haystack.txt", True, (), lambda file: source_text(f"file:{file}")),
-    ("chat_template.jinja", False, (), _template),
-    ("tokenizer_config.json", False, ("chat_template",), _template),
-    ("record.json", False, ("settings", "model"), lambda file: read_record(file)["settings"]["model"]),
-    ("settings.yaml", False, ("model",), lambda file: EvaluationSettings.from_yaml(file).model),
-)
-_KINDS = (_generation, _no_json, _weights, _index, _cache, _settings, *[_text] * 6)
+_KINDS = (_generation, _no_json, _weights, _index, _cache, _settings)
 
 
 def broken_json(draw: _Draw, whole: bytes) -> tuple[str, bytes]:

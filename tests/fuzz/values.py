@@ -1,4 +1,4 @@
-"""Values and texts at which readers and checks go wrong."""
+"""Values at which readers and checks go wrong."""
 
 import decimal
 from typing import Any
@@ -7,13 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-# Separators that only some readers take for line ends, marks of csv, JSON and templates, letters of one to four bytes.
-_LETTERS = (
-    "abcdefgh XYZ 0123456789", "\n\t ,;|\"'`\\/", "{}[]()<>%$#*?!~:=&+-_.@^", "éüßøÅñ", "日本語中文，。「」", "עבריתعربي",
-    "😀👩\u200d👩\u200d👧🇩🇪", "e\u0301a\u0308", "\u2028\u2029\x85\x0b\x0c\x1c\x1e", "\u00a0\u200b\u202e\ufeff", "ﬁⅫ①ıİſ",
-)  # fmt: skip
-_PIECES = ("{context}", "$$MASK$$", "<s>", "</s>", "\\n", "nan", "''", '""', "[1]", "a,b", "%s", "${HOME}", "\r\n")
-
 
 def nested(depth: int) -> list:
     """Lists in lists, so deep."""
@@ -21,12 +14,6 @@ def nested(depth: int) -> list:
     for _ in range(depth):
         lists = [lists]
     return lists
-
-
-def texts(most: int = 40) -> st.SearchStrategy[str]:
-    """Draw texts of at least one character, of the letters at which readers of files, tokenizers and paths go wrong."""
-    plain, odd = st.sampled_from(_LETTERS[0]), st.sampled_from(_LETTERS).flatmap(st.sampled_from)
-    return st.lists(plain | odd | odd | st.sampled_from(_PIECES), min_size=1, max_size=most).map("".join)
 
 
 # ---- what arguments must refuse -----------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Checkpoints, random parameters, tokenizers: round trips, dtypes, and every way a directory can be wrong."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -287,6 +288,25 @@ def test_load_tokenizer_never_truncates(tmp_path):
     tokenizer.enable_padding(length=64)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert models.load_tokenizer(tmp_path).encode("one two three four five six").ids == whole
+
+
+@pytest.mark.parametrize(
+    ("text", "special", "pad", "fits"),
+    [
+        ("<|vision_pad|>", True, None, True),
+        ("padding", False, None, False),
+        ("<x>", False, "<x>", True),
+        ("<x>", True, None, False),
+    ],
+)
+def test_a_token_beyond_the_embedding_is_for_padding(text, special, pad, fits, tmp_path):
+    tokenizer = models.load_tokenizer(models.builtin_directory())
+    config = dataclasses.replace(LLAMA, vocab_size=tokenizer.get_vocab_size())
+    (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([text])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"pad_token": pad}))
+    with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="tokenizer.json .* got token ids up to"):
+        models.load_tokenizer(tmp_path, config)
 
 
 def test_random_parameters_need_a_description_and_a_key():
