@@ -45,8 +45,6 @@ class InsightSettings(ModelSettings):
         seed: seed of the samples
         top: values of k, comma-separated
         text: feed Full's text, or the text that the method itself generates
-        calibration_prompts: prompts that CHESS is calibrated on
-        calibration_new_tokens: tokens generated after each of these prompts
 
     Raises:
         ValueError: an unknown task, method or knob.
@@ -62,8 +60,6 @@ class InsightSettings(ModelSettings):
     seed: int = 0
     top: tuple[PositiveInt, ...] = (16, 64, 256)
     text: str = option("full", choices=("full", "own"))
-    calibration_prompts: PositiveInt = 4
-    calibration_new_tokens: PositiveInt = 128
 
     def __post_init__(self) -> None:
         get_task(self.task)
@@ -85,9 +81,7 @@ class InsightSettings(ModelSettings):
 
 def method_settings(settings: InsightSettings, model: LoadedModel, results: Results) -> list[Setting]:
     """Make the methods in the order of the settings; calibrate CHESS unless its knobs make that needless."""
-    calibration = Calibration(
-        (settings.task,), settings.length, settings.calibration_prompts, settings.calibration_new_tokens, settings.seed
-    )
+    calibration = Calibration((settings.task,), settings.length, 4, 128, settings.seed)  # prompts, and tokens after each
     knobs, methods = knobs_by_method(settings.knobs), []
     for name in settings.names:
         chosen = dict(knobs.get(name, {}))
