@@ -3,7 +3,7 @@
 FOLDERS are result folders of eval; or a record of another experiment, such as speed, and the record to compare it with. In a
 checkout, a record alone is compared with the one of its name in docs/records; if there is no such record, the command shows
 what the record holds. --against puts any two records side by side, result folders too: both values of each
-row, their ratio, and of scores whether the 95 % intervals overlap; of two seeds, too.
+row, their ratio, and whether 95 % intervals of scores overlap. Records may differ in the seed.
 """
 
 import dataclasses

@@ -80,8 +80,8 @@ class Plan:
         return " x ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
 
 
-def device_of(params: Any = None) -> jax.Device:
-    """Return the device of parameters, this process's first one of several; of None the one where JAX puts arrays."""
+def device_of(params: Any = None) -> Any:
+    """Return the `jax.Device` of parameters, this process's first one of several; of None the one where JAX puts arrays."""
     arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
     return (arrays or [jax.device_put(0)])[0].addressable_shards[0].device
 

@@ -126,11 +126,11 @@ class AttentionMatching(Rereading):
 
     def _fitted(self, given: tuple[Array, ...]) -> tuple[Array, Array]:
         """Run `_fit` for one head, on the first half of its slots if all that count are there: few heads fill their slots."""
-        *queries, key, value, keep = given
+        query, out, lse, most, key, value, keep = given
         every, half = len(keep), len(keep) // 2
 
         def first(size: int) -> tuple[Array, Array]:
-            bias, new = _fit(*queries, key[:size], value[:size], keep[:size], ridge=self.ridge)
+            bias, new = _fit(query, out, lse, most, key[:size], value[:size], keep[:size], ridge=self.ridge)
             return jnp.pad(bias, (0, every - size)), jnp.concatenate([new, value[size:]])
 
         if every <= _FEW:
