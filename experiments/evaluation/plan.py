@@ -2,7 +2,7 @@
 
 Methods that attend to a prompt densely read it together (`kvjax.prefill_each`): the model runs once for all of them. As many
 do as fit into half of the free memory. A pass has two tokens for each MiB of that half, rounded down to a power of two, and
-8,192 at least, so several rows: methods end a prompt in many small steps, which take as long for one row as for eight.
+8,192 at least, so several rows: methods end their prompts together, in as many launches as one would take.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Plan:
                 room=self._room,
                 groups=self._model.groups,
             )
-            chunk = max(_LEAST, 1 << (self._bytes >> 19).bit_length() - 1)
+            chunk = 1 << max(_LEAST, self._bytes >> 19).bit_length() - 1
             self._batches[at] = [dataclasses.replace(x, shape=dataclasses.replace(x.shape, chunk=chunk)) for x in batches]
         return self._batches[at]
 

@@ -16,7 +16,7 @@ from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.mesh import processes
-from kvjax.protocol.describe import is_known
+from kvjax.protocol.describe import at_once, is_known
 from kvjax.protocol.typing import Model
 from pallas_kernels.axes import DATA, MODEL, NAMES, SLOTS, check_names
 
@@ -82,8 +82,9 @@ class Plan:
 
 def device_of(params: Any = None) -> Any:
     """Return the `jax.Device` of parameters, this process's first one of several; of None the one where JAX puts arrays."""
-    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
-    return (arrays or [jax.device_put(0)])[0].addressable_shards[0].device
+    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array) and is_known(x)]  # none may be under `vmap`
+    with at_once():
+        return (arrays or [jax.device_put(0)])[0].addressable_shards[0].device
 
 
 def check_axes(mesh: Mesh | AbstractMesh | None) -> None:

@@ -112,9 +112,9 @@ def test_what_the_evaluation_reads_together_kvjax_does_not_refuse(directory, tmp
     memory.check_memory(given[:2], run.model.config, None, None, sizes, share=True)
     with pytest.raises(MemoryError, match="3 methods that share one prefill need .*; prefill fewer methods"):
         memory.check_memory(given, run.model.config, None, None, sizes, share=True)
-    monkeypatch.setattr(plan, "free_bytes", lambda mesh: 100 << 30)
-    (large,) = {batch.shape for batch in make(directory, tmp_path, **GIVEN)._plan.batches(groups[0])}
-    assert (shape.chunk, large.chunk) == (8192, 1 << 16)
+    for free, chunk in ((0, 8192), (100 << 30, 1 << 16)):
+        monkeypatch.setattr(plan, "free_bytes", lambda mesh, free=free: free)
+        assert {x.shape.chunk for x in make(directory, tmp_path, **GIVEN)._plan.batches(groups[0])} == {chunk}
 
 
 @pytest.mark.parametrize("length", [pytest.param(512, marks=pytest.mark.thorough), 16384])

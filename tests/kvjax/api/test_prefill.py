@@ -135,6 +135,17 @@ def test_prompts_under_vmap_refuse_host_memory(name):
         jax.eval_shape(jax.vmap(read), tokens)
 
 
+def test_weights_under_vmap_are_read_by_several_methods():
+    """Memory is asked of a device although the weights are on none yet."""
+    two, methods = jax.tree.map(lambda x: np.stack([x, x]), tiny_params()), [kvjax.methods.Full(), example("snapkv")]
+
+    def read(params):
+        each = kvjax.prefill_each(params, np.ones((1, 8), np.int32), config=ONE, methods=methods, max_new_tokens=4)
+        return [cache.logits for cache in each]
+
+    assert [x.shape[:2] for x in jax.vmap(read)(two)] == [(2, 1)] * 2
+
+
 @pytest.mark.slow
 def test_stretched_methods_with_a_factor_of_one_read_as_full_does():
     """They share its storage, first or last in the list, and answer with its tokens; another factor reads alone."""
