@@ -51,7 +51,8 @@ def name_curves(panel: Any, curves: Sequence[Curve], others: Sequence[tuple[floa
     texts = [panel.text(*curve.points[-1], curve.name, color=text_color(curve.color), **style) for curve in curves]
     x, y = zip(*(point for curve in curves for point in _along(panel, curve.points)), *others, strict=True)
     forces = {"expand": (1.15, 1.3), "force_text": (0.5, 0.5), "force_static": (0.1, 0.2)}  # no two names of our records meet
-    adjust_text(texts, x, y, ax=panel, ensure_inside_axes=True, **forces)
+    # Steps are counted, or the library would stop after a second of time, and figures differ from run to run.
+    adjust_text(texts, x, y, ax=panel, ensure_inside_axes=True, iter_lim=500, **forces)
     for text, curve in zip(texts, curves, strict=True):
         ends = zip(curve.points[-1], text.get_position(), strict=True)
         panel.plot(*ends, color=curve.color, linewidth=0.5, alpha=0.6, zorder=0, scalex=False, scaley=False)
