@@ -25,7 +25,7 @@ def check_hopper():
         raise NotImplementedError(f"got compute capability {capability}, expected (9, 0), where this kernel has run")
 
 
-def program(body, out_type, *, grid, names=NAMES, scratch=(), parts=1, groups=1):
+def program(body, out_type, *, grid, names=NAMES, scratch=(), parts=1, groups=1, approx=False):
     """Make a function that launches a program of 128 threads, or of several warpgroups, for each place of ``grid``.
 
     Args:
@@ -36,6 +36,7 @@ def program(body, out_type, *, grid, names=NAMES, scratch=(), parts=1, groups=1)
         scratch: shared memory.
         parts: programs of a cluster, axis "part".
         groups: warpgroups of a program, axis "group". The compiler gives a thread of 3 at most 168 registers, and of 4 128.
+        approx: exponentials and logarithms are one instruction, right to 2**-22.
     """
     return plgpu.kernel(
         body,
@@ -48,7 +49,7 @@ def program(body, out_type, *, grid, names=NAMES, scratch=(), parts=1, groups=1)
         num_threads=groups if groups > 1 else None,
         thread_name="group" if groups > 1 else None,
         kernel_name=_name_of(body),
-        compiler_params=plgpu.CompilerParams(approx_math=False, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(approx_math=approx, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
 
 
@@ -164,6 +165,22 @@ def store(ref, index: jax.Array, x: jax.Array, rows: tuple[jax.Array, int] | Non
             t.store_at(place, number, dtype, at >= 0)
 
     run(ref, index, line, x)
+
+
+def load_run(ref, index: jax.Array, count: int, rows: tuple[jax.Array, int] | None = None) -> jax.Array:
+    """Load ``count`` neighbouring floats each from flat places ``index`` int32 [N] on, multiples of ``count``, as float32.
+
+    Entry i * N + n of the result is number i at place n. ``rows`` as in `load`; ``count`` is a power of two up to 8.
+    """
+    size, dtype, (line, width) = index.shape[0], jnp.dtype(ref.dtype), rows or (index, 0)
+
+    @plgpu.inline_mgpu(arg_types=(t.ref(), _own(size), _own(size)), return_type=_type(count * size, jnp.float32))
+    def run(ctx, ref, index, line):
+        places = _places(t.address(ref), index, line, width, dtype.itemsize)
+        runs = [t.load_some(place, dtype, count) for _, place in places]
+        return t.made_of([x for numbers in zip(*runs, strict=True) for x in numbers], floats=True)
+
+    return run(ref, index, line)
 
 
 def _places(base, index, line, width, itemsize):
