@@ -54,9 +54,9 @@ def split_sentences(text: str) -> list[str]:
 def prose_text() -> str:
     """Return English prose, about 290,000 characters: paragraphs of the documentation of Python 3.12.3.
 
-    It is a file here because patch releases of Python differ in it; a seed gives the same contexts everywhere. Copyright Python
-    Software Foundation, under `prose.LICENSE.txt`. Of `pydoc_data.topics`, sorted by name, code, grammar, tables, headings,
-    short paragraphs and markup are left out.
+    It is a file here because patch releases of Python differ in it; a seed gives the same contexts everywhere. Copyright
+    Python Software Foundation, under `prose.LICENSE.txt`. Of `pydoc_data.topics`, sorted by name, code, grammar, tables,
+    headings, short paragraphs and markup are left out.
     """
     return gzip.decompress(pathlib.Path(__file__).with_name("prose.txt.gz").read_bytes()).decode()
 
