@@ -254,9 +254,10 @@ class Run:
 
         With ``embeds`` the layer reads the tokens, and the hidden states are those behind it alone.
         """
-        chunk, model = self.order.chunk, not_none("model", layered(self.model))
+        model, chunk = not_none("model", layered(self.model)), self.order.chunk
+        offloaded, common = self.order.offloaded, sized.common
 
-        def body(index: Array | int, carry: tuple, operands: tuple) -> tuple:
+        def body(index: Array | int, carry: tuple, operands: tuple) -> tuple:  # over nothing traced, see `run_if`
             (hidden, states), (params, each, shared, length, tokens) = carry, operands
             piece, part = (_piece(x, index * chunk, chunk) for x in (tokens, hidden))
             now = Pass.at(index * chunk, piece, length, each, shared)
@@ -266,12 +267,12 @@ class Run:
                 hidden, part = barrier((hidden, part))
 
             def attend(layer: int, states: tuple, *given: Any, sinks: Array | None = None) -> tuple[Array, tuple]:
-                whole = sized.common.restore_layer(layer, states)
-                out, whole = now.attend(self.model, layer, whole, given, sinks, sized.common)
-                return out, sized.common.strip_layer(layer, whole)
+                whole = common.restore_layer(layer, states)
+                out, whole = now.attend(model, layer, whole, given, sinks, common)
+                return out, common.strip_layer(layer, whole)
 
             part, states = model.run_layer(params, layer, part, attend, states)
-            part = to_host(part) if self.order.offloaded else part
+            part = to_host(part) if offloaded else part
             return lax.dynamic_update_slice_in_dim(hidden, part, index * chunk, 1), states
 
         carry = hidden, made_after(hidden, self._begun_layer(layer, sized))
@@ -306,35 +307,36 @@ class Run:
         ``states`` has these rows alone; or it has all rows, and ``rows`` int32 [1] is the index of the one row. States are
         stripped, before and after; but after a prompt of one chunk they are whole.
         """
-        chunk, within = self.order.chunk, self.within
+        chunk, several, within = self.order.chunk, self.order.chunks > 1, self.within
+        model, common, specs = self.model, sized.common, sized.specs
 
-        def read(start: Array | int, carry: tuple, operands: tuple) -> tuple[tuple, Array]:
+        def read(start: Array | int, carry: tuple, operands: tuple) -> tuple[tuple, Array]:  # as `body` above
             (states, logits), (params, each, all_shared, length, rows, piece) = carry, operands
             now = Pass.at(start, piece, length, each, all_shared)
             last = length - 1 - start
 
             def attend(layer: int, states: tuple, *given: Any, sinks: Array | None = None) -> tuple[Array, tuple]:
-                if rows is not None and not is_recurrent(self.model, layer):
+                if rows is not None and not is_recurrent(model, layer):
                     # Else XLA takes a row out of all layers before it puts any back.
                     given, states = barrier((given, states))
-                mine = sized.common.restore_layer(layer, states if rows is None else row_of(states, rows[0]))
-                out, new = now.attend(self.model, layer, mine, given, sinks, sized.common)
-                if self.order.chunks > 1:
-                    new = sized.common.strip_layer(layer, new)
+                mine = common.restore_layer(layer, states if rows is None else row_of(states, rows[0]))
+                out, new = now.attend(model, layer, mine, given, sinks, common)
+                if several:
+                    new = common.strip_layer(layer, new)
                     return out, new if rows is None else put_rows(states, new, rows)
-                if not any(within) or is_recurrent(self.model, layer):
+                if not any(within) or is_recurrent(model, layer):
                     return out, new
                 finished = tuple(
                     finish(layers[layer], state, spec[layer]) if early else state
-                    for layers, state, spec, early in zip(each, new, sized.specs, within, strict=True)
+                    for layers, state, spec, early in zip(each, new, specs, within, strict=True)
                 )
                 # A layer is finished before the next begins. Else XLA finishes all layers at once, where they share a
                 # mask: in one kernel, which takes minutes to compile, after the keys of all layers have been made.
                 return barrier((out, finished))
 
-            options = position_option(self.model, now.position)
-            made = self.model.apply(params, piece, attend, states, last=jnp.clip(last, 0, chunk - 1), **options)
-            new, states = checked(self.model, len(piece), self.model.num_layers, made)
+            options = position_option(model, now.position)
+            made = model.apply(params, piece, attend, states, last=jnp.clip(last, 0, chunk - 1), **options)
+            new, states = checked(model, len(piece), model.num_layers, made)
             return states, jnp.where(((last >= 0) & (last < chunk))[:, None], new, logits)
 
         logits = jnp.zeros((len(length), self.model.vocab_size), jnp.float32)
