@@ -62,6 +62,11 @@ class Products:
         """Queries whose products with a row one thread has."""
         return self.sums >> len(self.halvings)
 
+    @property
+    def sharing(self) -> list[int]:
+        """Distances of threads of a warp that have the same queries."""
+        return [x for x in (1, 2, 4, 8, 16) if x not in self.halvings]
+
     def entries(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return, for each product of this thread, its row in the block, its query, and whether this thread writes it."""
         entry = arrays.counted(t.THREADS * self.steps * self.each)

@@ -18,6 +18,7 @@ from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays, bins, products, team
 from pallas_kernels._mosaic_gpu import assembly as module
+from pallas_kernels._mosaic_gpu.exact_products import ExactProducts
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.products import CHUNK
 from pallas_kernels._mosaic_gpu.team import BINS, Team
@@ -86,6 +87,22 @@ def store(ref, index, x, rows=None):
     at, shown = _at(ref, index, rows)
     at, shown, x = np.broadcast_arrays(at, shown, np.asarray(x))
     ref.x.reshape(-1)[at[shown]] = np.asarray(jnp.asarray(x[shown]).astype(ref.dtype))
+
+
+def _runs(index, count, rows):
+    assert (np.asarray(index) % count == 0)[np.asarray(index) >= 0].all()
+    at = np.where(np.asarray(index) < 0, -1, np.asarray(index) + np.arange(count)[:, None]).reshape(-1)
+    return at, rows and (np.tile(rows[0], count), rows[1])
+
+
+def load_run(ref, index, count, rows=None):
+    at, rows = _runs(index, count, rows)
+    return load(ref, at, rows=rows)
+
+
+def store_run(ref, index, x, rows=None):
+    at, rows = _runs(index, 8, rows)
+    store(ref, at, x, rows)
 
 
 def scalar(ref, index):
@@ -226,7 +243,7 @@ def _run(body, refs, grid, names, scratch, parts, groups):
             raise failure
 
 
-def program(body, out_type, *, grid, names=arrays.NAMES, scratch=(), parts=1, groups=1):
+def program(body, out_type, *, grid, names=arrays.NAMES, scratch=(), parts=1, groups=1, approx=False):
     def run(*operands):
         results = [Memory.poison(x) for x in out_type]
         _run(body, [*map(Memory, operands), *results], grid, names, scratch, parts, groups)
@@ -271,6 +288,18 @@ def largest(self, found):
     table = np.zeros((self.rows, self.sums), np.float32)
     table[row, head] = found
     return jnp.asarray(table.max(axis=1)[row])
+
+
+def exact_queries(self, query, owner):
+    return query.x.reshape(-1, self.group, self.dim)[int(owner)].astype(np.float32)
+
+
+def exact_multiply(self, query, blocks, dtypes):
+    row, head, _ = (np.asarray(x) for x in self.entries())
+    lines = np.unique(np.asarray(self.step_rows()), return_index=True)[1]  # where each row of the block is
+    with np.errstate(invalid="ignore"):
+        found = query @ blocks[0][lines].T
+    return jnp.asarray(found[np.minimum(head, self.group - 1), row])
 
 
 def _unpacked(values, bitmap, row):
@@ -370,7 +399,7 @@ def emulated():
     here = globals()
     changed = {
         arrays: {
-            **{x: here[x] for x in (*"load store scalar put load_shared store_shared ballots".split(),)},
+            **{x: here[x] for x in (*"load load_run store store_run scalar put load_shared store_shared ballots".split(),)},
             **{x: here[x] for x in ("exchanged", "wait", "program", "in_place")},
             "spread": lambda x, size, dtype=jnp.int32: jnp.broadcast_to(jnp.asarray(x, dtype), (size,)),
             "counted": lambda size: jnp.arange(size, dtype=jnp.int32),
@@ -383,6 +412,7 @@ def emulated():
         Team: TEAM,
         team: {"order": order},
         products.Products: {x: here[x] for x in ("queries", "chunks", "multiply", "largest")},
+        ExactProducts: {"queries": exact_queries, "chunks": chunks, "multiply": exact_multiply},
         lax: {"axis_index": lambda name: jnp.int32(HERE.axes[name])},
         **{importlib.import_module(f"pallas_kernels.{x}.pallas_mosaic_gpu"): names for x, names in KERNELS.items()},
     }
