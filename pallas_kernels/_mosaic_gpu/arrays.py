@@ -4,12 +4,14 @@ Pallas computes with such arrays and sums them up. What it has no operation for 
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import threads as t
+from pallas_kernels._mosaic_gpu import warps as w
 from pallas_kernels._mosaic_gpu.pallas import mgpu, pl, plgpu
 from pallas_kernels._triton import rotate
 from pallas_kernels.machine import current_machine
@@ -181,6 +183,24 @@ def load_run(ref, index: jax.Array, count: int, rows: tuple[jax.Array, int] | No
         return t.made_of([x for numbers in zip(*runs, strict=True) for x in numbers], floats=True)
 
     return run(ref, index, line)
+
+
+def store_run(ref, index: jax.Array, x: jax.Array, rows: tuple[jax.Array, int] | None = None) -> None:
+    """Store 8 neighbouring floats each, where ``index`` is not negative, as `load_run` loads them."""
+    dtype, (line, width) = jnp.dtype(ref.dtype), rows or (index, 0)
+
+    @plgpu.inline_mgpu(arg_types=(t.ref(), t.own(1), t.own(1), t.own(8)))
+    def run(ctx, ref, index, line, x):
+        (at, place), *_ = _places(t.address(ref), index, line, width, dtype.itemsize)
+        words = t.numbers_of(x, floats=True)
+        if dtype.itemsize == 2:
+            words = [w.pair(low, high, dtype) for low, high in itertools.batched(words, 2)]
+        for first in range(0, len(words), 4):
+            t.ptx(
+                f"st.global.v4.b32 [$0 + {4 * first}], {{$1, $2, $3, $4}};", place, *words[first : first + 4], where=at >= 0
+            )
+
+    run(ref, index, line, x)
 
 
 def _places(base, index, line, width, itemsize):

@@ -100,6 +100,11 @@ def load_run(ref, index, count, rows=None):
     return load(ref, at, rows=rows)
 
 
+def store_run(ref, index, x, rows=None):
+    at, rows = _runs(index, 8, rows)
+    store(ref, at, x, rows)
+
+
 def scalar(ref, index):
     return load(ref, jnp.reshape(index, (1,)))[0]
 
@@ -394,7 +399,7 @@ def emulated():
     here = globals()
     changed = {
         arrays: {
-            **{x: here[x] for x in (*"load load_run store scalar put load_shared store_shared ballots".split(),)},
+            **{x: here[x] for x in (*"load load_run store store_run scalar put load_shared store_shared ballots".split(),)},
             **{x: here[x] for x in ("exchanged", "wait", "program", "in_place")},
             "spread": lambda x, size, dtype=jnp.int32: jnp.broadcast_to(jnp.asarray(x, dtype), (size,)),
             "counted": lambda size: jnp.arange(size, dtype=jnp.int32),
