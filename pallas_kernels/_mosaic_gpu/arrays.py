@@ -240,26 +240,12 @@ def repeated(x: jax.Array, times: int) -> jax.Array:
     return run(x)
 
 
-def exchanged(x: jax.Array, distance: int, scratch) -> jax.Array:
-    """Return for each entry i of a float32 or int32 array the entry i ^ ``distance``, a power of two below 128.
+def exchanged(x: jax.Array, distance: int) -> jax.Array:
+    """Return for each entry of a float32 array that of the thread whose index differs by the bit ``distance``, below 32."""
 
-    Args:
-        x: [N].
-        distance: below 32 the other thread is in the same warp.
-        scratch: shared memory of the dtype of ``x``, [N] or more, for larger distances.
-    """
-    if distance >= 32:
-        entry = counted(x.shape[0])
-        store_shared(scratch, entry, x)
-        meet()
-        x = load_shared(scratch, entry ^ distance)
-        meet()
-        return x
-    floats = jnp.issubdtype(x.dtype, jnp.floating)
-
-    @plgpu.inline_mgpu(arg_types=(_own(x.shape[0]),), return_type=_type(x.shape[0], x.dtype))
+    @plgpu.inline_mgpu(arg_types=(_own(x.shape[0]),), return_type=_type(x.shape[0], jnp.float32))
     def run(ctx, x):
-        return t.made_of([t.shuffle(number, distance) for number in t.numbers_of(x, floats)], floats)
+        return t.made_of([t.shuffle(number, distance) for number in t.numbers_of(x, floats=True)], floats=True)
 
     return run(x)
 

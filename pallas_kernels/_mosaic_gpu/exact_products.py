@@ -15,6 +15,8 @@ from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu import warps as w
 from pallas_kernels._mosaic_gpu.pallas import plgpu
+from pallas_kernels._mosaic_gpu.steps import numbers
+from pallas_kernels._mosaic_gpu.threads import THREADS
 
 ROWS = 8  # of a tile
 CHANNELS = 32  # of a row that four lanes load at once
@@ -40,11 +42,6 @@ class ExactProducts:
 
     sharing = 1, 2, 16  # distances of threads of a warp that have the same queries
 
-    @classmethod
-    def of(cls, group: int, dim: int) -> "ExactProducts":
-        """Return the one whose threads load `WORDS` words of a block."""
-        return cls(group, dim, WORDS * ROWS // dim)
-
     @property
     def each(self) -> int:
         """Queries of a thread."""
@@ -57,23 +54,23 @@ class ExactProducts:
 
     def entries(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return, for each product of this thread, its row in the block, its query, and whether this thread writes it."""
-        entry = arrays.counted(t.THREADS * self.steps * self.each)
-        number, thread = entry >> 7, entry & (t.THREADS - 1)
+        entry = arrays.counted(THREADS * self.steps * self.each)
+        number, thread = entry >> 7, entry & (THREADS - 1)
         step, query = jax.lax.div(number, self.each), jax.lax.rem(number, self.each) * QUERIES + ((thread >> 2) & 3)
         tile = (thread >> 5) * self.steps + (step & -2) + ((thread >> 4) & 1)  # lanes from 16 on have every second tile
         return tile * ROWS + 2 * (thread & 3) + (step & 1), query, query < self.group
 
     def step_rows(self) -> jax.Array:
         """Return the row in the block of each tile that this thread loads of, int32 [128 * steps]."""
-        entry = arrays.counted(t.THREADS * self.steps)
-        thread = entry & (t.THREADS - 1)
+        entry = arrays.counted(THREADS * self.steps)
+        thread = entry & (THREADS - 1)
         return ((thread >> 5) * self.steps + (entry >> 7)) * ROWS + ((thread >> 2) & (ROWS - 1))
 
     def queries(self, query, owner) -> jax.Array:
         """Load this thread's parts of the queries [L, G, D] of list ``owner``: int32, two bfloat16 numbers each."""
         kind = jnp.dtype(query.dtype)
 
-        @plgpu.inline_mgpu(arg_types=(t.ref(), t.splat()), return_type=_type(self.each * self.dim // 4, jnp.int32))
+        @plgpu.inline_mgpu(arg_types=(t.ref(), t.splat()), return_type=numbers(self.each * self.dim // 4, jnp.int32))
         def load(ctx, query, owner):
             chunk, base, numbers = t.signed(w.lane() % 4) * 8, t.address(query), []
             for first in range(0, self.group, QUERIES):
@@ -89,7 +86,7 @@ class ExactProducts:
     def chunks(self, vectors, row: jax.Array) -> tuple[jax.Array]:
         """Load this thread's part of a block of [N, D], int32; ``row``: int32 [128 * steps], in the order of `step_rows`."""
 
-        @plgpu.inline_mgpu(arg_types=(t.ref(), t.own(self.steps)), return_type=_type(WORDS, jnp.int32))
+        @plgpu.inline_mgpu(arg_types=(t.ref(), t.own(self.steps)), return_type=numbers(WORDS, jnp.int32))
         def load(ctx, ref, row):
             chunk, found = t.signed(w.lane() % 4) * 8, []
             for x in t.numbers_of(row):
@@ -101,9 +98,9 @@ class ExactProducts:
 
     def multiply(self, queries: jax.Array, chunks: tuple[jax.Array], dtypes) -> jax.Array:
         """Multiply a block: float32 [128 * steps * each], in the order of `entries`."""
-        layouts = tuple(t.own(x.shape[0] // t.THREADS) for x in (queries, *chunks))
+        layouts = tuple(t.own(x.shape[0] // THREADS) for x in (queries, *chunks))
 
-        @plgpu.inline_mgpu(arg_types=layouts, return_type=_type(self.steps * self.each, jnp.float32))
+        @plgpu.inline_mgpu(arg_types=layouts, return_type=numbers(self.steps * self.each, jnp.float32))
         def run(ctx, queries, words):
             return t.made_of(multiplied(self.each, t.numbers_of(queries), t.numbers_of(words)), floats=True)
 
@@ -139,7 +136,3 @@ def multiplied(each, queries, words):
             products.append([upper.select(y, x) + t.shuffle(upper.select(x, y), 16) for x, y in pairs])
         found += [x for column in zip(*products, strict=True) for x in column]
     return found
-
-
-def _type(numbers, dtype):
-    return plgpu.ShapeDtypeStruct((t.THREADS * numbers,), dtype, layout=t.own(numbers))

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels._mosaic_gpu import arrays, bins, products, team
+from pallas_kernels._mosaic_gpu import arrays, bins, exact_products, key_codes, products, team
 from pallas_kernels._mosaic_gpu import assembly as module
 from pallas_kernels._mosaic_gpu.exact_products import ExactProducts
 from pallas_kernels._mosaic_gpu.pallas import plgpu
@@ -26,6 +26,7 @@ from pallas_kernels._mosaic_gpu.threads import THREADS
 from pallas_kernels.formats.packed_vectors import unpack
 from pallas_kernels.machine import assume_machine
 from tests.pallas_kernels import instructions
+from tests.pallas_kernels.warp import Number, Warp
 
 HERE = threading.local()  # of a warpgroup: places on the axes, those it meets, what they say, shared memory of its cluster
 
@@ -127,7 +128,8 @@ def ballots(bit):
     return jnp.asarray(np.repeat(words.astype(np.uint32).view(np.int32), 32))
 
 
-def exchanged(x, distance, scratch):
+def exchanged(x, distance):
+    assert distance < 32
     return x[np.arange(x.shape[0]) ^ distance]
 
 
@@ -291,15 +293,23 @@ def largest(self, found):
 
 
 def exact_queries(self, query, owner):
-    return query.x.reshape(-1, self.group, self.dim)[int(owner)].astype(np.float32)
+    lane, heads = np.arange(32), query.x.reshape(-1, self.group, self.dim // 32, 4, 8)[int(owner)].astype(np.float32)
+    own = [heads[np.minimum(lane // 4 % 4 + first, self.group - 1), :, lane % 4] for first in range(0, self.group, 4)]
+    return exact_products.divided([Number(x) for x in np.concatenate(own, axis=1).reshape(32, -1).T])
 
 
-def exact_multiply(self, query, blocks, dtypes):
-    row, head, _ = (np.asarray(x) for x in self.entries())
-    lines = np.unique(np.asarray(self.step_rows()), return_index=True)[1]  # where each row of the block is
-    with np.errstate(invalid="ignore"):
-        found = query @ blocks[0][lines].T
-    return jnp.asarray(found[np.minimum(head, self.group - 1), row])
+def exact_multiply(self, queries, blocks, dtypes):
+    lane, rows = np.arange(32), np.asarray(blocks[0]).astype(dtypes[0]).reshape(self.steps, 4, 32, -1, 4, 8)
+    words = np.ascontiguousarray(rows[:, :, lane, :, lane % 4]).view(np.int32).astype(np.int64)
+    warps = [[Number(x) for x in words[:, :, warp].reshape(32, -1).T] for warp in range(4)]
+    found = [[x.each for x in exact_products.multiplied(self.each, queries, warp)] for warp in warps]
+    return jnp.asarray(np.swapaxes(found, 0, 1).reshape(-1))
+
+
+def butterflies(x, lanes):
+    warps = np.asarray(x).reshape(-1, 4, 32).swapaxes(0, 1)
+    found = [[y.each for y in key_codes.mixed([Number(y) for y in warp], lanes)] for warp in warps]
+    return jnp.asarray(np.swapaxes(found, 0, 1).reshape(-1))
 
 
 def _unpacked(values, bitmap, row):
@@ -412,6 +422,8 @@ def emulated():
         Team: TEAM,
         team: {"order": order},
         products.Products: {x: here[x] for x in ("queries", "chunks", "multiply", "largest")},
+        key_codes: {"butterflies": butterflies, "t": Warp(0), "w": Warp(0)},
+        exact_products: {"t": Warp(0), "w": Warp(0)},
         ExactProducts: {"queries": exact_queries, "chunks": chunks, "multiply": exact_multiply},
         lax: {"axis_index": lambda name: jnp.int32(HERE.axes[name])},
         **{importlib.import_module(f"pallas_kernels.{x}.pallas_mosaic_gpu"): names for x, names in KERNELS.items()},

@@ -241,19 +241,20 @@ def _list(list_ref, bits, at, slot, place, n):
 def _prepare(query_ref, counts_ref, shares_ref, signs_ref, rotated_ref, count_ref, numbers, capacity, n):
     """Rotate the query, and return the keys of the zone and of each tier, and the number of candidates: int32 scalars."""
     (_, group, dim), (pieces, width), line = query_ref.shape, shares_ref.shape, lax.axis_index("x")
-    channel, first = arrays.counted(t.THREADS), n.part() < 1
-    inside = channel < dim
+    thread, lanes, first = arrays.counted(t.THREADS), dim // SLICE, n.part() < 1
+    channel = (thread & (lanes - 1)) * SLICE  # the first one of a slice
     # All loads are on their way before any is waited for; the query comes first, out of the level-2 cache.
     counts = _first_counts(counts_ref, line)
-    query = [arrays.load(query_ref, jnp.where(inside, (line * group + g) * dim + channel, -1)) for g in range(group)]
+    query = [arrays.load_run(query_ref, (line * group + g) * dim + channel, SLICE) for g in range(group)]
     shares = [[arrays.scalar(shares_ref, line * 0 + row * width + i) for i in range(width)] for row in range(pieces)]
 
     @pl.when(n.group() < 1)
     def _():
         mean = functools.reduce(jnp.add, query) / group
-        mean = rotated(mean, signs_ref[0], dim, numbers) if signs_ref else mean
-        arrays.store(rotated_ref, jnp.where(inside & first, line * dim + channel, -1), mean)
-        arrays.store_shared(numbers, channel, mean)
+        mean = rotated(mean, signs_ref[0], dim) if signs_ref else mean
+        arrays.store_run(rotated_ref, jnp.where(first & (thread < lanes), line * dim + channel, -1), mean)
+        place = arrays.repeated(channel, SLICE) + lax.div(arrays.counted(SLICE * t.THREADS), t.THREADS)
+        arrays.store_shared(numbers, place, mean)
 
     zone = assembly.run(["redux.sync.add.s32 $0, $1, -1;"], (), [functools.reduce(jnp.add, counts)], [None])[0]
     best = shares[0]  # of the zone's range of lengths

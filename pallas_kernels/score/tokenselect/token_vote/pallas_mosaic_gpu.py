@@ -82,7 +82,7 @@ def _score(query_ref, key_ref, stop_ref, *refs, n, heads, tokens, first, splits)
 def _over_lanes(total, maximum, distances):
     """Join denominators of lanes that are so far apart, each of them relative to its ``maximum``."""
     for distance in distances:
-        other, more = (arrays.exchanged(x, distance, None) for x in (maximum, total))
+        other, more = (arrays.exchanged(x, distance) for x in (maximum, total))
         risen = jnp.maximum(maximum, other)
         total, maximum = total * jnp.exp2(maximum - risen) + more * jnp.exp2(other - risen), risen
     return total, maximum
@@ -134,7 +134,7 @@ def _merge(logits_ref, lse_ref, stop_ref, *refs, tokens, first):
 def _products(group, dim, dtype):
     """Choose how keys of ``dtype`` are multiplied."""
     if dtype == jnp.bfloat16 and dim in exact_products.DIMS and group <= exact_products.MOST:
-        return ExactProducts.of(group, dim)
+        return ExactProducts(group, dim, exact_products.WORDS * exact_products.ROWS // dim)
     return Products(group, dim, STEPS // AHEAD)
 
 
