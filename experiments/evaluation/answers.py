@@ -271,6 +271,7 @@ def joined(
         kept: their scores, as `experiments.evaluation.examples.brief` gives them.
         row: the row of the other examples, whose predictions are ``lines``.
     """
+    old = {**dict.fromkeys(SECONDS, 0.0), "counters": {}, **old}  # a committed record leaves them out
     measured = {name: old[name] / 100 for name in lines[0].get("measures", {})}
     every = [
         {"score": one["score"], "group": one["group"], "labels": dict(example.labels), "prompt_tokens": len(whole)}

@@ -1,7 +1,8 @@
-"""The texts in which needles are hidden: a repeated sentence, prose that every Python installation has, or a file."""
+"""The texts in which needles are hidden: a repeated sentence, prose, or a file."""
 
 import bisect
 import functools
+import gzip
 import itertools
 import pathlib
 import random
@@ -15,7 +16,6 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 LONGEST_SENTENCE = 400  # characters
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')]*\s+(?=[\"'(]?[A-Z])")
 _ABBREVIATION = re.compile(r"(?:\b(?:e\.g|i\.e|etc|cf|vs|Mr|Mrs|Dr|St|No|Vol)|\b[A-Z])\.$")
-_MARKUP = re.compile(r"\*\*|[*`|]|\b_\b|\[\d+\]")
 
 
 def split_sentences(text: str) -> list[str]:
@@ -50,31 +50,15 @@ def split_sentences(text: str) -> list[str]:
     return sentences
 
 
-def clean_documentation(text: str) -> str:
-    """Keep the prose paragraphs of one `pydoc_data.topics` entry: no code, grammar, tables or headings."""
-    kept = []
-    for paragraph in re.split(r"\n\s*\n", text):
-        lines = paragraph.strip("\n").splitlines()
-        flat = " ".join(" ".join(lines).split())
-        letters = sum(c.isalpha() or c == " " for c in flat)
-        if len(flat) < 80 or letters < 0.85 * len(flat) or "::=" in flat or ">>>" in flat:
-            continue
-        if re.search(r"[-=~+^*]{4,}", flat) or flat[-1] not in ".!?)":
-            continue
-        flat = _MARKUP.sub("", flat)
-        kept.append(flat.removeprefix("- "))
-    return "\n\n".join(kept)
-
-
 @functools.cache
 def prose_text() -> str:
-    """Return English prose from `pydoc_data.topics` (about 300,000 characters; needs no file and no download).
+    """Return English prose, about 290,000 characters: paragraphs of the documentation of Python 3.12.3.
 
-    Releases of Python differ in it (3.12.1 and 3.12.3, too), so the same seed gives other contexts in prose.
+    It is a file here because patch releases of Python differ in it; a seed gives the same contexts everywhere. Copyright
+    Python Software Foundation, under `prose.LICENSE.txt`. Of `pydoc_data.topics`, sorted by name, code, grammar, tables,
+    headings, short paragraphs and markup are left out.
     """
-    from pydoc_data.topics import topics  # half a megabyte of text, imported only if it is needed
-
-    return "\n\n".join(clean_documentation(topics[name]) for name in sorted(topics))
+    return gzip.decompress(pathlib.Path(__file__).with_name("prose.txt.gz").read_bytes()).decode()
 
 
 def source_text(kind: str) -> str:

@@ -4,12 +4,14 @@ Pallas computes with such arrays and sums them up. What it has no operation for 
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import threads as t
+from pallas_kernels._mosaic_gpu import warps as w
 from pallas_kernels._mosaic_gpu.pallas import mgpu, pl, plgpu
 from pallas_kernels._triton import rotate
 from pallas_kernels.machine import current_machine
@@ -25,7 +27,7 @@ def check_hopper():
         raise NotImplementedError(f"got compute capability {capability}, expected (9, 0), where this kernel has run")
 
 
-def program(body, out_type, *, grid, names=NAMES, scratch=(), parts=1, groups=1):
+def program(body, out_type, *, grid, names=NAMES, scratch=(), parts=1, groups=1, approx=False):
     """Make a function that launches a program of 128 threads, or of several warpgroups, for each place of ``grid``.
 
     Args:
@@ -36,6 +38,7 @@ def program(body, out_type, *, grid, names=NAMES, scratch=(), parts=1, groups=1)
         scratch: shared memory.
         parts: programs of a cluster, axis "part".
         groups: warpgroups of a program, axis "group". The compiler gives a thread of 3 at most 168 registers, and of 4 128.
+        approx: exponentials and logarithms are one instruction, right to 2**-22.
     """
     return plgpu.kernel(
         body,
@@ -48,7 +51,7 @@ def program(body, out_type, *, grid, names=NAMES, scratch=(), parts=1, groups=1)
         num_threads=groups if groups > 1 else None,
         thread_name="group" if groups > 1 else None,
         kernel_name=_name_of(body),
-        compiler_params=plgpu.CompilerParams(approx_math=False, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(approx_math=approx, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
 
 
@@ -166,6 +169,40 @@ def store(ref, index: jax.Array, x: jax.Array, rows: tuple[jax.Array, int] | Non
     run(ref, index, line, x)
 
 
+def load_run(ref, index: jax.Array, count: int, rows: tuple[jax.Array, int] | None = None) -> jax.Array:
+    """Load ``count`` neighbouring floats each from flat places ``index`` int32 [N] on, multiples of ``count``, as float32.
+
+    Entry i * N + n of the result is number i at place n. ``rows`` as in `load`; ``count`` is a power of two up to 8.
+    """
+    size, dtype, (line, width) = index.shape[0], jnp.dtype(ref.dtype), rows or (index, 0)
+
+    @plgpu.inline_mgpu(arg_types=(t.ref(), _own(size), _own(size)), return_type=_type(count * size, jnp.float32))
+    def run(ctx, ref, index, line):
+        places = _places(t.address(ref), index, line, width, dtype.itemsize)
+        runs = [t.load_some(place, dtype, count) for _, place in places]
+        return t.made_of([x for numbers in zip(*runs, strict=True) for x in numbers], floats=True)
+
+    return run(ref, index, line)
+
+
+def store_run(ref, index: jax.Array, x: jax.Array, rows: tuple[jax.Array, int] | None = None) -> None:
+    """Store 8 neighbouring floats each, where ``index`` is not negative, as `load_run` loads them."""
+    dtype, (line, width) = jnp.dtype(ref.dtype), rows or (index, 0)
+
+    @plgpu.inline_mgpu(arg_types=(t.ref(), t.own(1), t.own(1), t.own(8)))
+    def run(ctx, ref, index, line, x):
+        (at, place), *_ = _places(t.address(ref), index, line, width, dtype.itemsize)
+        words = t.numbers_of(x, floats=True)
+        if dtype.itemsize == 2:
+            words = [w.pair(low, high, dtype) for low, high in itertools.batched(words, 2)]
+        for first in range(0, len(words), 4):
+            t.ptx(
+                f"st.global.v4.b32 [$0 + {4 * first}], {{$1, $2, $3, $4}};", place, *words[first : first + 4], where=at >= 0
+            )
+
+    run(ref, index, line, x)
+
+
 def _places(base, index, line, width, itemsize):
     """Yield the numbers of ``index`` and the addresses of their elements."""
     for x, row in zip(t.numbers_of(index), t.numbers_of(line), strict=True):
@@ -203,26 +240,12 @@ def repeated(x: jax.Array, times: int) -> jax.Array:
     return run(x)
 
 
-def exchanged(x: jax.Array, distance: int, scratch) -> jax.Array:
-    """Return for each entry i of a float32 or int32 array the entry i ^ ``distance``, a power of two below 128.
+def exchanged(x: jax.Array, distance: int) -> jax.Array:
+    """Return for each entry of a float32 array that of the thread whose index differs by the bit ``distance``, below 32."""
 
-    Args:
-        x: [N].
-        distance: below 32 the other thread is in the same warp.
-        scratch: shared memory of the dtype of ``x``, [N] or more, for larger distances.
-    """
-    if distance >= 32:
-        entry = counted(x.shape[0])
-        store_shared(scratch, entry, x)
-        meet()
-        x = load_shared(scratch, entry ^ distance)
-        meet()
-        return x
-    floats = jnp.issubdtype(x.dtype, jnp.floating)
-
-    @plgpu.inline_mgpu(arg_types=(_own(x.shape[0]),), return_type=_type(x.shape[0], x.dtype))
+    @plgpu.inline_mgpu(arg_types=(_own(x.shape[0]),), return_type=_type(x.shape[0], jnp.float32))
     def run(ctx, x):
-        return t.made_of([t.shuffle(number, distance) for number in t.numbers_of(x, floats)], floats)
+        return t.made_of([t.shuffle(number, distance) for number in t.numbers_of(x, floats=True)], floats=True)
 
     return run(x)
 

@@ -13,6 +13,9 @@ from pallas_kernels._mosaic_gpu import assembly
 from pallas_kernels._mosaic_gpu.threads import MEET_CLUSTER, THREADS
 
 BINS = 128
+BLOCKS = 132  # programs that an H100 or H200 holds at once, one on each multiprocessor
+FULL = 4  # warpgroups of a multiprocessor, by whose registers or shared memory no more would run
+ROOM = 3 * 2**14  # int32 that they have in shared memory
 _EACH = range(BINS // 32)  # bins of a lane
 
 
@@ -37,6 +40,10 @@ class Share(NamedTuple):
         """Return which program of the cluster this is."""
         return lax.axis_index("part") if self.parts > 1 else jnp.int32(0)
 
+    def group(self) -> jax.Array:
+        """Return which warpgroup of the program this is."""
+        return lax.axis_index("group") if self.groups > 1 else jnp.int32(0)
+
     def begin(self) -> jax.Array:
         """Return the first key of this program."""
         return self.part() * self.keys
@@ -53,9 +60,28 @@ class Cut(NamedTuple):
     total: jax.Array  # all entries
 
 
+def groups_of(programs: int, words: int, most: int) -> int:
+    """Choose the warpgroups of each of ``programs``, so few that all run at once, since they wait at different places.
+
+    They are ``most`` at most, unless the ``words`` of shared memory of a program need more.
+    """
+    few = next((x for x in (4, 2) if x * programs <= FULL * BLOCKS), 1)
+    return max(min(few, most), next(x for x in (1, 2, 4) if words <= x * ROOM // FULL))
+
+
 def meet_all(parts: int) -> None:
     """Wait for all threads of the program, or of all programs of the cluster, and see what they wrote to shared memory."""
     assembly.run(list(MEET_CLUSTER) if parts > 1 else ["barrier.sync 0;"])
+
+
+def arrive(parts: int) -> None:
+    """Say that this program has read all that it reads of others; the next barrier of the cluster has to be `wait`."""
+    assembly.run([MEET_CLUSTER[1]] * (parts > 1))
+
+
+def wait(parts: int) -> None:
+    """Wait until all programs of the cluster have arrived: then this one may end."""
+    assembly.run([MEET_CLUSTER[2]] * (parts > 1))
 
 
 def clear(ref, words: jax.Array | int, threads: int, first: jax.Array | int = 0) -> None:
@@ -128,7 +154,7 @@ def choose(keys, run: int, low: jax.Array, width: jax.Array | int, found: Cut, r
         For every 32 keys of a thread: the number of the first, which are chosen, bits of int32 [128], and the place of the
         first chosen one in the list of all.
     """
-    count, masks = ["popc.b32 $0, $1;"], []
+    masks = []
     each = 4 if run % 4 == 0 else 2
     names = ", ".join("xyzw"[:each])
     for first in range(0, run, 32):
@@ -143,18 +169,24 @@ def choose(keys, run: int, low: jax.Array, width: jax.Array | int, found: Cut, r
             )
             lines.append(f"setp.lt.and.u32 q, {x}, $4, q; @p or.b32 $0, $0, {bit}; @q or.b32 $1, $1, {bit};")
         masks.append(assembly.run(lines, [keys], [low, jnp.int32(width)], [jnp.int32] * 2))
+    return places(masks, found, ref)
+
+
+def places(masks: list[list[jax.Array]], found: Cut, ref) -> list[tuple[int, jax.Array, jax.Array]]:
+    """Find where chosen keys go, as `choose`: for each 32 keys masks of those above the cut and of those that may tie."""
+    count = ["popc.b32 $0, $1;"]
     numbers = [[assembly.run(count, (), [x], [jnp.int32])[0] for x in pair] for pair in masks]
     word = earlier(sum(above + (level << 16) for above, level in numbers), ref)
     above_before, level_before = found.above_before + (word & 0xFFFF), found.level_before + lax.shift_right_logical(word, 16)
     out = []
-    for first, (above, level), (more, same) in zip(range(0, run, 32), masks, numbers, strict=True):
+    for i, ((above, level), (more, same)) in enumerate(zip(masks, numbers, strict=True)):
         # Of the keys that may tie the first ones are taken: less than all of this thread's is rare.
         lines = [".reg .pred p; .reg .b32 x; mov.b32 $0, $1; LESS: popc.b32 x, $0; setp.gt.s32 p, x, $2;"]
         lines.append(
             "setp.gt.and.s32 p, x, 0, p; @!p bra DONE; bfind.u32 x, $0; shl.b32 x, 1, x; xor.b32 $0, $0, x; bra LESS;"
         )
         kept = assembly.run([*lines, "DONE: mov.b32 x, 0;"], (), [level, found.left - level_before], [jnp.int32])[0]
-        out.append((first, above | kept, above_before + jnp.minimum(level_before, found.left)))
+        out.append((32 * i, above | kept, above_before + jnp.minimum(level_before, found.left)))
         above_before, level_before = above_before + more, level_before + same
     return out
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.pallas import plgpu
+from pallas_kernels._mosaic_gpu.steps import numbers
 
 CHUNK = 8  # channels of a thread
 
@@ -62,6 +63,11 @@ class Products:
         """Queries whose products with a row one thread has."""
         return self.sums >> len(self.halvings)
 
+    @property
+    def sharing(self) -> list[int]:
+        """Distances of threads of a warp that have the same queries."""
+        return [x for x in (1, 2, 4, 8, 16) if x not in self.halvings]
+
     def entries(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return, for each product of this thread, its row in the block, its query, and whether this thread writes it."""
         entry = arrays.counted(t.THREADS * self.steps * self.each)
@@ -90,7 +96,7 @@ class Products:
 
         @plgpu.inline_mgpu(
             arg_types=((t.ref(),) * len(refs), t.splat()),
-            return_type=_type(self.sums * (1 + self.bounded) * CHUNK, jnp.float32),
+            return_type=numbers(self.sums * (1 + self.bounded) * CHUNK, jnp.float32),
         )
         def load(ctx, refs, owner):
             chunk, first, heads = t.signed(t.thread() % self.lanes) * CHUNK, t.number(t.value(owner)) * self.group, []
@@ -120,7 +126,7 @@ class Products:
 
         @plgpu.inline_mgpu(
             arg_types=((t.ref(),) * len(vectors), t.own(self.steps)),
-            return_type=tuple(_type(self.steps * _words(kind), jnp.int32) for kind in kinds),
+            return_type=tuple(numbers(self.steps * _words(kind), jnp.int32) for kind in kinds),
         )
         def load(ctx, vectors, row):
             chunk, found = t.signed(t.thread() % self.lanes) * CHUNK, []
@@ -137,7 +143,7 @@ class Products:
         kinds, number = [jnp.dtype(x) for x in dtypes], self.sums * (1 + self.bounded)
         layouts = t.own(number * CHUNK), tuple(t.own(self.steps * _words(kind)) for kind in kinds)
 
-        @plgpu.inline_mgpu(arg_types=layouts, return_type=_type(self.steps * self.each, jnp.float32))
+        @plgpu.inline_mgpu(arg_types=layouts, return_type=numbers(self.steps * self.each, jnp.float32))
         def run(ctx, queries, chunks):
             parts = list(itertools.batched(itertools.batched(t.numbers_of(queries, floats=True), CHUNK), 1 + self.bounded))
             words, found = [t.numbers_of(x) for x in chunks], []
@@ -154,7 +160,7 @@ class Products:
         """Find the largest product of each row, among all queries, for all entries of that row."""
         size = self.steps * self.each
 
-        @plgpu.inline_mgpu(arg_types=(t.own(size),), return_type=_type(size, jnp.float32))
+        @plgpu.inline_mgpu(arg_types=(t.own(size),), return_type=numbers(size, jnp.float32))
         def find(ctx, products):
             numbers, found = t.numbers_of(products, floats=True), []
             for step in range(self.steps):
@@ -183,7 +189,3 @@ class Products:
 def _words(kind):
     """Count the words of a chunk."""
     return CHUNK * kind.itemsize // 4
-
-
-def _type(numbers, dtype):
-    return plgpu.ShapeDtypeStruct((t.THREADS * numbers,), dtype, layout=t.own(numbers))

@@ -225,6 +225,10 @@ def test_more_samples_join_the_rows(directory, tmp_path, monkeypatch):
         grown.folder.keep_examples()
         if not text:
             shutil.rmtree(tmp_path / name / "predictions")
+            for row in grown.folder.rows:  # as in docs/records
+                for field in (*answers.SECONDS, "counters"):
+                    del row[field]
+            grown.folder.results.write()
         asked.clear()
         grown = make(directory, tmp_path / name, samples=5, **given)
         grown.run()
@@ -600,6 +604,9 @@ def test_a_score_is_shown_beside_what_the_oracle_reaches_with_as_many_bytes():
     head, *table = tables.summary_cells(compared)
     assert [row[head.index("of the oracle")] for row in table if row[0] in ("Quest", "TOVA")] == ["100 %", ""]
     assert "| 50 % |" in tables.cell_table(compared)
+    easy = entry("oracle(budget=1)", [1.0] * 10, bytes_read_per_step=10)  # Full has 100 on the examples of the oracle
+    few = [entry(name, [1.0] * 10 + [0.0] * 10, bytes_read_per_step=read) for name, read in (("full", 160), ("quest", 10))]
+    assert [mean["of_oracle"] for mean in comparison.averages(comparison.beside_reference([*few, easy]))][1] == 100
     without = [item for item in compared if "oracle" not in item.row["method"]]
     assert "oracle" not in tables.summary_table(without) + tables.cell_table(without)
     (panel,) = plots.curves("pareto", [one.row for one in rows]).axes

@@ -160,6 +160,7 @@ def test_keys_values_and_prose_were_held_out_of_training():
     for draw in ("number", "uuid", "variable", "repeated_digit_string"):
         assert all(words.held_out(getattr(held, draw)(rng)) for _ in range(50))
     sentences = haystack.split_sentences(haystack.prose_text())
+    assert hashlib.sha256(haystack.prose_text().encode()).hexdigest()[:12] == "c55bf6659eb3"  # as scores were recorded
     span = haystack.held_out_span(sentences)
     assert span == sentences[-len(span) :] and 0.05 < len(span) / len(sentences) < 0.4
     assert sum(map(len, span)) > 16384 * 3  # characters: enough for 16K tokens without repeating

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels._mosaic_gpu import arrays, bins, products, team
+from pallas_kernels._mosaic_gpu import arrays, bins, exact_products, key_codes, products, team
 from pallas_kernels._mosaic_gpu import assembly as module
+from pallas_kernels._mosaic_gpu.exact_products import ExactProducts
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.products import CHUNK
 from pallas_kernels._mosaic_gpu.team import BINS, Team
@@ -25,6 +26,7 @@ from pallas_kernels._mosaic_gpu.threads import THREADS
 from pallas_kernels.formats.packed_vectors import unpack
 from pallas_kernels.machine import assume_machine
 from tests.pallas_kernels import instructions
+from tests.pallas_kernels.warp import Number, Warp
 
 HERE = threading.local()  # of a warpgroup: places on the axes, those it meets, what they say, shared memory of its cluster
 
@@ -88,6 +90,22 @@ def store(ref, index, x, rows=None):
     ref.x.reshape(-1)[at[shown]] = np.asarray(jnp.asarray(x[shown]).astype(ref.dtype))
 
 
+def _runs(index, count, rows):
+    assert (np.asarray(index) % count == 0)[np.asarray(index) >= 0].all()
+    at = np.where(np.asarray(index) < 0, -1, np.asarray(index) + np.arange(count)[:, None]).reshape(-1)
+    return at, rows and (np.tile(rows[0], count), rows[1])
+
+
+def load_run(ref, index, count, rows=None):
+    at, rows = _runs(index, count, rows)
+    return load(ref, at, rows=rows)
+
+
+def store_run(ref, index, x, rows=None):
+    at, rows = _runs(index, 8, rows)
+    store(ref, at, x, rows)
+
+
 def scalar(ref, index):
     return load(ref, jnp.reshape(index, (1,)))[0]
 
@@ -110,7 +128,8 @@ def ballots(bit):
     return jnp.asarray(np.repeat(words.astype(np.uint32).view(np.int32), 32))
 
 
-def exchanged(x, distance, scratch):
+def exchanged(x, distance):
+    assert distance < 32
     return x[np.arange(x.shape[0]) ^ distance]
 
 
@@ -226,7 +245,7 @@ def _run(body, refs, grid, names, scratch, parts, groups):
             raise failure
 
 
-def program(body, out_type, *, grid, names=arrays.NAMES, scratch=(), parts=1, groups=1):
+def program(body, out_type, *, grid, names=arrays.NAMES, scratch=(), parts=1, groups=1, approx=False):
     def run(*operands):
         results = [Memory.poison(x) for x in out_type]
         _run(body, [*map(Memory, operands), *results], grid, names, scratch, parts, groups)
@@ -271,6 +290,26 @@ def largest(self, found):
     table = np.zeros((self.rows, self.sums), np.float32)
     table[row, head] = found
     return jnp.asarray(table.max(axis=1)[row])
+
+
+def exact_queries(self, query, owner):
+    lane, heads = np.arange(32), query.x.reshape(-1, self.group, self.dim // 32, 4, 8)[int(owner)].astype(np.float32)
+    own = [heads[np.minimum(lane // 4 % 4 + first, self.group - 1), :, lane % 4] for first in range(0, self.group, 4)]
+    return exact_products.divided([Number(x) for x in np.concatenate(own, axis=1).reshape(32, -1).T])
+
+
+def exact_multiply(self, queries, blocks, dtypes):
+    lane, rows = np.arange(32), np.asarray(blocks[0]).astype(dtypes[0]).reshape(self.steps, 4, 32, -1, 4, 8)
+    words = np.ascontiguousarray(rows[:, :, lane, :, lane % 4]).view(np.int32).astype(np.int64)
+    warps = [[Number(x) for x in words[:, :, warp].reshape(32, -1).T] for warp in range(4)]
+    found = [[x.each for x in exact_products.multiplied(self.each, queries, warp)] for warp in warps]
+    return jnp.asarray(np.swapaxes(found, 0, 1).reshape(-1))
+
+
+def butterflies(x, lanes):
+    warps = np.asarray(x).reshape(-1, 4, 32).swapaxes(0, 1)
+    found = [[y.each for y in key_codes.mixed([Number(y) for y in warp], lanes)] for warp in warps]
+    return jnp.asarray(np.swapaxes(found, 0, 1).reshape(-1))
 
 
 def _unpacked(values, bitmap, row):
@@ -370,7 +409,7 @@ def emulated():
     here = globals()
     changed = {
         arrays: {
-            **{x: here[x] for x in (*"load store scalar put load_shared store_shared ballots".split(),)},
+            **{x: here[x] for x in (*"load load_run store store_run scalar put load_shared store_shared ballots".split(),)},
             **{x: here[x] for x in ("exchanged", "wait", "program", "in_place")},
             "spread": lambda x, size, dtype=jnp.int32: jnp.broadcast_to(jnp.asarray(x, dtype), (size,)),
             "counted": lambda size: jnp.arange(size, dtype=jnp.int32),
@@ -383,6 +422,9 @@ def emulated():
         Team: TEAM,
         team: {"order": order},
         products.Products: {x: here[x] for x in ("queries", "chunks", "multiply", "largest")},
+        key_codes: {"butterflies": butterflies, "t": Warp(0), "w": Warp(0)},
+        exact_products: {"t": Warp(0), "w": Warp(0)},
+        ExactProducts: {"queries": exact_queries, "chunks": chunks, "multiply": exact_multiply},
         lax: {"axis_index": lambda name: jnp.int32(HERE.axes[name])},
         **{importlib.import_module(f"pallas_kernels.{x}.pallas_mosaic_gpu"): names for x, names in KERNELS.items()},
     }

@@ -100,6 +100,10 @@ class Warp:
         return Number(x.each[_LANE ^ distance])
 
     @staticmethod
+    def fused(total, factors):
+        return Number(np.float32(np.multiply(*(np.float64(x.each) for x in factors)) + total.each))
+
+    @staticmethod
     def shuffle_up(x, step):
         return Number(x.each[np.maximum(_LANE - step, 0)])
 

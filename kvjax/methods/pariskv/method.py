@@ -169,11 +169,12 @@ class ParisKV(SlotMethod):
         capacity, least = self.capacity, self.num_sink + self.num_local
         bound = max(self.dense_below, least + 2 * capacity, least + self.buffer + 1) - 1
         best = min(capacity, candidates)
+        size = max(least + best + self.buffer, min(bound, slots))
         regions = Regions(
             sinks=self.num_sink,
             best=best,
             tail=self.num_local + self.buffer,
-            size=max(least + best + self.buffer, min(bound, slots)),
+            size=max(size, min(-(-size // 16) * 16, slots)),  # whole packs, by which attention sees where a list ends
         )
         signs, scale = hashing.random_signs(self.seed, cache.key.shape[3]), hashing.rotation_scale(cache.key.shape[3])
         if cache.parts > 1:

@@ -23,7 +23,7 @@ LEAST_MIXED = 32  # channels, whose halves are the least that a tensor core mult
 MOST_ELEMENTS = 1 << 14  # elements of one row's query, held in registers
 
 
-def _kernel(*refs, structure, group, rotating, sinks):
+def _kernel(*refs, structure, group, rotating, sinks, interpret):
     # Operands:
     #   packed [B, H, P, D] with P = group + 2 (query heads, key, value)
     #   place, cursor [B]
@@ -54,6 +54,8 @@ def _kernel(*refs, structure, group, rotating, sinks):
         head, member = row // group, row % group
         for part, x in zip(halves, rotate(*(packed_ref[b, head, member, part] for part in halves)), strict=True):
             query_ref[b, head, member, part] = x
+    if not interpret:
+        plt.debug_barrier()  # until all threads have read the cursor: a compiler moves that read down to the first use
 
     @pl.when(place >= 0)  # a full row moves its cursor too
     def _():
@@ -128,7 +130,9 @@ def store_token(
         shapes.append(jax.ShapeDtypeStruct(query.shape, query.dtype))
     group = query.shape[2] if rotating else 0
     out = triton_call(
-        functools.partial(_kernel, structure=structure, group=group, rotating=rotating, sinks=sinks_of(rows)),
+        functools.partial(
+            _kernel, structure=structure, group=group, rotating=rotating, sinks=sinks_of(rows), interpret=interpret
+        ),
         grid=(batch,),
         out_shape=tuple(shapes),
         input_output_aliases={len(small) + i: i for i in range(len(caches))} | {2: len(caches)},

@@ -174,7 +174,7 @@ def test_infinite_and_undefined_estimates(name):
     listed, mask = run(name)(*arrays, jnp.int32(10), jnp.int32(60))
     for b, h in np.ndindex(2, 2):
         best = np.asarray(listed[b, h])[3:13][np.asarray(mask[b, h])[3:13]]
-        assert best.tolist() == np.delete(np.asarray(arrays[1])[b, h, :4], 1).tolist()
+        assert sorted(best.tolist()) == np.delete(np.asarray(arrays[1])[b, h, :4], 1).tolist()
 
 
 def test_short_caches_take_the_plain_way():

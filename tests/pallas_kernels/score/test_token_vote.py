@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels._mosaic_gpu import exact_products
 from pallas_kernels.score.tokenselect.token_vote import pallas_triton, token_vote
 from tests.pallas_kernels.cases import compiled, every_body, implementations, on_hopper, one_shape
+from tests.pallas_kernels.warp import Number, Warp
 
 CONFIG = pallas_triton.Config(block=16, splits=2, merge_block=32)  # several steps, splits and merges in 101 tokens
 
@@ -38,7 +40,7 @@ def oracle(query, key, start, stop):
 
 @every_body
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("heads", "group", "dim"), one_shape((2, 3, 16), (1, 1, 64), (2, 4, 32)))
+@pytest.mark.parametrize(("heads", "group", "dim"), one_shape((2, 3, 32), (1, 7, 64), (2, 4, 128), (2, 2, 16)))
 def test_votes_equal_float64(name, dtype, heads, group, dim):
     query, key, start, stop = rows(group, heads, group, dim, dtype=dtype)
     run = compiled(VOTE[name])
@@ -72,3 +74,13 @@ def test_large_logits_and_one_loud_head(name):
     query = query.at[:, 0].multiply(300)
     vote = compiled(VOTE[name])(query, key, start=start, stop=stop)
     np.testing.assert_allclose(vote, oracle(query, key, start, stop), rtol=2e-3, atol=1e-7)
+
+
+def test_parts_of_a_query_lose_nothing(monkeypatch):
+    for name in "tw":
+        monkeypatch.setattr(exact_products, name, Warp(0))
+    rng = np.random.default_rng(0)
+    numbers = np.tile(np.float32(rng.normal(size=(2, 16)) * 10.0 ** rng.integers(-3, 3, (2, 16))), 2)  # of lanes 16 apart
+    found = [Warp.parted(x, "bfloat16") for x in exact_products.divided([Number(x) for x in numbers])]
+    total = sum(np.float64([x.each for x in parts]) for parts in found)
+    np.testing.assert_array_equal(total[:, :16] + total[:, 16:], numbers[:, :16])

@@ -4,8 +4,8 @@
    have opposite scores. Keys in better clusters give the votes.
 2. A vote has four bits, so the votes of the clusters c and c + 128 share a byte, and a slice's table has one word in each
    bank of shared memory: no look-up waits for another one. A key takes the byte and chooses its half by the id's highest bit.
-3. The votes stay in shared memory, where they are counted too. The counts of all programs say where the cut is, and where in
-   the list the candidates of each program go.
+3. The votes stay in shared memory, a byte each, where they are counted too; four are compared with the cut at once. The
+   counts of all programs say where the cut is, and where in the list the candidates of each program go.
 """
 
 import functools
@@ -29,20 +29,18 @@ AHEAD = 3  # steps for whose ids the level-2 cache is asked
 MOST_VOTES = 7  # of a cluster
 EACH = HALF // 32  # pairs of opposite clusters of a lane
 ROOM = CLUSTERS + HALF // BYTES  # words of a warp that makes a table: keys of the clusters, votes
-BLOCKS = 132  # programs that an H100 or H200 holds at once, one on each multiprocessor
 MOST_KEYS = 3 * 2**14  # of a program, which counts in halves of words and has their votes in shared memory
 EACH_BYTE = 0x01010101
 TAKES = f"{arrays.HOPPER}, D of 32, 64 or 128, whole rows and lists of up to {8 * MOST_KEYS} slots"
 
 
-def _totals(counts_ref, line):
-    """Sum up the first slice's counts of a line [L, N * 256]: an int32 scalar."""
-    names = [f"x{i}" for i in range(8)]
-    lines = [f".reg .b64 at, to; .reg .b32 lane, {', '.join(names)}; mov.u32 lane, %laneid; mul.wide.u32 to, lane, 32;"]
-    lines.append(f"mad.wide.s32 at, $2, {4 * counts_ref.shape[1]}, $1; add.s64 at, at, to;")
+def _first_counts(counts_ref, line):
+    """Load the first slice's counts of a line [L, N * 256]: eight of each lane, int32 [128] each."""
+    names = [f"${i}" for i in range(8)]
+    lines = [".reg .b64 at, to; .reg .b32 lane; mov.u32 lane, %laneid; mul.wide.u32 to, lane, 32;"]
+    lines.append(f"mad.wide.s32 at, $9, {4 * counts_ref.shape[1]}, $8; add.s64 at, at, to;")
     lines += [f"ld.global.nc.v4.b32 {{{', '.join(names[i : i + 4])}}}, [at + {4 * i}];" for i in (0, 4)]
-    lines += [*(f"add.s32 x0, x0, {x};" for x in names[1:]), "redux.sync.add.s32 $0, x0, -1;"]
-    return assembly.run(lines, [counts_ref], [line], [None])[0]
+    return assembly.run(lines, [counts_ref], [line], [jnp.int32] * 8)
 
 
 def _sort(keys, orders):
@@ -97,7 +95,7 @@ def _gather(table, mine, slices, n):
 
 def _tables(n, refs, line, zone, cutoffs):
     """Make the tables, a warp for each slice; the programs of a cluster share the slices out."""
-    (counts_ref, numbers, weights, table), part, team = refs, n.part(), lax.axis_index("group")
+    (counts_ref, numbers, weights, table), part, team = refs, n.part(), n.group()
     thread, slices = arrays.counted(t.THREADS), counts_ref.shape[1] // CLUSTERS
     lane, warp, warps, mine = thread & 31, team * 4 + lax.shift_right_logical(thread, 5), 4 * n.groups, -(-slices // n.parts)
     last, room = jnp.minimum(mine, slices - part * mine), warp * ROOM
@@ -115,10 +113,11 @@ def _tables(n, refs, line, zone, cutoffs):
             keys.append(lax.bitcast_convert_type(jnp.abs(score), jnp.int32))
             orders.append(jnp.where(score < 0, cluster, CLUSTERS - 1 - cluster))
         begin = (line * slices + slice_) * CLUSTERS + lane
-        for at in range(0, CLUSTERS, 32):
-            arrays.store_shared(weights, room + lane + at, arrays.load(counts_ref, begin + at))
-        arrays.store_shared(weights, room + lane + CLUSTERS, arrays.spread(0, t.THREADS))
+        counts = [arrays.load(counts_ref, begin + at) for at in range(0, CLUSTERS, 32)]
         worse = _sort(keys, orders)  # the opposites of the clusters, best first, so that these are worst first
+        for i, x in enumerate(counts):  # they arrive while the warp sorts
+            arrays.store_shared(weights, room + lane + 32 * i, x)
+        arrays.store_shared(weights, room + lane + CLUSTERS, arrays.spread(0, t.THREADS))
         better = [CLUSTERS - 1 - x for x in worse]
         assembly.run(["bar.warp.sync -1;"])
         for clusters, from_end in ((better, False), (worse, True)):
@@ -146,14 +145,14 @@ def _tables(n, refs, line, zone, cutoffs):
         _gather(table, mine, slices, n)
 
 
-def _prefetch(ids_ref, row, first, last):
-    """Ask for the ids of keys ``first`` to ``last - 1`` of those that begin at ``row``: they come to the level-2 cache."""
-    if ids_ref.shape[1] == 16:
+def _prefetch(ref, width, first, last):
+    """Ask for the rows ``first`` to ``last - 1`` of ``width`` bytes each: they come to the level-2 cache."""
+    if width % 16 == 0:
         lines = [
-            ".reg .pred p; .reg .b64 at; .reg .b32 x, size; mov.u32 x, %tid.x; setp.eq.s32 p, x, 0; sub.s32 size, $3, $2;"
+            ".reg .pred p; .reg .b64 at; .reg .b32 x, size; mov.u32 x, %tid.x; setp.eq.s32 p, x, 0; sub.s32 size, $2, $1;"
         ]
-        lines += ["setp.gt.and.s32 p, size, 0, p; shl.b32 size, size, 4; add.s32 x, $1, $2; mad.wide.s32 at, x, 16, $0;"]
-        assembly.run([*lines, "@p cp.async.bulk.prefetch.L2.global [at], size;"], [ids_ref], [row, first, last])
+        lines.append(f"setp.gt.and.s32 p, size, 0, p; mul.lo.s32 size, size, {width}; mad.wide.s32 at, $1, {width}, $0;")
+        assembly.run([*lines, "@p cp.async.bulk.prefetch.L2.global [at], size;"], [ref], [first, last])
 
 
 def _load_ids(ids_ref, row, first, last, n):
@@ -181,7 +180,7 @@ def _vote(table, tally, votes, words, key, hidden, low, span):
     Args:
         table: the tables in shared memory.
         tally: shared memory int32 [128].
-        votes: shared memory, int32.
+        votes: shared memory, a byte for each key.
         words: int32 [128], several.
         key: int32 [128], where its votes go.
         hidden: int32 [128], -1 if the slot is empty, else 0.
@@ -205,9 +204,30 @@ def _vote(table, tally, votes, words, key, hidden, low, span):
         if i % 2 or i + 1 == len(words):
             lines.append(f"and.b32 a, a, 0x0f0f0f0f; dp4a.u32.u32 x, a, {EACH_BYTE:#x}, x;")
         lines.append("mov.b32 e, a;")
-    lines.append("sub.s32 a, $3, $5; or.b32 a, a, $4; setp.ge.u32 p, a, $6; @p mov.b32 x, 0; mad.lo.s32 at, $3, 4, $2;")
-    lines.append("st.shared.b32 [at], x; mad.lo.s32 at, x, 4, $1; red.shared.add.u32 [at], 1;")
+    lines.append("sub.s32 a, $3, $5; or.b32 a, a, $4; setp.ge.u32 p, a, $6; @p mov.b32 x, 0; add.s32 at, $3, $2;")
+    lines.append("st.shared.u8 [at], x; mad.lo.s32 at, x, 4, $1; red.shared.add.u32 [at], 1;")
     assembly.run(lines, [table, tally, votes], [key, hidden, low, span, *words])
+
+
+def _compare(votes, cut, n):
+    """Compare a thread's votes, ``n.run`` bytes, with the cut, which is not 0: masks as `bins.places` takes them."""
+    each, masks = next(x for x in (4, 2, 1) if n.run % (BYTES * x) == 0), []
+    kind = f"v{each}.b32" if each > 1 else "b32"
+    for first in range(0, n.run, 32):
+        words = [f"w{i}" for i in range(min(32, n.run - first) // BYTES)]
+        lines = [f".reg .b32 at, y, above, least, {', '.join(words)}; mov.u32 at, %tid.x; mad.lo.s32 at, at, {n.run}, $2;"]
+        for i in range(0, len(words), each):
+            names = ", ".join(words[i : i + each])
+            lines.append(f"ld.shared.{kind} {f'{{{names}}}' if each > 1 else names}, [at + {first + BYTES * i}];")
+        lines.append(f"mov.b32 $0, 0; mov.b32 $1, 0; sub.s32 above, 127, $3; mul.lo.s32 above, above, {EACH_BYTE:#x};")
+        lines.append(f"add.s32 least, above, {EACH_BYTE:#x};")
+        for x in reversed(words):
+            lines.append(f"add.s32 y, {x}, above; add.s32 {x}, {x}, least;")
+            for mask, z in (("$0", "y"), ("$1", x)):  # the highest bits of four bytes become the highest bits of a word
+                lines.append(f"and.b32 {z}, {z}, 0x80808080; mul.lo.s32 {z}, {z}, 0x204081; shr.u32 {z}, {z}, 28;")
+                lines.append(f"mad.lo.s32 {mask}, {mask}, 16, {z};")
+        masks.append(assembly.run([*lines, "xor.b32 $1, $1, $0;"], [votes], [cut], [jnp.int32] * 2))
+    return masks
 
 
 def _list(list_ref, bits, at, slot, place, n):
@@ -221,37 +241,42 @@ def _list(list_ref, bits, at, slot, place, n):
 def _prepare(query_ref, counts_ref, shares_ref, signs_ref, rotated_ref, count_ref, numbers, capacity, n):
     """Rotate the query, and return the keys of the zone and of each tier, and the number of candidates: int32 scalars."""
     (_, group, dim), (pieces, width), line = query_ref.shape, shares_ref.shape, lax.axis_index("x")
-    channel, first = arrays.counted(t.THREADS), n.part() < 1
-    inside = channel < dim
-    # All loads are on their way before any is waited for.
-    query = [arrays.load(query_ref, jnp.where(inside, (line * group + g) * dim + channel, -1)) for g in range(group)]
+    thread, lanes, first = arrays.counted(t.THREADS), dim // SLICE, n.part() < 1
+    channel = (thread & (lanes - 1)) * SLICE  # the first one of a slice
+    # All loads are on their way before any is waited for; the query comes first, out of the level-2 cache.
+    counts = _first_counts(counts_ref, line)
+    query = [arrays.load_run(query_ref, (line * group + g) * dim + channel, SLICE) for g in range(group)]
     shares = [[arrays.scalar(shares_ref, line * 0 + row * width + i) for i in range(width)] for row in range(pieces)]
-    zone = _totals(counts_ref, line)
+
+    @pl.when(n.group() < 1)
+    def _():
+        mean = functools.reduce(jnp.add, query) / group
+        mean = rotated(mean, signs_ref[0], dim) if signs_ref else mean
+        arrays.store_run(rotated_ref, jnp.where(first & (thread < lanes), line * dim + channel, -1), mean)
+        place = arrays.repeated(channel, SLICE) + lax.div(arrays.counted(SLICE * t.THREADS), t.THREADS)
+        arrays.store_shared(numbers, place, mean)
+
+    zone = assembly.run(["redux.sync.add.s32 $0, $1, -1;"], (), [functools.reduce(jnp.add, counts)], [None])[0]
     best = shares[0]  # of the zone's range of lengths
     for (end, *_), row in zip(shares, shares[1:], strict=False):
         best = [jnp.where(zone >= end, x, y) for x, y in zip(row, best, strict=True)]
     wanted, *cutoffs = (portion(x, zone) for x in best[1:])
     wanted = jnp.minimum(wanted, capacity)
-
-    @pl.when(lax.axis_index("group") < 1)
-    def _():
-        mean = functools.reduce(jnp.add, query) / group
-        mean = rotated(mean, signs_ref[0], dim, numbers) if signs_ref else mean
-        arrays.store(rotated_ref, jnp.where(inside & first, line * dim + channel, -1), mean)
-        arrays.store_shared(numbers, channel, mean)
-        arrays.put(count_ref, jnp.where(first, line, -1), wanted)
-
+    arrays.put(count_ref, jnp.where(first & (n.group() < 1), line, -1), wanted)
     return zone, cutoffs, wanted
 
 
 def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *refs, n, heads, first):
     # query [L, G, D]; counts [L, N * 256]; shares [P, 2 + Z]; ids [L * S, N]; position [L, S]; stop [B]; maybe signs [D];
-    # rotated [L, D]; list [L, C]; count [L]. In shared memory: the query, keys of clusters, tables, counts, votes, sums.
+    # rotated [L, D]; list [L, C]; count [L]. In shared memory: query, keys of clusters, tables, counts of votes, votes, sums.
     *signs_ref, rotated_ref, list_ref, count_ref, numbers, weights, table, tally, votes, sums = refs
     most, slots, line = list_ref.shape[1], position_ref.shape[1], lax.axis_index("x")
+    slices, mine = ids_ref.shape[1], -(-ids_ref.shape[1] // n.parts)
     step, begin = n.threads * TOGETHER, n.begin()
-    row, thread = line * slots + begin, lax.axis_index("group") * t.THREADS + arrays.counted(t.THREADS)
-    _prefetch(ids_ref, row, jnp.int32(0), jnp.minimum(AHEAD * step, slots - begin))  # they arrive while tables are made
+    row, thread = line * slots + begin, n.group() * t.THREADS + arrays.counted(t.THREADS)
+    table_row, first_slice = line * slices, n.part() * mine
+    _prefetch(counts_ref, BYTES * CLUSTERS, table_row + first_slice, table_row + jnp.minimum(first_slice + mine, slices))
+    _prefetch(ids_ref, slices, row, row + jnp.minimum(AHEAD * step, slots - begin))  # they arrive while tables are made
     bins.clear(tally, bins.BINS, n.threads)
     stop = jnp.minimum(arrays.scalar(stop_ref, lax.div(line, heads)), slots)
     zone, cutoffs, wanted = _prepare(query_ref, counts_ref, shares_ref, signs_ref, rotated_ref, count_ref, numbers, most, n)
@@ -261,7 +286,7 @@ def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *r
     span = jnp.maximum(end - low, 0)
 
     def add(number, words):
-        _prefetch(ids_ref, row, (number + AHEAD) * step, jnp.minimum((number + AHEAD + 1) * step, end))
+        _prefetch(ids_ref, slices, row + (number + AHEAD) * step, row + jnp.minimum((number + AHEAD + 1) * step, end))
         ahead = _load_ids(ids_ref, row, (number + 1) * step + thread, end, n)
         keys = [number * step + k * n.threads + thread for k in range(TOGETHER)]
 
@@ -276,22 +301,22 @@ def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *r
 
     last = lax.div(jnp.clip(end, 0, n.size) + step - 1, step)
     lax.fori_loop(0, last, add, _load_ids(ids_ref, row, thread, end, n))
-    bins.clear(votes, n.size - last * step, n.threads, last * step)
+    bins.clear(votes, lax.div(n.size - last * step, BYTES), n.threads, lax.div(last * step, BYTES))
     bins.meet_all(n.parts)
     cut = bins.cut(tally, wanted, n, least=1)
-    for number, bits, place in bins.choose(votes, n.run, cut.bin, 1, cut, sums):
+    bins.arrive(n.parts)
+    for number, bits, place in bins.places(_compare(votes, cut.bin, n), cut, sums):
         _list(list_ref, bits, line * most, begin + number, place, n)
-    if n.parts > 1:
-        bins.meet_all(n.parts)  # no program ends before all have read its counts
+    bins.wait(n.parts)
 
 
 def share_of(lists, slots, parts=None, groups=None):
     """Choose how a list is shared: by as many programs as the multiprocessors hold at once, and by few warps."""
     if parts is None:
-        parts = next((n for n in (8, 4, 2) if n * lists <= BLOCKS and slots >= n * 512), 1)
+        parts = next((n for n in (8, 4, 2) if n * lists <= bins.BLOCKS and slots >= n * 512), 1)
         parts = max(parts, next(n for n in (1, 2, 4, 8) if slots <= n * MOST_KEYS))
-    groups = groups or (2 if slots <= parts * 3 * 2**12 else 4)
     keys = -(-slots // parts)
+    groups = groups or bins.groups_of(lists * parts, keys // BYTES, most=2 if keys <= 3 * 2**12 else 4)
     return bins.Share(parts, groups, keys, -(-keys // (groups * t.THREADS * TOGETHER)) * TOGETHER)
 
 
@@ -300,7 +325,7 @@ def collision(query, signs, counts, ids, position, stop, shares, *, first, capac
     batch, heads, slots, slices = ids.shape
     (group, dim), lists = query.shape[2:], batch * heads
     n = share_of(lists, slots)
-    words = ROOM * n.threads // 32, slices * HALF // BYTES + 64, bins.BINS, n.size, 32
+    words = ROOM * n.threads // 32, slices * HALF // BYTES + 64, bins.BINS, n.size // BYTES, 32
     query, listed, count = arrays.program(
         functools.partial(_body, n=n, heads=heads, first=first),
         [jax.ShapeDtypeStruct((lists, *x), y) for *x, y in ((dim, jnp.float32), (capacity, jnp.int32), (jnp.int32,))],
@@ -334,4 +359,4 @@ def check(query, signs, counts, ids, position, stop, shares, *, first, capacity,
 def first(query, signs, counts, ids, *_, **__):
     """Tell whether lists of one program or two fill the multiprocessors: then Triton's three kernels take longer."""
     batch, heads, slots, _ = ids.shape
-    return current_machine().capability == (9, 0) and 2 * batch * heads >= BLOCKS - 4 and slots <= MOST_KEYS
+    return current_machine().capability == (9, 0) and 2 * batch * heads >= bins.BLOCKS - 4 and slots <= MOST_KEYS

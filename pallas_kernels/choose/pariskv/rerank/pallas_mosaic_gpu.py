@@ -3,6 +3,8 @@
 1. Each warp has a quarter of the channels, 32, and a register for each channel: lane i has the product of the query with the
    level of code i % 16. A thread has a candidate, and looks its products up in other lanes, one instruction a channel.
 2. The best are found digit by digit: the keys are counted by their highest seven bits, those at the cut by the next seven.
+   Where programs share a list that takes few, each finds its own best alone; then all meet once, and each of those counts the
+   better ones of all programs, which is its place. A digit costs a barrier of the cluster and reads of all programs.
 3. Each thread writes its candidates in order; the programs share out the rest of the list.
 """
 
@@ -22,12 +24,12 @@ from pallas_kernels.machine import current_machine
 
 LANES = 32  # channels of a warp
 WORDS = LANES // 4  # of their codes: of each slice one of levels, and one with its weight
-TOGETHER = 2  # candidates of a thread whose codes are on their way together
+TOGETHER = 2  # candidates of a thread whose codes are on their way together; 1 in programs that share a multiprocessor
+AHEAD = 4  # rounds for whose codes the level-2 cache is asked
 DIGIT = 7  # bits of a key that are counted together
 MANY = 2**30  # more than any list has
+FEW = 128  # best candidates that programs of a cluster find alone; they have as many places for keys, for slots and for ranks
 MOST = 2**14  # candidates of a program of 512 threads, 32 each
-ROOM = 3 * 2**14  # parts of estimates that a program has room for in shared memory
-BLOCKS = 132  # programs that an H100 or H200 holds at once, one on each multiprocessor
 LEAST = float(jnp.finfo(jnp.float32).min)
 TAKES = f"{arrays.HOPPER}, D of 32 to 256, lists of up to 98,304 candidates, or less"
 
@@ -86,11 +88,15 @@ def _estimate(products, words):
 
 def _count(tally, keys, low, width, shift, first, n):
     """Count the keys from ``low`` to ``low + width``, all without signs, by their bits from ``shift`` on."""
-    lines = [".reg .pred p, q; .reg .b32 at, x, i, bins; mov.u32 at, %tid.x; mad.lo.s32 at, at, 4, $1; mov.b32 i, 0;"]
-    lines.append("mad.lo.s32 bins, $5, 4, $0; KEY: ld.shared.b32 x, [at]; setp.ne.s32 q, x, 0; sub.s32 x, x, $2;")
-    lines.append("setp.lt.and.u32 p, x, $3, q; shr.u32 x, x, $4; mad.lo.s32 x, x, 4, bins; @p red.shared.add.u32 [x], 1;")
-    lines.append(f"add.s32 at, at, {4 * n.threads}; add.s32 i, i, 1; setp.lt.s32 p, i, {n.run}; @p bra KEY;")
-    assembly.run(lines, [tally, keys], [low, width, shift, first])
+    names = "abcd"[: 4 if n.run % 4 == 0 else 2]  # loaded together: an atomic addition waits for its key
+    lines = [".reg .pred p, q; .reg .b32 at, i, bins, a, b, c, d; mov.b32 i, 0; mov.u32 at, %tid.x;"]
+    lines.append("mad.lo.s32 at, at, 4, $1; mad.lo.s32 bins, $5, 4, $0; KEYS:")
+    lines += [f"ld.shared.b32 {x}, [at + {4 * k * n.threads}];" for k, x in enumerate(names)]
+    for x in names:
+        lines.append(f"setp.ne.s32 q, {x}, 0; sub.s32 {x}, {x}, $2; setp.lt.and.u32 p, {x}, $3, q; shr.u32 {x}, {x}, $4;")
+        lines.append(f"mad.lo.s32 {x}, {x}, 4, bins; @p red.shared.add.u32 [{x}], 1;")
+    lines.append(f"add.s32 at, at, {4 * n.threads * len(names)}; add.s32 i, i, {len(names)}; setp.lt.s32 p, i, {n.run};")
+    assembly.run([*lines, "@p bra KEYS;"], [tally, keys], [low, width, shift, first])
 
 
 def _list(refs, bits, at, entry, place, n):
@@ -108,32 +114,36 @@ def _list(refs, bits, at, entry, place, n):
 def _estimates(n, query_ref, slots_ref, rows_ref, sums, live, stored):
     """Write the parts of the estimates of this program's first ``live`` candidates to ``sums`` int32 [Q, N], as bits."""
     dim, candidates, line = query_ref.shape[1], slots_ref.shape[1], lax.axis_index("x")
-    begin, quarters, products = n.begin(), dim // LANES, _products(query_ref, line)
-    entry = arrays.counted(t.THREADS * TOGETHER)
-    warp = lax.axis_index("group") * 4 + (lax.shift_right_logical(entry, 5) & 3)
-    step = n.threads // quarters * TOGETHER  # candidates of all warps
-    place = lax.div(warp, quarters) * (LANES * TOGETHER) + lax.shift_right_logical(entry, 7) * LANES + (entry & (LANES - 1))
+    entries, quarters, products = n.begin(), dim // LANES, _products(query_ref, line)
+    together = min(TOGETHER, max(n.groups // 2, 1))
+    entry = arrays.counted(t.THREADS * together)
+    warp = n.group() * 4 + (lax.shift_right_logical(entry, 5) & 3)
+    step = n.threads // quarters * together  # candidates of all warps
+    place = lax.div(warp, quarters) * (LANES * together) + lax.shift_right_logical(entry, 7) * LANES + (entry & (LANES - 1))
 
     def slots(number):
         at = number * step + place
-        return arrays.load(slots_ref, jnp.where(at < live, line * candidates + begin + at, -1), -1)
+        inside = (at < n.keys) & (entries + at < candidates)  # so that the load need not wait for the number of candidates
+        slot = arrays.load(slots_ref, jnp.where(inside, line * candidates + entries + at, -1), -1)
+        return jnp.where(at < live, slot, -1)
 
     def rows(slot):
         return jnp.where(slot >= 0, line * stored + jnp.minimum(slot, stored - 1), -1)
 
     def add(number, ahead):
-        words, row, slot = ahead
-        next_row = rows(slot)
-        _prefetch(rows_ref, next_row)
+        words, row, slot, far = ahead
         at = (warp & (quarters - 1)) * n.size + number * step + place
         arrays.store_shared(sums, at, lax.bitcast_convert_type(_estimate(products, words), jnp.int32))
+        _prefetch(rows_ref, rows(far))
         # Loaded into the registers that are free now: to copy what is on its way would be to wait for it.
-        return _codes(rows_ref, row), next_row, slots(number + 3)
+        return _codes(rows_ref, row), rows(slot), slots(number + 3), slots(number + AHEAD + 1)
 
-    begins = [slots(jnp.int32(i)) for i in range(3)]
-    first, second = rows(begins[0]), rows(begins[1])
-    _prefetch(rows_ref, second)
-    lax.fori_loop(0, lax.div(live + step - 1, step), add, (_codes(rows_ref, first), second, begins[2]))
+    begins = [slots(jnp.int32(i)) for i in range(AHEAD + 1)]
+    first, second, *more = map(rows, begins[:AHEAD])
+    for row in (second, *more):
+        _prefetch(rows_ref, row)
+    begin = _codes(rows_ref, first), second, begins[2], begins[AHEAD]
+    lax.fori_loop(0, lax.div(live + step - 1, step), add, begin)
     bins.meet_all(1)
 
 
@@ -141,7 +151,7 @@ def _for_each(n, sums, live, scale, write):
     """Call ``write`` with candidates int32 [128] of the program and their estimates float32 [128], -inf from ``live`` on."""
 
     def one(i, carry):
-        number = i * n.threads + lax.axis_index("group") * t.THREADS + arrays.counted(t.THREADS)
+        number = i * n.threads + n.group() * t.THREADS + arrays.counted(t.THREADS)
         parts = [arrays.load_shared(sums, number + at) for at in range(0, sums.shape[0], n.size)]
         total = functools.reduce(jnp.add, [lax.bitcast_convert_type(x, jnp.float32) for x in parts]) * (scale * LEVEL)
         total = jnp.where(total == 0, 0.0, total)
@@ -198,14 +208,93 @@ def _search(n, keys, tally, wanted):
     return low, width, bins.Cut(*cut)
 
 
+def _publish(refs, bits, place, first, n):
+    """Write keys and numbers of this thread's best candidates to this program's places, see `FEW`."""
+    begin = f"mad.lo.s32 to, $3, 4, $1; mov.u32 x, %tid.x; mad.lo.s32 number, x, {n.run}, {first};"
+    begin += "mad.lo.s32 key, number, 4, $0;"
+    step = "mad.lo.s32 x, i, 4, key; ld.shared.b32 x, [x]; st.shared.b32 [to], x;"
+    step += f"add.s32 x, number, i; st.shared.b32 [to + {4 * FEW}], x; add.s32 to, to, 4;"
+    bins.for_each(bits, refs, [place], ".reg .b32 to, key, number;", begin, step)
+
+
+def _meet_best(places, every, found, most, n):
+    """Copy the best keys of all programs, ``most`` of each at most, to ``every``; return how many were ``found`` in all."""
+    arrays.store_shared(places, arrays.counted(t.THREADS) * 0 + 3 * FEW, arrays.spread(found, t.THREADS))
+    bins.meet_all(n.parts)
+    lines = [".reg .pred p; .reg .b32 i, at, to, x, y; mov.b32 $0, 0;"]
+    for peer in range(n.parts):
+        lines.append(f"add.s32 at, $1, {12 * FEW}; mapa.shared::cluster.u32 at, at, {peer}; ld.shared::cluster.b32 x, [at];")
+        lines.append("add.s32 $0, $0, x;")
+    lines.append(f"mov.u32 i, %tid.x; COPY: setp.ge.s32 p, i, {n.parts * FEW}; @p bra DONE; and.b32 x, i, {FEW - 1};")
+    lines.append(f"shr.u32 y, i, {FEW.bit_length() - 1}; mad.lo.s32 at, x, 4, $1; mapa.shared::cluster.u32 at, at, y;")
+    lines.append(f"setp.lt.s32 p, x, {-(-most // 4) * 4}; @p ld.shared::cluster.b32 x, [at]; mad.lo.s32 to, i, 4, $2;")
+    lines.append(f"@p st.shared.b32 [to], x; add.s32 i, i, {n.threads}; bra COPY; DONE: mov.b32 i, 0;")
+    total = assembly.run(lines, [places, every], (), [None])[0]
+    bins.arrive(n.parts)
+    bins.meet_all(1)
+    return total
+
+
+def _rank(places, every, most, n):
+    """Count for each of this program's best keys those of all programs that stand before it; of equal keys the earlier one.
+
+    The warpgroups share out the programs, and add what they count to the ranks.
+    """
+    each, one = -(-most // 4) * 4, "@p add.f32 sum, sum, 0f3F800000;"  # by another unit than the one that compares
+    lines = [".reg .pred p; .reg .f32 sum; .reg .b32 j, k, x, least, peer, at, a, b, c, d, e; mov.f32 sum, 0f00000000;"]
+    lines.append(f"mov.u32 j, %tid.x; shr.u32 peer, j, 7; and.b32 j, j, {FEW - 1}; mad.lo.s32 at, j, 4, $0;")
+    lines.append(f"ld.shared.b32 x, [at]; PEER: setp.ge.s32 p, peer, {n.parts}; @p bra DONE;")
+    lines.append(f"mad.lo.s32 at, peer, {4 * FEW}, $1; mov.b32 k, 0; mov.b32 least, x;")
+    # A key of an earlier program only has to be as large.
+    lines.append("setp.lt.s32 p, peer, $2; @p sub.s32 least, least, 1; setp.eq.s32 p, peer, $2; @p bra OWN;")
+    lines.append("OTHER: ld.shared.v4.b32 {a, b, c, d}, [at]; add.s32 at, at, 16; add.s32 k, k, 4;")
+    lines += [f"setp.gt.u32 p, {y}, least; {one}" for y in "abcd"]
+    lines.append(f"setp.lt.s32 p, k, {each}; @p bra OTHER; bra NEXT;")
+    lines.append("OWN: ld.shared.v4.b32 {a, b, c, d}, [at]; add.s32 at, at, 16;")
+    for i, y in enumerate("abcd"):
+        lines.append(f"add.s32 e, k, {i}; setp.lt.s32 p, e, j; @p add.s32 {y}, {y}, 1;")
+        lines.append(f"setp.gt.u32 p, {y}, x; {one}")
+    lines.append(f"add.s32 k, k, 4; setp.lt.s32 p, k, {each}; @p bra OWN;")
+    lines.append(f"NEXT: add.s32 peer, peer, {n.groups}; bra PEER;")
+    lines.append(f"DONE: cvt.rzi.s32.f32 e, sum; mad.lo.s32 at, j, 4, $0; red.shared.add.u32 [at + {8 * FEW}], e;")
+    assembly.run(lines, [places, every], [n.part()])
+    bins.meet_all(1)
+
+
+def _best_of_all(n, refs, keys, tally, totals, places, wanted, entry, at, most):
+    """Write the best ``wanted`` of all programs at ``at`` and behind it, and return how many candidates there are, or more.
+
+    ``refs`` are as in `_list`; ``most`` is at least ``wanted``, and ``entry`` this program's first candidate.
+    """
+    list_ref, mask_ref, slots_ref = refs
+    places, every = places
+    alone = n._replace(parts=1)
+    low, width, cut = _search(alone, keys, tally, wanted)
+    for first, bits, place in bins.choose(keys, n.run, low, width, cut, totals):
+        _publish((keys, places), bits, place, first, n)
+    total = _meet_best(places, every, jnp.minimum(cut.total, wanted), most, n)
+    key, number = (arrays.load_shared(places, arrays.counted(t.THREADS) + i * FEW) for i in range(2))
+    slot = arrays.load(slots_ref, jnp.where(key != 0, entry + number, -1))  # arrives while candidates are ranked
+    _rank(places, every, most, n)
+    rank = arrays.load_shared(places, arrays.counted(t.THREADS) + 2 * FEW)
+    shown = (key != 0) & (rank < wanted) & (n.group() < 1)
+    where = jnp.where(shown, at + rank, -1)
+    arrays.store(list_ref, where, slot)
+    arrays.store(mask_ref, where, arrays.spread(1, t.THREADS))
+    return total
+
+
 def _body(
     query_ref, slots_ref, count_ref, rows_ref, position_ref, cursor_ref, stop_ref, limits_ref, list_ref, mask_ref, keys,
-    tally, totals, *, n, regions, heads, scale,
+    tally, totals, *places, n, regions, heads, scale,
 ):  # fmt: skip
     # query [L, D]; slots [L, C]; count [L]; rows [L * S, D]; position [L, S]; cursor, stop [B]; limits: budget and enough;
-    # list and mask [L, size]. In shared memory: parts of the estimates, then keys; two counts of digits; sums of warps.
+    # list and mask [L, size]. In shared memory: parts of the estimates, then keys; two counts of digits; sums of warps; maybe
+    # places of this program's best, and the best keys of all programs.
     line, candidates, stored = lax.axis_index("x"), slots_ref.shape[1], position_ref.shape[1]
     bins.clear(tally, 2 * bins.BINS, n.threads)
+    if places:
+        bins.clear(places[0], 4 * FEW, n.threads)
     cursor, stop = (arrays.scalar(ref, lax.div(line, heads)) for ref in (cursor_ref, stop_ref))
     dense = (cursor < arrays.scalar(limits_ref, line * 0 + 1)) | (stop <= regions.sinks)
     wanted = jnp.where(~dense, jnp.clip(arrays.scalar(limits_ref, line * 0), 0, regions.best), 0)
@@ -213,39 +302,47 @@ def _body(
     _estimates(n, query_ref, slots_ref, rows_ref, keys, live, stored)
     _for_each(n, keys, live, scale, lambda number, total: arrays.store_shared(keys, number, order_key(total) ^ NEVER))
     bins.meet_all(1)
-    low, width, cut = _search(n, keys, tally, wanted)
-    at, entry = line * regions.size + regions.sinks, line * candidates + n.begin()
-    for first, bits, place in bins.choose(keys, n.run, low, width, cut, totals):
-        _list((list_ref, mask_ref, slots_ref), bits, at, entry + first, place, n)
-
-    # The chosen stand behind the sinks. All programs share out the rest: sinks, the tail, entries that nothing fills.
+    # The chosen stand behind the sinks. All programs share out the rest: sinks, the tail, entries that nothing fills. What
+    # they read arrives during the search.
     share = arrays.size_of(-(-regions.size // (n.parts * n.groups)))
-    at = (n.part() * n.groups + lax.axis_index("group")) * share + arrays.counted(share)
-    behind = at - (regions.sinks + regions.best)
-    slot = jnp.where(dense, at, jnp.where(behind >= 0, stop + behind, jnp.minimum(at, regions.sinks)))
-    near = (at < regions.sinks) | ((behind >= 0) & (behind < regions.tail))
-    rest = (at < regions.size) & ((at < regions.sinks) | (at >= regions.sinks + jnp.minimum(wanted, cut.total)))
-    listed = rest & (dense | near) & (slot < jnp.minimum(cursor, stored))
-    where, slot = jnp.where(rest, line * regions.size + at, -1), jnp.clip(slot, 0, stored - 1)
+    place = (n.part() * n.groups + n.group()) * share + arrays.counted(share)
+    behind = place - (regions.sinks + regions.best)
+    slot = jnp.where(dense, place, jnp.where(behind >= 0, stop + behind, jnp.minimum(place, regions.sinks)))
+    near = (place < regions.sinks) | ((behind >= 0) & (behind < regions.tail))
+    listed = (place < regions.size) & (dense | near) & (slot < jnp.minimum(cursor, stored))
+    slot = jnp.clip(slot, 0, stored - 1)
     held = arrays.load(position_ref, jnp.where(listed, line * stored + slot, -1), -1) >= 0
+
+    at, entry, refs = line * regions.size + regions.sinks, line * candidates + n.begin(), (list_ref, mask_ref, slots_ref)
+    if places:
+        total = _best_of_all(n, refs, keys, tally, totals, places, wanted, entry, at, regions.best)
+    else:
+        low, width, cut = _search(n, keys, tally, wanted)
+        bins.arrive(n.parts)
+        total = cut.total
+        for first, bits, to in bins.choose(keys, n.run, low, width, cut, totals):
+            _list(refs, bits, at, entry + first, to, n)
+
+    rest = (place < regions.size) & ((place < regions.sinks) | (place >= regions.sinks + jnp.minimum(wanted, total)))
+    where = jnp.where(rest, line * regions.size + place, -1)
     arrays.store(list_ref, where, slot)
     arrays.store(mask_ref, where, held.astype(jnp.int32))
-    if n.parts > 1:
-        bins.meet_all(n.parts)  # no program ends before all have read its counts
+    bins.wait(n.parts)
 
 
 def _most(dim):
     """Return how many candidates a program can have."""
-    return min(MOST, LANES * ROOM // dim)
+    return min(MOST, LANES * bins.ROOM // dim)
 
 
 def share_of(lists, candidates, dim, parts=None, groups=None):
     """Choose how a list is shared: by as many programs as the multiprocessors hold at once."""
     if parts is None:
-        parts = next((n for n in (8, 4, 2) if n * lists <= BLOCKS and candidates >= n * 256), 1)
+        parts = next((n for n in (8, 4, 2) if n * lists <= bins.BLOCKS and candidates >= n * 256), 1)
         parts = max(parts, next(n for n in (1, 2, 4, 8) if candidates <= n * _most(dim)))
-    groups = groups or (2 if candidates <= parts * 1024 else 4)
     keys = -(-candidates // parts)
+    groups = groups or bins.groups_of(lists * parts, keys * dim // LANES, most=2 if keys <= 1024 else 4)
+    groups = max(groups, dim // (4 * LANES))  # whose warps have all channels
     return bins.Share(parts, groups, keys, -(-keys // (groups * t.THREADS * 2)) * 2)
 
 
@@ -253,6 +350,8 @@ def _launch(body, query, slots, count, rows, *operands, out, more=(), **options)
     """Run a kernel of programs that share the lists."""
     lists, dim = slots.shape[0] * slots.shape[1], rows.shape[3]
     n = share_of(lists, slots.shape[2], dim)
+    if more and n.parts > 1 and options["regions"].best <= FEW:
+        more = *more, 4 * FEW, n.parts * FEW
     results = arrays.program(
         functools.partial(body, n=n, **options),
         [jax.ShapeDtypeStruct((lists, size), dtype) for size, dtype in out],
@@ -298,4 +397,4 @@ def check_estimates(query, slots, count, rows, *, scale):
 
 def first(query, slots, *_, **__):
     """Tell whether the lists fill the multiprocessors: then Triton's two kernels take longer."""
-    return current_machine().capability == (9, 0) and 2 * slots.shape[0] * slots.shape[1] >= BLOCKS - 4
+    return current_machine().capability == (9, 0) and 2 * slots.shape[0] * slots.shape[1] >= bins.BLOCKS - 4

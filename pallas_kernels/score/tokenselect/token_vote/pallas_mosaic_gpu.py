@@ -1,7 +1,7 @@
 """The vote through Mosaic GPU: two kernels, as for Triton, of which the first reads the keys once.
 
-The first writes the logits, and the log-sum-exp of each of its programs; the second merges these and adds up the heads.
-Products are float32, and memory is what limits the first kernel all the same.
+The first writes the logits to base 2, and the log-sum-exp of each of its warps; the second merges these and adds up the
+heads. Bfloat16 keys are multiplied on tensor cores, others in float32.
 """
 
 import dataclasses
@@ -11,14 +11,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._mosaic_gpu import arrays
+from pallas_kernels._mosaic_gpu import arrays, exact_products
+from pallas_kernels._mosaic_gpu.exact_products import ExactProducts
 from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
 from pallas_kernels._mosaic_gpu.products import CHUNK, Products
 from pallas_kernels._mosaic_gpu.team import Team
 from pallas_kernels._mosaic_gpu.threads import THREADS
+from pallas_kernels.numerics import LOG2_E
 
-STEPS = 8  # keys of a block that a thread reads a part of; as many are on their way
-PROGRAMS = 396  # of the first kernel: three for each streaming multiprocessor of an H100 or H200
+STEPS = 8  # keys of a block that a thread reads a part of, if products are float32
+WARPS = 4  # of a program
+AHEAD = 2  # blocks that a thread of the first kernel has on their way
+PROGRAMS = 264  # of the first kernel: two for each streaming multiprocessor of an H100 or H200
 MOST_SPLITS = 128  # programs for one KV head
 BLOCK = 512  # tokens of a program of the second kernel
 TOGETHER = 8  # heads whose logits it loads together
@@ -33,70 +37,90 @@ def _bounds(stop_ref, start_ref, first, row, tokens):
 
 
 def _score(query_ref, key_ref, stop_ref, *refs, n, heads, tokens, first, splits):
-    # query [L, G, D]; key [L * S, D]; stop [B], and start [B] if it is an array; logits [L, G, S]; lse [L, G, splits].
+    # query [L, G, D]; key [L * S, D]; stop [B], and start [B] if it is an array; logits [L, G, W]; lse [L, G, parts].
     *start_ref, logits_ref, lse_ref = refs
-    owner, split = lax.axis_index("x"), lax.axis_index("y")
+    owner, split, rows = lax.axis_index("x"), lax.axis_index("y"), AHEAD * n.rows
     start, stop = _bounds(stop_ref, start_ref, first, lax.div(owner, heads), tokens)
-    begin = lax.div(start, n.rows)  # the first block with a candidate; the row's blocks are shared out evenly
-    blocks = lax.div(stop + (n.rows - 1), n.rows) - begin
-    share = lax.div(blocks + (splits - 1), splits)
+    begin = lax.div(start, rows)  # the first step with a candidate; the row's steps are shared out evenly
+    steps = lax.div(stop + (rows - 1), rows) - begin
     row, head, writes = n.entries()
+    line = jnp.where(writes, (owner * n.group + head) * logits_ref.shape[2] + row, -1)
 
     queries, step_row = n.queries(query_ref, owner), n.step_rows()
 
-    def load(step):
-        return n.chunks((key_ref,), owner * tokens + jnp.minimum(step * n.rows + step_row, tokens - 1))
+    def load(step, block):
+        first = step * rows + block * n.rows
+        return n.chunks((key_ref,), owner * tokens + jnp.minimum(first + step_row, tokens - 1))
 
-    lower, upper = (begin + jnp.minimum(split * share + i, blocks) for i in (0, share))
+    lower, upper = (begin + lax.div(steps * i, splits) for i in (split, split + 1))
 
-    def add_block(step, carry):
-        total, maximum, chunks = carry
-        ahead = load(jnp.minimum(step + 1, upper - 1))
-        logits, token = n.multiply(queries, chunks, [key_ref.dtype]), step * n.rows + row
-        inside = writes & (token >= start) & (token < stop)
-        arrays.store(logits_ref, jnp.where(inside, (owner * n.group + head) * tokens + token, -1), logits)
-        logits = jnp.where(inside, logits, -jnp.inf)
-        risen = jnp.maximum(maximum, Team.folded(logits, n.each, "max"))
-        shares = Team.folded(jnp.exp(logits - arrays.repeated(risen, n.steps)), n.each, "add")
-        return total * jnp.exp(maximum - risen) + shares, risen, ahead
+    def add_blocks(step, carry):
+        total, maximum, *blocks = carry
+        following = jnp.minimum(step + 1, upper - 1)
+        for block in range(AHEAD):
+            logits, first = n.multiply(queries, blocks[block], [key_ref.dtype]) * LOG2_E, step * rows + block * n.rows
+            blocks[block] = load(following, block)
+            arrays.store(logits_ref, jnp.where(writes, line + first, -1), logits)
+            inside = writes & (first + row >= start) & (first + row < stop)
+            logits = jnp.where(inside, logits, -jnp.inf)
+            risen = jnp.maximum(maximum, Team.folded(logits, n.each, "max"))
+            shares = Team.folded(jnp.exp2(logits - arrays.repeated(risen, n.steps)), n.each, "add")
+            total, maximum = total * jnp.exp2(maximum - risen) + shares, risen
+        return total, maximum, *blocks
 
     @pl.when(stop > start)
     def _():
         sums = (arrays.spread(x, THREADS * n.each, jnp.float32) for x in (0.0, FLOOR))
-        total, maximum, _ = lax.fori_loop(lower, upper, add_block, (*sums, load(lower)))
-        _, own, _ = dataclasses.replace(n, steps=1).entries()
-        for g in range(n.group):
-            mine = own == g
-            peak = jnp.max(jnp.where(mine, maximum, FLOOR))
-            mass = jnp.sum(jnp.where(mine, total * jnp.exp(maximum - peak), 0.0))
-            arrays.put(lse_ref, (owner * n.group + g) * splits + split, peak + jnp.log(mass))
+        total, maximum, *_ = lax.fori_loop(lower, upper, add_blocks, (*sums, *(load(lower, x) for x in range(AHEAD))))
+        total, maximum = _over_lanes(total, maximum, n.sharing)
+        thread, (_, own, _) = arrays.counted(THREADS * n.each) & (THREADS - 1), dataclasses.replace(n, steps=1).entries()
+        place = ((owner * n.group + own) * splits + split) * WARPS + (thread >> 5)
+        first = ((thread & sum(n.sharing)) < 1) & (own < n.group)
+        arrays.store(lse_ref, jnp.where(first, place, -1), maximum + jnp.log2(total))
 
 
-def _merge(logits_ref, lse_ref, stop_ref, *refs, lines, tokens, first, splits):
-    # logits [B, H * G, S]; lse [B, H * G, splits]; stop [B], and start [B] if it is an array; vote [B, S].
+def _over_lanes(total, maximum, distances):
+    """Join denominators of lanes that are so far apart, each of them relative to its ``maximum``."""
+    for distance in distances:
+        other, more = (arrays.exchanged(x, distance) for x in (maximum, total))
+        risen = jnp.maximum(maximum, other)
+        total, maximum = total * jnp.exp2(maximum - risen) + more * jnp.exp2(other - risen), risen
+    return total, maximum
+
+
+def _merge(logits_ref, lse_ref, stop_ref, *refs, tokens, first):
+    # logits [B, H * G, W]; lse [B, H * G, parts]; stop [B], and start [B] if it is an array; vote [B, S].
     *start_ref, vote_ref, shared = refs
     row, begin = lax.axis_index("x"), lax.axis_index("y") * BLOCK
     start, stop = _bounds(stop_ref, start_ref, first, row, tokens)
-    token = begin + arrays.counted(BLOCK)
+    entry, (_, lines, width), parts = arrays.counted(BLOCK), logits_ref.shape, lse_ref.shape[2]
+    token = begin + 4 * (entry & (THREADS - 1)) + (entry >> 7)
     at = jnp.where(token < tokens, row * tokens + token, -1)
     candidate, some = (token >= start) & (token < stop), (stop > start) & (begin < stop) & (begin + BLOCK > start)
+    four = jnp.minimum(begin + 4 * arrays.counted(THREADS), width - 4)
 
     def add_heads(step, vote):
         """Add up the probabilities of the next heads."""
         found = []
         for line in (step * TOGETHER + i for i in range(TOGETHER)):
-            place = jnp.where(candidate & (line < lines), (row * lines + line) * tokens + token, -1)
-            found.append((arrays.load(logits_ref, place, -jnp.inf), shared[line]))
-        return vote + functools.reduce(jnp.add, [jnp.exp(logit - lse) for logit, lse in found])
+            place = (row * lines + jnp.minimum(line, lines - 1)) * width + four
+            found.append((arrays.load_run(logits_ref, place, 4), shared[line]))
+        return vote + functools.reduce(jnp.add, [jnp.exp2(logit - lse) for logit, lse in found])
 
     @pl.when(some)
     def _():
-        line = arrays.counted(THREADS)
-        place = jnp.where(line < lines, (row * lines + line) * splits, -splits)
-        parts = [arrays.load(lse_ref, place + i) for i in range(splits)]
-        peak = jnp.maximum(functools.reduce(jnp.maximum, parts), FLOOR)
-        lse = peak + jnp.log(functools.reduce(jnp.add, [jnp.exp(x - peak) for x in parts]))
-        shared[...] = lse
+        thread, each = arrays.counted(THREADS), min(1 << ((THREADS // lines).bit_length() - 1), THREADS // TOGETHER)
+        line, part = lax.div(thread, each), lax.rem(thread, each)  # some threads for each query head
+        places = [
+            jnp.where((line < lines) & (part < parts - i), (row * lines + line) * parts + part + i, -1)
+            for i in range(0, parts, each)
+        ]
+        found = [arrays.load(lse_ref, place, -jnp.inf) for place in places]
+        peak = jnp.maximum(functools.reduce(jnp.maximum, found), FLOOR)
+        mass = functools.reduce(jnp.add, [jnp.exp2(x - peak) for x in found])
+        mass, peak = _over_lanes(mass, peak, [1 << i for i in range(each.bit_length() - 1)])
+        # Behind the last head nothing is added.
+        arrays.store_shared(shared, line, jnp.where(line < lines, peak + jnp.log2(mass), jnp.inf))
         arrays.meet()
         vote = arrays.spread(0.0, BLOCK, jnp.float32)
         vote = lax.fori_loop(0, -(-lines // TOGETHER), add_heads, vote)
@@ -107,24 +131,31 @@ def _merge(logits_ref, lse_ref, stop_ref, *refs, lines, tokens, first, splits):
         arrays.store(vote_ref, at, arrays.spread(-jnp.inf, BLOCK, jnp.float32))
 
 
+def _products(group, dim, dtype):
+    """Choose how keys of ``dtype`` are multiplied."""
+    if dtype == jnp.bfloat16 and dim in exact_products.DIMS and group <= exact_products.MOST:
+        return ExactProducts(group, dim, exact_products.WORDS * exact_products.ROWS // dim)
+    return Products(group, dim, STEPS // AHEAD)
+
+
 def token_vote(query, key, *, start, stop):
     """Add up the softmax of every query head over the candidates."""
     batch, heads, group, dim = query.shape
-    lists, tokens, n = batch * heads, key.shape[2], Products(group, dim, STEPS)
-    splits = max(1, min(PROGRAMS // lists, -(-tokens // n.rows), MOST_SPLITS))
-    options = {"tokens": tokens, "splits": splits, "first": start if isinstance(start, int) else 0}
+    lists, tokens, n = batch * heads, key.shape[2], _products(group, dim, key.dtype)
+    rows = AHEAD * n.rows
+    steps = -(-tokens // rows)
+    splits = max(1, min(PROGRAMS // lists, steps, MOST_SPLITS))
+    options = {"tokens": tokens, "first": start if isinstance(start, int) else 0}
     bounds = [stop] if isinstance(start, int) else [stop, jnp.broadcast_to(start, (batch,))]
-    shapes = [jax.ShapeDtypeStruct((lists, group, last), jnp.float32) for last in (tokens, splits)]
-    score, merge = (
-        functools.partial(_score, n=n, heads=heads, **options),
-        functools.partial(_merge, lines=heads * group, **options),
-    )
-    parts = arrays.program(score, shapes, grid=(lists, splits))(
+    shapes = [jax.ShapeDtypeStruct((lists, group, last), jnp.float32) for last in (steps * rows, splits * WARPS)]
+    score = functools.partial(_score, n=n, heads=heads, splits=splits, **options)
+    parts = arrays.program(score, shapes, grid=(lists, splits), approx=True)(
         query.reshape(lists, group, dim), key.reshape(lists * tokens, dim), *bounds
     )
-    out = [jax.ShapeDtypeStruct((batch, tokens), jnp.float32)]
-    shared = [plgpu.SMEM((THREADS,), jnp.float32)]
-    return arrays.program(merge, out, grid=(batch, -(-tokens // BLOCK)), scratch=shared)(*parts, *bounds)[0]
+    parts = [x.reshape(batch, heads * group, -1) for x in parts]
+    out, shared = [jax.ShapeDtypeStruct((batch, tokens), jnp.float32)], [plgpu.SMEM((THREADS,), jnp.float32)]
+    merge, grid = functools.partial(_merge, **options), (batch, -(-tokens // BLOCK))
+    return arrays.program(merge, out, grid=grid, scratch=shared, approx=True)(*parts, *bounds)[0]
 
 
 def check(query, key, *, start, stop):
@@ -135,5 +166,6 @@ def check(query, key, *, start, stop):
     batch, heads, group, dim = query.shape
     if dim & (dim - 1) or not CHUNK <= dim <= 32 * CHUNK:
         raise NotImplementedError(f"got head_dim {dim}, expected a power of two from {CHUNK} to {32 * CHUNK}")
-    if group > MOST_QUERIES or heads * group > THREADS or batch * heads * group * key.shape[2] >= 2**31 or not key.shape[2]:
+    padded = key.shape[2] + AHEAD * _products(group, dim, key.dtype).rows  # more than the logits of a head
+    if group > MOST_QUERIES or heads * group > THREADS or batch * heads * group * padded >= 2**31 or not key.shape[2]:
         raise NotImplementedError(f"got query {query.shape} and key {key.shape}, expected at most {THREADS} query heads")

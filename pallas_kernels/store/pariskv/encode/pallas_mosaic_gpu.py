@@ -1,4 +1,4 @@
-"""4-bit codes of keys through Mosaic GPU: a program for some vectors, a channel of each for a thread."""
+"""4-bit codes of keys through Mosaic GPU: a program for some vectors, a slice of one for a thread."""
 
 import functools
 
@@ -7,30 +7,25 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays
-from pallas_kernels._mosaic_gpu.key_codes import DIMS, codes, rotated
-from pallas_kernels._mosaic_gpu.pallas import plgpu
+from pallas_kernels._mosaic_gpu.key_codes import DIMS, codes, rotated, store
 from pallas_kernels._mosaic_gpu.threads import THREADS
 from pallas_kernels.formats.key_codes import SLICE
 
-EACH = 8  # channels of a thread
 TAKES = f"{arrays.HOPPER}, D a power of two from {DIMS[0]} to {DIMS[-1]}"
 
 
 def _body(key_ref, valid_ref, *refs, heads, dim, shared, scale):
     # key [L * T, D]; valid [L, T], or [B, T] if shared; signs [D] if rotated; ids [L * T, D / 8], rows [L * T, D].
-    *signs_ref, ids_ref, rows_ref, scratch = refs
-    entry, tokens, count = arrays.counted(THREADS * EACH), valid_ref.shape[1], key_ref.shape[0]
-    row, channel = lax.axis_index("x") * (THREADS * EACH // dim) + lax.div(entry, dim), lax.rem(entry, dim)
-    inside = row < count
+    *signs_ref, ids_ref, rows_ref = refs
+    entry, lanes, tokens, count = arrays.counted(THREADS), dim // SLICE, valid_ref.shape[1], key_ref.shape[0]
+    row, piece = lax.axis_index("x") * (THREADS // lanes) + lax.div(entry, lanes), lax.rem(entry, lanes)
     read = jnp.minimum(row, count - 1)
     line = lax.div(read, tokens)
+    x = arrays.load_run(key_ref, piece * SLICE, SLICE, (read, dim))
     flag = arrays.load(valid_ref, lax.rem(read, tokens), rows=(lax.div(line, heads) if shared else line, tokens))
-    x = arrays.load(key_ref, jnp.where(inside & (flag > 0), channel, -1), rows=(read, dim))
-    cluster, byte = codes(rotated(x, signs_ref[0], dim, scratch) if signs_ref else x, scale)
-    first = inside & ((channel & (SLICE - 1)) < 1)
-    at = jnp.where(first, lax.div(channel, SLICE), -1)
-    arrays.store(ids_ref, at, jnp.where(flag > 0, cluster, 0), (read, dim // SLICE))
-    arrays.store(rows_ref, jnp.where(inside, channel, -1), jnp.where(flag > 0, byte, 0), (read, dim))
+    coded = codes(rotated(x, signs_ref[0], dim) if signs_ref else x, scale)
+    coded = tuple(jnp.where(flag > 0, x, 0) for x in coded)
+    store(ids_ref, rows_ref, read, jnp.where(row < count, piece, -1), coded)
 
 
 def encode(key, valid, signs, *, scale):
@@ -39,8 +34,7 @@ def encode(key, valid, signs, *, scale):
     count = batch * heads * tokens
     body = functools.partial(_body, heads=heads, dim=dim, shared=valid.shape[1] == 1, scale=scale)
     out = [jax.ShapeDtypeStruct((count, size), jnp.uint8) for size in (dim // SLICE, dim)]
-    scratch = [plgpu.SMEM((THREADS * EACH,), jnp.float32)]
-    made = arrays.program(body, out, grid=(-(-count * dim // (THREADS * EACH)),), scratch=scratch)(
+    made = arrays.program(body, out, grid=(-(-count * dim // (THREADS * SLICE)),))(
         key.reshape(count, dim), valid.reshape(-1, tokens), *(() if signs is None else (signs,))
     )
     return tuple(x.reshape(batch, heads, tokens, -1) for x in made)

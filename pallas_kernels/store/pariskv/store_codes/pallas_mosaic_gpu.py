@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays
-from pallas_kernels._mosaic_gpu.key_codes import DIMS, codes, rotated
-from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
+from pallas_kernels._mosaic_gpu.key_codes import DIMS, codes, rotated, store
+from pallas_kernels._mosaic_gpu.pallas import pl
 from pallas_kernels._mosaic_gpu.threads import THREADS
 from pallas_kernels.formats.key_codes import CLUSTERS, SLICE
 from pallas_kernels.host import copy_row, sinks_of
@@ -22,8 +22,8 @@ TAKES = f"{arrays.HOPPER}, T = 1, D a power of two from {DIMS[0]} to {DIMS[-1]},
 
 def _body(key_ref, position_ref, active_ref, cursor_ref, *refs, rotate, heads, slots, dim, num_local, buffer, scale, sinks):
     # key [L * S, D], or copies of rows; position [L * S]; active, cursor [B]; signs [D] if rotated; in place ids [L * S, N],
-    # rows [L * S, D], counts and waiting [L * N * 256], stop [B]. Shared memory for the rotation.
-    *signs_ref, ids_ref, rows_ref, counts_ref, waiting_ref, stop_ref, scratch = refs
+    # rows [L * S, D], counts and waiting [L * N * 256], stop [B].
+    *signs_ref, ids_ref, rows_ref, counts_ref, waiting_ref, stop_ref = refs
     b, slices, copies = lax.axis_index("x"), dim // SLICE, key_ref.shape[0] // (active_ref.shape[0] * heads)
     cursor, stop, active = (arrays.scalar(ref, b) for ref in (cursor_ref, stop_ref, active_ref))
     arrived, slot = (active >= 0).astype(jnp.int32), cursor - 1
@@ -31,14 +31,11 @@ def _body(key_ref, position_ref, active_ref, cursor_ref, *refs, rotate, heads, s
     @pl.when((arrived == 1) & (slot >= 0) & (slot < slots))
     def _():
         row = slot if sinks is None else copy_row(slot, sinks, copies)
-        entry = arrays.counted(arrays.size_of(heads * dim))
-        inside, channel = entry < heads * dim, lax.rem(entry, dim)
-        line = b * heads + jnp.minimum(lax.div(entry, dim), heads - 1)
-        x = arrays.load(key_ref, channel, rows=(line * copies + row, dim))
-        cluster, byte = codes(rotated(x, signs_ref[0], dim, scratch) if rotate else x, scale)
-        to, first = line * slots + slot, inside & ((channel & (SLICE - 1)) < 1)
-        arrays.store(ids_ref, jnp.where(first, lax.div(channel, SLICE), -1), cluster, (to, slices))
-        arrays.store(rows_ref, jnp.where(inside, channel, -1), byte, (to, dim))
+        entry = arrays.counted(arrays.size_of(heads * slices))
+        line, piece = b * heads + jnp.minimum(lax.div(entry, slices), heads - 1), lax.rem(entry, slices)
+        x = arrays.load_run(key_ref, piece * SLICE, SLICE, (line * copies + row, dim))
+        coded = codes(rotated(x, signs_ref[0], dim) if rotate else x, scale)
+        store(ids_ref, rows_ref, line * slots + slot, jnp.where(entry < heads * slices, piece, -1), coded)
 
     # Tokens that have left the local window and are not counted yet: at most the token that left it in this step, which is
     # older than the new token.
@@ -95,8 +92,7 @@ def store_codes(
         sinks=sinks_of(rows),
     )  # fmt: skip
     states = [ids.reshape(-1, slices), code_rows.reshape(-1, dim), counts.reshape(-1), waiting.reshape(-1), stop]
-    scratch = [plgpu.SMEM((arrays.size_of(heads * dim),), jnp.float32)]
-    *index, stop = arrays.in_place(body, states, grid=(batch,), scratch=scratch)(
+    *index, stop = arrays.in_place(body, states, grid=(batch,))(
         key.reshape(-1, dim), position.reshape(-1), active.reshape(-1), cursor, *(() if signs is None else (signs,))
     )
     return *(x.reshape(old.shape) for x, old in zip(index, (ids, code_rows, counts, waiting), strict=True)), stop
