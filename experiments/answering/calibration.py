@@ -1,14 +1,15 @@
 """CHESS's thresholds, calibrated on full-attention generations that begin at held-out prompts."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import numpy as np
 
 from experiments.answering.ask import pad
 from experiments.answering.model import LoadedModel
-from experiments.benchmarks import Cell, Reading, encode_cell
+from experiments.benchmarks import Cell, Encoded, Reading, encode_cell
 from experiments.records import Results
 from experiments.tasks import get_task
 from kvjax import registry
@@ -35,18 +36,21 @@ class Calibration:
     new_tokens: int
     seed: int
 
+    def within(self, window: int) -> Self:
+        """Shorten prompts that would leave no room for their generation in a model's window."""
+        return dataclasses.replace(self, length=min(self.length, max(window - self.new_tokens, 1)))
 
-def calibration_tokens(
-    model: LoadedModel, calibration: Calibration, reading: Reading | None = None
-) -> tuple[np.ndarray, np.ndarray]:
+    @property
+    def cells(self) -> list[Cell]:
+        """The cells of the prompts, one of each task."""
+        each = -(-self.prompts // len(self.tasks))
+        return [Cell(task, self.length, each, self.seed + CALIBRATION_SEED) for task in self.tasks]
+
+
+def calibration_tokens(calibration: Calibration, encode: Callable[[Cell], Encoded]) -> tuple[np.ndarray, np.ndarray]:
     """Encode held-out prompts, int32 [prompts, length], padded on the right; and their lengths, int32 [prompts]."""
-    each = -(-calibration.prompts // len(calibration.tasks))
-    seed = calibration.seed + CALIBRATION_SEED
-    prompts = [
-        encode_cell(reading or Reading(model.tokenizer_file), Cell(task, calibration.length, each, seed)).wholes
-        for task in calibration.tasks
-    ]
-    rows = [tokens[index] for index in range(each) for tokens in prompts][: calibration.prompts]
+    prompts = [encode(cell).wholes for cell in calibration.cells]
+    rows = [tokens[index] for index in range(len(prompts[0])) for tokens in prompts][: calibration.prompts]
     return pad(rows, calibration.length)
 
 
@@ -56,22 +60,21 @@ def needs_thresholds(name: str, knobs: Mapping[str, Any]) -> bool:
 
 
 def chess_thresholds(
-    model: LoadedModel, calibration: Calibration, results: Results, reading: Reading | None = None
+    model: LoadedModel, calibration: Calibration, results: Results, encode: Callable[[Cell], Encoded] | None = None
 ) -> dict[str, float]:
     """Calibrate CHESS's thresholds and return them as knobs.
 
-    A record that holds those of the same calibration gives them again. Prompts that would leave no room for their generation
-    in the model's window are shortened. ``reading`` says how text becomes tokens; None takes the model's tokenizer without a
-    template.
+    A record that holds those of the same calibration gives them again. ``encode`` encodes the prompts; None takes the model's
+    tokenizer without a template.
     """
-    window = model.config.max_position_embeddings - calibration.new_tokens
-    calibration = dataclasses.replace(calibration, length=min(calibration.length, max(window, 1)))
+    calibration = calibration.within(model.config.max_position_embeddings)
     settings = {**dataclasses.asdict(calibration), "tasks": list(calibration.tasks)}
     stored = results.notes.get("chess_calibration")
     if stored is None or stored["settings"] != settings:
         for task in calibration.tasks:
             get_task(task)
-        tokens, lengths = calibration_tokens(model, calibration, reading)
+        encode = encode or functools.partial(encode_cell, Reading(model.tokenizer_file))
+        tokens, lengths = calibration_tokens(calibration, encode)
         method = calibrate_chess(
             model.params,
             tokens,

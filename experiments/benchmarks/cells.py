@@ -151,6 +151,12 @@ def examples(name: str, *, depth: float | None = None, questions: int = 1, **opt
     return every
 
 
+def unwritten(cell: Cell) -> Encoded:
+    """Stand in for a generated cell while its prompts are made: one example, without a token."""
+    example = Example(cell.task, "", "", "", (), 0, "")
+    return Encoded(cell, (example,), ((),), ((),), ((),), (0,), ("",))
+
+
 def encode_cell(reading: Reading, cell: Cell) -> Encoded:
     """Encode the examples of a cell; generate them first if they are not given."""
     file = reading.tokenizer_file
@@ -299,23 +305,29 @@ class CellStore:
     """
 
     def __init__(self, reading: Reading, cells: Sequence[Cell], workers: int) -> None:
-        self._coming = self._encode(reading, list(dict.fromkeys(cells)), workers)
+        self._reading, self._cells, self._workers = reading, list(dict.fromkeys(cells)), workers
         self._made: dict[Cell, Encoded] = {}
 
     def __getitem__(self, cell: Cell) -> Encoded:
+        """Return a cell as soon as it is encoded; one that the store was not given is encoded in this process."""
         while cell not in self._made:
-            encoded = next(self._coming)
+            encoded = next(self._coming, None) or encode_cell(self._reading, cell)
             self._made[encoded.cell] = encoded
         return self._made[cell]
 
-    @staticmethod
-    def _encode(reading: Reading, cells: list[Cell], workers: int) -> Iterator[Encoded]:
-        if workers == 0 or len(cells) < 2:
-            yield from (encode_cell(reading, cell) for cell in cells)
-            return
+    def begin(self) -> None:
+        """Let the workers begin, and do not wait for them; else they begin when a cell is asked for."""
+        iter(self._coming)
+
+    @functools.cached_property
+    def _coming(self) -> Iterator[Encoded]:
+        cells, reading = self._cells, self._reading
+        if self._workers == 0 or len(cells) < 2:
+            return (encode_cell(reading, cell) for cell in cells)
         spawn = multiprocessing.get_context("spawn")
-        count = min(workers, len(cells))
-        with concurrent.futures.ProcessPoolExecutor(count, mp_context=spawn, initializer=end_with_parent) as pool:
-            with held_interrupts():
-                encoded = pool.map(encode_cell, [reading] * len(cells), cells)
-            yield from encoded
+        count = min(self._workers, len(cells))
+        pool = concurrent.futures.ProcessPoolExecutor(count, mp_context=spawn, initializer=end_with_parent)
+        with held_interrupts():
+            encoded = pool.map(encode_cell, [reading] * len(cells), cells)
+        pool.shutdown(wait=False)  # behind the last cell
+        return encoded

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import os
 import pathlib
 import re
 import sys
@@ -355,9 +356,23 @@ def record_path(value: str | pathlib.Path) -> pathlib.Path:
     """Read the path of a JSON record; its table and its figure get the same name with other suffixes.
 
     Raises:
-        ValueError: the path is no ``.json``.
+        ValueError: the path is no ``.json``, or see `output_file`.
+    """
+    if pathlib.Path(value).suffix != ".json":
+        raise ValueError(f"expected a file that ends in .json, got {str(value)!r}")
+    return output_file(value)
+
+
+def output_file(value: str | pathlib.Path) -> pathlib.Path:
+    """Read the path of a file that a run ends with.
+
+    Raises:
+        ValueError: no file can be written there, which a run would find out at its end.
     """
     path = pathlib.Path(value)
-    if path.suffix != ".json" or path.is_dir():
-        raise ValueError(f"expected a file that ends in .json, got {str(value)!r}")
+    above = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
+    if path.is_dir() or not above.is_dir():
+        raise ValueError(f"expected a file in a folder, got {path}, where {path if path.is_dir() else above} is in the way")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ValueError(f"expected a file in a folder that may be written, got {path}")
     return path

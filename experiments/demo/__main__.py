@@ -32,7 +32,7 @@ import numpy as np
 from jsonargparse.typing import PositiveInt
 
 from experiments.answering import QUESTIONS, Choice, at_budgets, choices_of, written
-from experiments.cli import Job, option
+from experiments.cli import Job, option, output_file
 from experiments.demo.report import draw, table
 from experiments.evaluation import Compared, EvaluationSettings, Runner, Shown, beside_reference, load, read_predictions
 from experiments.records import make_record, save, with_figures, write_bytes, write_record
@@ -93,14 +93,13 @@ class DemoOutput(Shown):
         out: directory for demo.json and demo.png
 
     Raises:
-        ValueError: the directory is a file.
+        ValueError: no file can be written there.
     """
 
     out: pathlib.Path = pathlib.Path("runs/demo")
 
     def __post_init__(self) -> None:
-        if self.out.exists() and not self.out.is_dir():
-            raise ValueError(f"--out must be a directory, got the file {self.out}")
+        output_file(self.out / "demo.json")
 
 
 def run_demo(settings: DemoSettings, *, progress: bool = True) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class Compared:
         same: percent of examples answered word for word as under the reference.
         contexts: number of these examples' contexts; an example that shares no context counts as one.
         reference: the label of the method that the row is compared with.
+        comparable: the row's score; of a row on other samples than the reference's, the reference's score and `difference`.
     """
 
     row: dict[str, Any]
@@ -63,7 +64,8 @@ class Compared:
     interval_95: tuple[float, float]
     same: float
     contexts: int
-    reference: str = BASELINE
+    reference: str
+    comparable: float
 
     @property
     def is_reference(self) -> bool:
@@ -175,7 +177,8 @@ def place_of(rows: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]],
 
 def _against(entry: Entry, base: Entry) -> Compared:
     few, many = sorted((entry.examples.keys(), base.examples.keys()), key=len)
-    if other := few ^ many if entry.row.get("samples") == base.row.get("samples") else few - many:
+    alike = entry.row.get("samples") == base.row.get("samples")
+    if other := few ^ many if alike else few - many:
         raise ValueError(
             f"{entry.row['method']} and {base.row['method']} answered different examples of {entry.row['name']}: "
             f"{len(other)} keys are not in both; a key holds the prompt, the references, the scorer and the limits"
@@ -186,7 +189,8 @@ def _against(entry: Entry, base: Entry) -> Compared:
     difference, low, high = (round(100 * value, 2) for value in (float(np.mean(changes)), *interval(changes, groups)))
     same = round(100 * float(np.mean([mine["answer"] == theirs["answer"] for mine, theirs in pairs])), 1)
     contexts = len({group or number for number, group in enumerate(groups)})
-    return Compared(entry.row, difference, (low, high), same, contexts, base.row["method"])
+    comparable = entry.row["value"] if alike else round(base.row["value"] + difference, 2)
+    return Compared(entry.row, difference, (low, high), same, contexts, base.row["method"], comparable)
 
 
 def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
@@ -202,11 +206,12 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
     for (_, _, length), members in groups.items():
         if members[0].is_reference:
             cells.setdefault(length, set()).update(_cell_names(members))
-    means = []
+    means, points = [], []
     for (method, question, length), members in groups.items():
         if set(_cell_names(members)) != cells.get(length):
             continue
         halves = [(item.interval_95[1] - item.interval_95[0]) / 2 for item in members]
+        points.append(float(np.mean([item.comparable for item in members])))
         means.append(
             {
                 "method": method,
@@ -225,7 +230,8 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
                 "no_effect": all(item.row["no_effect"] for item in members),
             }
         )
-    found = shares(means, lambda mean: (mean["question"], mean["length"]), lambda mean: row_point(mean, "score"))
+    every = [{**mean, "score": point} for mean, point in zip(means, points, strict=True)]
+    found = shares(every, lambda mean: (mean["question"], mean["length"]), lambda mean: row_point(mean, "score"))
     return [{**mean, "of_oracle": share} for mean, share in zip(means, found, strict=True)]
 
 

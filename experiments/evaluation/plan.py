@@ -7,15 +7,16 @@ do as fit into half of the free memory. A pass has two tokens for each MiB of th
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 
 from experiments.answering import LoadedModel, Setting, Shape
-from experiments.benchmarks import Cell, CellStore
+from experiments.benchmarks import Cell, Encoded, unwritten
 from experiments.evaluation.answers import SHARED_TOKENS, Batch, make_batches, with_room
 from experiments.evaluation.settings import EvaluationSettings
 from experiments.tasks import get_task
@@ -71,18 +72,35 @@ class Plan:
     Args:
         settings: what is run.
         model: the model.
-        store: the cells' examples as token ids.
+        encoded: gives a cell's examples as token ids.
         cells: the cells.
         limit: the most tokens of prompt and answer.
     """
 
     def __init__(
-        self, settings: EvaluationSettings, model: LoadedModel, store: CellStore, cells: Sequence[Cell], limit: int
+        self,
+        settings: EvaluationSettings,
+        model: LoadedModel,
+        encoded: Callable[[Cell], Encoded],
+        cells: Sequence[Cell],
+        limit: int,
     ) -> None:
-        self._settings, self._model, self._store, self._cells, self._limit = settings, model, store, cells, limit
+        self._settings, self._model, self._encoded, self._cells, self._limit = settings, model, encoded, cells, limit
         self._batches: dict[Hashable, list[Batch]] = {}
         self._smaller: dict[Hashable, int] = {}
         self._needed: dict[Hashable, int] = {}
+
+    def before_prompts(self, jobs: Sequence[Job]) -> Self:
+        """Return what plans new generated cells before their prompts are made: the same groups.
+
+        It waits for prompts where the question is no part of them, or the room for an answer is the examples' own.
+        """
+        if any(job.question != "prefill" or get_task(job.cell.task).max_new_tokens > SHARED_TOKENS for job in jobs):
+            return self
+        _ = self._bytes  # found once for both
+        plan = copy.copy(self)  # what one finds out about memory, the other knows
+        plan._encoded, plan._batches = unwritten, {}
+        return plan
 
     def groups(self, jobs: Sequence[Job]) -> list[Group]:
         """Group jobs: each joins the first group of its cell in which it fits, and opens another one if there is none.
@@ -171,7 +189,7 @@ class Plan:
         at = cell, beyond, job.question, tokens, answered
         if at not in self._batches:
             batches = make_batches(
-                self._store[cell].after(answered),
+                self._encoded(cell).after(answered),
                 job.question,
                 tokens,
                 None if beyond else self._limit,

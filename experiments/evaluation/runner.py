@@ -125,8 +125,10 @@ class Runner:
         self.cells = make_cells(settings) if cells is None else cells
         if any(map(reads_code, self.cells)):
             check_library(self.folder.rows, f"{out}", library_origin())
-        self.store = CellStore(self._reading, self.cells, settings.workers)
-        self._plan = Plan(settings, model, self.store, self.cells, self._limit)
+        asked = any(needs_thresholds(one.name, one.knobs) for one in settings.choices)
+        held_out = self._calibration.cells if asked and "chess_calibration" not in self.folder.results.notes else []
+        self.store = CellStore(self._reading, [*held_out, *self.cells], settings.workers)
+        self._plan = Plan(settings, model, self.store.__getitem__, self.cells, self._limit)
 
     def run(self) -> None:
         """Run every cell that the folder does not have.
@@ -165,16 +167,22 @@ class Runner:
                     waiting.extendleft(reversed(self._attempt(parts[0], ahead, clock, bar)))
 
     def _compile_first(self, ahead: CompileAhead) -> None:
-        """Queue the programs of the first cell before CHESS is calibrated; its thresholds are traced, so any will do."""
-        if not ahead.spare or not any(needs_thresholds(one.name, one.knobs) for one in self.settings.choices):
+        """Queue the programs of the first cell while prompts are made, and before CHESS is calibrated.
+
+        Its thresholds are traced, so any will do. The programs of methods that read alone come first: they compile soon.
+        """
+        if not ahead.spare:
             return
         self._thresholds = {"tau_entropy": 0.0, "tau_varentropy": 0.0}
         first = [
             job for job in self._jobs(self.settings.choices) if job.cell == self.cells[0] and job.cell.length is not None
         ]
-        for group in self._plan.groups(first):
-            for part in self._plan.alike(group, self._answered):
-                self._add(ahead, part)
+        if first:
+            self.store.begin()
+        plan = self._plan.before_prompts(first) if not any(map(self._answered, first)) else self._plan
+        for group in sorted(plan.groups(first), key=lambda group: len(group.jobs)):
+            for part in plan.alike(group, self._answered):
+                self._add(ahead, part, plan)
         self._thresholds = {}
 
     def _in_order(self, jobs: Sequence[Job], ahead: CompileAhead) -> Iterator[Group]:
@@ -286,10 +294,10 @@ class Runner:
                 f"compiling {row['compile_seconds']:.1f} s" + "  NO EFFECT: it read every token" * without_effect(row)
             )
 
-    def _add(self, ahead: CompileAhead, group: Group) -> list[Hashable]:
+    def _add(self, ahead: CompileAhead, group: Group, plan: Plan | None = None) -> list[Hashable]:
         """Add the programs of a group to the queue; return the key of each batch."""
         methods, keys = group.methods, []
-        for batch in self._plan.batches(group):
+        for batch in (plan or self._plan).batches(group):
             shape, config = batch.shape, with_room(self.model.config, batch.shape, methods)
             # The questions are asked one after the other: their number can change the program only through the room.
             keys.append((jax.tree.structure(methods), shape.length, shape.rows, shape.room, shape.question_length, config))
@@ -327,16 +335,20 @@ class Runner:
             self._settings[at] = choice.at(length, self.model.tokenizer, self._made_for, extra)
         return self._settings[at]
 
+    @functools.cached_property
+    def _calibration(self) -> Calibration:
+        length = min(self.settings.lengths, default=2048)
+        calibration = Calibration(expand(("trained",)), length, 16, 512, self.settings.seed)
+        return calibration.within(self.model.config.max_position_embeddings)
+
     def _chess(self) -> dict[str, float]:
         """Calibrate CHESS' thresholds, once for a folder, on other prompts of the tasks that the shipped models know.
 
         The thresholds do not depend on the tasks of the run, so processes that share a folder run the same method.
         """
-        length = min(self.settings.lengths, default=2048)
-        calibration = Calibration(expand(("trained",)), length, 16, 512, self.settings.seed)
         if "chess_calibration" not in self.folder.results.notes:
-            self._say(f"calibrating CHESS on {calibration.prompts} other prompts of {length} tokens")
-        return chess_thresholds(self.model, calibration, self.folder.results, self._reading)
+            self._say(f"calibrating CHESS on {self._calibration.prompts} other prompts of {self._calibration.length} tokens")
+        return chess_thresholds(self.model, self._calibration, self.folder.results, self.store.__getitem__)
 
     def _say(self, line: str) -> None:
         if self.progress:

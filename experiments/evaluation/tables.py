@@ -153,7 +153,11 @@ _CELLS: dict[str, Callable[[Compared], str]] = {
 def cell_table(compared: Sequence[Compared]) -> str:
     """Format a row for each cell and method, with intervals; differences beyond noise are bold."""
     columns = dict(_CELLS)
-    found = shares(compared, lambda item: (*map(item.row.get, CELL), item.row["question"]), lambda item: row_point(item.row))
+    found = shares(
+        compared,
+        lambda item: (*map(item.row.get, CELL), item.row["question"]),
+        lambda item: row_point({**item.row, "value": item.comparable}),
+    )
     if any(found):
         of_oracle = {id(item): percent(share) for item, share in zip(compared, found, strict=True)}
         columns[_OF_ORACLE] = lambda item: of_oracle[id(item)]

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 import kvjax
 from experiments.answering import LoadedModel
 from experiments.benchmarks import Example, score
-from experiments.cli import Job
+from experiments.cli import Job, option, output_file
 from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.records import write_bytes
 from kvjax.methods import Full
@@ -49,7 +49,7 @@ class HeadSettings(PromptSettings):
         out: the file of scores
     """
 
-    out: pathlib.Path = pathlib.Path("runs/heads.json")
+    out: pathlib.Path = option(pathlib.Path("runs/heads.json"), read=output_file)
 
 
 @pytree

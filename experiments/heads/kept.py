@@ -18,7 +18,7 @@ from jsonargparse.typing import PositiveInt
 
 import kvjax
 from experiments.answering import Choice
-from experiments.cli import Job
+from experiments.cli import Job, option, output_file
 from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows, write_bytes
 from kvjax.protocol.typing import method_layers
@@ -35,7 +35,7 @@ class KeptSettings(PromptSettings):
 
     method: str = "kvzip(budget=1/8)"
     samples: PositiveInt = 4
-    out: pathlib.Path = pathlib.Path("runs/kept.json")
+    out: pathlib.Path = option(pathlib.Path("runs/kept.json"), read=output_file)
 
 
 def _kept(settings: KeptSettings) -> None:

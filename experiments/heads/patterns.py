@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array
 
 import kvjax
-from experiments.cli import Job
+from experiments.cli import Job, option, output_file
 from experiments.heads.heads import BesideFull
 from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows, write_bytes
@@ -46,7 +46,7 @@ class PatternSettings(PromptSettings):
     """
 
     scale: float = 1.0
-    out: pathlib.Path = pathlib.Path("runs") / FILE
+    out: pathlib.Path = option(pathlib.Path("runs") / FILE, read=output_file)
 
     def __post_init__(self) -> None:
         PromptSettings.__post_init__(self)

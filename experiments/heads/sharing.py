@@ -28,7 +28,7 @@ from jsonargparse.typing import PositiveInt
 
 import kvjax
 from experiments.answering import Choice
-from experiments.cli import Job
+from experiments.cli import Job, option, output_file
 from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows, write_bytes
 from kvjax.attention.over_cache import Selection
@@ -67,7 +67,7 @@ class SharingSettings(PromptSettings):
     every: PositiveInt = 4
     steps: PositiveInt = 24
     rows: PositiveInt = 64
-    out: pathlib.Path = pathlib.Path("runs/sharing.json")
+    out: pathlib.Path = option(pathlib.Path("runs/sharing.json"), read=output_file)
 
 
 @pytree

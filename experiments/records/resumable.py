@@ -67,6 +67,12 @@ def _lock_of(path: pathlib.Path) -> pathlib.Path:
     return path.with_name(f".{short}.lock")
 
 
+def _version(path: pathlib.Path) -> tuple[int, ...]:
+    """Tell a file from those that take its place: each write makes another one."""
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(part) for part in value]
@@ -106,13 +112,14 @@ class Results:
         self.metrics: list[dict[str, Any]] = []
         self.notes: dict[str, Any] = {}
         self.devices: list[str] = []
+        self._as_of: tuple[int, ...] = ()  # the file that `metrics` and `notes` are from
         self.lock = FileLock(_lock_of(path))
         path.parent.mkdir(parents=True, exist_ok=True)
         self.read()
 
     def read(self) -> None:
         """Take over the cells and notes that the file holds now."""
-        if self._fresh or not self.path.exists():
+        if self._fresh or not self.path.exists() or (as_of := _version(self.path)) == self._as_of:
             return
         try:
             record = json.loads(self.path.read_text(encoding="utf-8"))
@@ -130,6 +137,7 @@ class Results:
             if (stored := record["settings"].get(name, value)) != value:
                 raise ValueError(f"{self.path} holds cells with {name}={stored!r}, got {value!r}: choose another --out")
         self.metrics, self.notes, self.devices = record["metrics"], record["notes"], device_kinds(record)
+        self._as_of = as_of
 
     def find(self, identity: Mapping[str, Any]) -> dict[str, Any] | None:
         """Find the finished cell whose fields include all of ``identity``, or None."""
@@ -166,4 +174,4 @@ class Results:
         record = make_record(self._experiment, self.settings, self.metrics, packages=self._packages)
         self.devices = list(dict.fromkeys([*self.devices, record["device"]["kind"]]))
         write_record(self.path, {**record, "notes": self.notes, "devices": self.devices})
-        self._fresh = False
+        self._fresh, self._as_of = False, _version(self.path)

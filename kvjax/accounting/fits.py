@@ -197,10 +197,11 @@ def _most(needs: Callable[[int], int], have: int, least: int, most: int, step: i
     ``needs`` must not fall, and rises mostly behind multiples of ``level``.
     """
     needs = functools.cache(needs)
-    if needs(least) > have:
-        return None
     ends = [least, *(x for x in (4 * level, _SOON, most) if least < x <= most)]
-    if (above := next((at for at, end in enumerate(ends) if needs(end) > have), None)) is None:
+    above = next((at for at, end in enumerate(ends) if at and needs(end) > have), len(ends))
+    if above < 2 and needs(least) > have:  # not asked where a larger number fits
+        return None
+    if above == len(ends):
         return most
     low, high = _between(needs, have, ends[above - 1], ends[above], max(level, step))
     over = (low // step + 1) * step

@@ -8,6 +8,7 @@ written in place takes the memory of what it replaces. Compilers do more, so thi
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -137,17 +138,18 @@ def _peak(jaxpr: core.Jaxpr, consumed: tuple[bool, ...] = ()) -> int:
         if step.reads and not step.fused:
             product = step.name == "dot_general"
             needed.update(turned.get(x, x) if product else x for x in step.inputs)
-    held = set(arguments)
-    live = given = most = sum(sizes[x] for x in held)
+    live = given = most = sum(sizes[x] for x in arguments)
+    ending: dict[int, set[int]] = collections.defaultdict(set)  # by the step that reads them last
+    for x in arguments:
+        ending[max(last.get(x, -1), 0)].add(x)
     for at, step in enumerate(steps):
         new = {x for x in step.outputs if (x in needed or not step.fused) and x not in results}
         size = sum(sizes[x] for x in new)
-        free = sum(sizes[x] for x in held if last.get(x, -1) <= at and _replaces(step, x))
+        free = sum(sizes[x] for x in ending[at] if _replaces(step, x))
         most = max(most, live + size - min(size, free) + step.inner)
-        held |= new
-        gone = {x for x in held if last.get(x, -1) <= at}
-        live += size - sum(sizes[x] for x in gone)
-        held -= gone
+        for x in new:
+            ending[max(last.get(x, -1), at)].add(x)
+        live += size - sum(sizes[x] for x in ending.pop(at))
     return most - given
 
 

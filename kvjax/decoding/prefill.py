@@ -254,25 +254,25 @@ class Run:
 
         With ``embeds`` the layer reads the tokens, and the hidden states are those behind it alone.
         """
-        chunk, model = self.order.chunk, not_none("model", layered(self.model))
+        model, order, common = not_none("model", layered(self.model)), self.order, sized.common
 
-        def body(index: Array | int, carry: tuple, operands: tuple) -> tuple:
+        def body(index: Array | int, carry: tuple, operands: tuple) -> tuple:  # over nothing traced, see `run_if`
             (hidden, states), (params, each, shared, length, tokens) = carry, operands
-            piece, part = (_piece(x, index * chunk, chunk) for x in (tokens, hidden))
-            now = Pass.at(index * chunk, piece, length, each, shared)
+            piece, part = (_piece(x, index * order.chunk, order.chunk) for x in (tokens, hidden))
+            now = Pass.at(index * order.chunk, piece, length, each, shared)
             if embeds:
                 part = model.embed(params, piece, **position_option(model, now.position))
             else:  # what is written must not be computed from what it takes the place of
                 hidden, part = barrier((hidden, part))
 
             def attend(layer: int, states: tuple, *given: Any, sinks: Array | None = None) -> tuple[Array, tuple]:
-                whole = sized.common.restore_layer(layer, states)
-                out, whole = now.attend(self.model, layer, whole, given, sinks, sized.common)
-                return out, sized.common.strip_layer(layer, whole)
+                whole = common.restore_layer(layer, states)
+                out, whole = now.attend(model, layer, whole, given, sinks, common)
+                return out, common.strip_layer(layer, whole)
 
             part, states = model.run_layer(params, layer, part, attend, states)
-            part = to_host(part) if self.order.offloaded else part
-            return lax.dynamic_update_slice_in_dim(hidden, part, index * chunk, 1), states
+            part = to_host(part) if order.offloaded else part
+            return lax.dynamic_update_slice_in_dim(hidden, part, index * order.chunk, 1), states
 
         carry = hidden, made_after(hidden, self._begun_layer(layer, sized))
         return self._each_chunk(body, carry, (self.params, self.each, sized.shared, length, tokens), length)
@@ -306,48 +306,48 @@ class Run:
         ``states`` has these rows alone; or it has all rows, and ``rows`` int32 [1] is the index of the one row. States are
         stripped, before and after; but after a prompt of one chunk they are whole.
         """
-        chunk, within = self.order.chunk, self.within
+        order, model, within, common, specs = self.order, self.model, self.within, sized.common, sized.specs
 
-        def read(start: Array | int, carry: tuple, operands: tuple) -> tuple[tuple, Array]:
+        def read(start: Array | int, carry: tuple, operands: tuple) -> tuple[tuple, Array]:  # as `body` above
             (states, logits), (params, each, all_shared, length, rows, piece) = carry, operands
             now = Pass.at(start, piece, length, each, all_shared)
             last = length - 1 - start
 
             def attend(layer: int, states: tuple, *given: Any, sinks: Array | None = None) -> tuple[Array, tuple]:
-                if rows is not None and not is_recurrent(self.model, layer):
+                if rows is not None and not is_recurrent(model, layer):
                     # Else XLA takes a row out of all layers before it puts any back.
                     given, states = barrier((given, states))
-                mine = sized.common.restore_layer(layer, states if rows is None else row_of(states, rows[0]))
-                out, new = now.attend(self.model, layer, mine, given, sinks, sized.common)
-                if self.order.chunks > 1:
-                    new = sized.common.strip_layer(layer, new)
+                mine = common.restore_layer(layer, states if rows is None else row_of(states, rows[0]))
+                out, new = now.attend(model, layer, mine, given, sinks, common)
+                if order.chunks > 1:
+                    new = common.strip_layer(layer, new)
                     return out, new if rows is None else put_rows(states, new, rows)
-                if not any(within) or is_recurrent(self.model, layer):
+                if not any(within) or is_recurrent(model, layer):
                     return out, new
                 finished = tuple(
                     finish(layers[layer], state, spec[layer]) if early else state
-                    for layers, state, spec, early in zip(each, new, sized.specs, within, strict=True)
+                    for layers, state, spec, early in zip(each, new, specs, within, strict=True)
                 )
                 # A layer is finished before the next begins. Else XLA finishes all layers at once, where they share a
                 # mask: in one kernel, which takes minutes to compile, after the keys of all layers have been made.
                 return barrier((out, finished))
 
-            options = position_option(self.model, now.position)
-            made = self.model.apply(params, piece, attend, states, last=jnp.clip(last, 0, chunk - 1), **options)
-            new, states = checked(self.model, len(piece), self.model.num_layers, made)
-            return states, jnp.where(((last >= 0) & (last < chunk))[:, None], new, logits)
+            options = position_option(model, now.position)
+            made = model.apply(params, piece, attend, states, last=jnp.clip(last, 0, order.chunk - 1), **options)
+            new, states = checked(model, len(piece), model.num_layers, made)
+            return states, jnp.where(((last >= 0) & (last < order.chunk))[:, None], new, logits)
 
-        logits = jnp.zeros((len(length), self.model.vocab_size), jnp.float32)
+        carry = states, jnp.zeros((len(length), model.vocab_size), jnp.float32)
         operands = self.params, self.each, sized.shared, length, rows, tokens
-        if self.order.chunks == 1:
-            return read(0, (states, logits), operands)
+        if order.chunks == 1:
+            return read(0, carry, operands)
 
         def body(index: Array, carry: tuple, operands: tuple) -> tuple:
             *others, tokens = operands
-            piece = lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, 1)
-            return read(index * chunk, carry, (*others, piece))
+            piece = lax.dynamic_slice_in_dim(tokens, index * order.chunk, order.chunk, 1)
+            return read(index * order.chunk, carry, (*others, piece))
 
-        return self._each_chunk(body, (states, logits), operands, length)
+        return self._each_chunk(body, carry, operands, length)
 
     def finished(self, tokens: Array, length: Array, states: tuple, sized: Sized, logits: Array) -> tuple:
         """Complete the states after the last token: reread the prompt where a method does, then finish unfinished states."""

@@ -189,7 +189,7 @@ ASKED = "generate --model {directory} --prompt a"
     ("words", "expected"),
     [
         ("generate Hello", "'Hello' has no flag before it, expected one such as --prompt"),
-        (f"{GENERATE} --logprobs {{directory}}", "--logprobs must be a file to write, got the folder"),
+        (f"{GENERATE} --logprobs {{directory}}", "expected a file in a folder, got"),
         (f"{GENERATE} --top-logprobs 3", "--top-logprobs 3 needs a file: add --logprobs OUT"),
         (f"{GENERATE} --method snapkv --set budget", "--set takes KNOB=VALUE, got 'budget'"),
         (f"{GENERATE} --method snapkv --set budgte=64", "no knob 'budgte' (did you mean 'budget'?)"),
@@ -219,6 +219,8 @@ ASKED = "generate --model {directory} --prompt a"
         ("ls kvpress:nowhere", "nowhere"),
         ("demo --length x", "whole number"),
         ("demo --lenght 5", "--lenght"),
+        ("demo --out {prompt}/below", "is in the way"),  # not after the run, which would be lost
+        ("speed --out {prompt}/below.json", "is in the way"),
     ],
 )
 def test_bad_input_of_a_command_is_named(words, expected, directory, prompt, tmp_path, fails):

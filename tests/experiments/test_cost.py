@@ -10,7 +10,7 @@ import platformdirs
 import pytest
 
 import models
-from experiments.answering import Shape, ask, load_model, programs
+from experiments.answering import Calibration, Shape, ask, load_model, programs
 from experiments.cli import CompiledPrograms
 from experiments.cli.main import main
 from experiments.evaluation import ahead, runner
@@ -78,15 +78,24 @@ def test_a_method_at_a_length_compiles_once_for_all_tasks_and_before_it_is_asked
 
 
 def test_programs_are_queued_before_chess_is_calibrated(directory, tmp_path, monkeypatch):
-    given = {"model": str(directory), "tasks": ["vt"], "lengths": [512], "samples": 2, "methods": ["chess"], "workers": 0}
+    """Before any prompt is made, too; the groups are those that the prompts give."""
+    given = {"model": str(directory), "tasks": ["vt", "passkey"], "lengths": [512], "samples": 2, "workers": 0}
+    given |= {"methods": ["chess", "keydiff"], "question": "prefill"}
     settings = EvaluationSettings.from_mapping(given, "a test")
+    monkeypatch.setattr(
+        runner.Runner, "_calibration", Calibration(("passkey",), 512, 2, 8, 0)
+    )  # 512 new tokens are the window
     made = runner.Runner(settings, load_model(directory, "float32"), tmp_path, progress=False)
     monkeypatch.setattr(runner, "chess_thresholds", lambda *given: {"tau_entropy": 1.5, "tau_varentropy": 2.5})
     with Eager() as queue:
         made._compile_first(queue)
-        keys = set(queue._traced)
-    methods = tuple(made.setting(choice, made.cells[0]).method for choice in settings.choices)
-    assert methods[-1].tau_entropy == 1.5 and [key[0] for key in keys] == [jax.tree.structure(methods)]
+        keys = list(queue._traced)
+        assert not made.store._made
+        for group in made._plan.groups(made._jobs(settings.choices)):
+            made._add(queue, group)
+        assert list(queue._traced) == keys
+    full, chess, alone = (made.setting(choice, made.cells[0]).method for choice in settings.choices)
+    assert chess.tau_entropy == 1.5 and [key[0] for key in keys] == list(map(jax.tree.structure, [(alone,), (full, chess)]))
 
 
 KNOBS = {

@@ -423,13 +423,12 @@ def test_a_folder_has_one_calibration_whatever_tasks_a_process_runs(directory, t
     asked = []
     monkeypatch.setattr(
         "experiments.evaluation.runner.chess_thresholds",
-        lambda model, calibration, results, reading: asked.append((calibration, reading)) or {},
+        lambda model, calibration, results, encode: asked.append(calibration) or {},
     )
     for tasks in (("passkey",), ("vt", "niah_single_1")):
         make(directory, tmp_path, tasks=tasks, samples=1, methods=["chess"])._chess()
     assert asked[0] == asked[1]
-    calibration, reading = asked[0]
-    assert len(calibration.tasks) == 12 and reading.tokenizer_file.is_file()
+    assert len(asked[0].tasks) == 12
 
 
 @pytest.mark.parametrize(
@@ -605,6 +604,9 @@ def test_a_score_is_shown_beside_what_the_oracle_reaches_with_as_many_bytes():
     head, *table = tables.summary_cells(compared)
     assert [row[head.index("of the oracle")] for row in table if row[0] in ("Quest", "TOVA")] == ["100 %", ""]
     assert "| 50 % |" in tables.cell_table(compared)
+    easy = entry("oracle(budget=1)", [1.0] * 10, bytes_read_per_step=10)  # Full has 100 on the examples of the oracle
+    few = [entry(name, [1.0] * 10 + [0.0] * 10, bytes_read_per_step=read) for name, read in (("full", 160), ("quest", 10))]
+    assert [mean["of_oracle"] for mean in comparison.averages(comparison.beside_reference([*few, easy]))][1] == 100
     without = [item for item in compared if "oracle" not in item.row["method"]]
     assert "oracle" not in tables.summary_table(without) + tables.cell_table(without)
     (panel,) = plots.curves("pareto", [one.row for one in rows]).axes

@@ -84,6 +84,16 @@ def test_every_method_has_a_name_as_in_its_paper():
     assert method_title("my_own(budget=1)") == "my_own(budget=1)"
 
 
+def test_a_record_is_read_again_only_if_another_process_has_changed_it(tmp_path, monkeypatch):
+    one, two = (Results(tmp_path / "metrics.json", "this", {}) for _ in range(2))
+    for at, (mine, other) in enumerate([(one, two), (two, one), (one, two)]):
+        mine.add({**METRIC, "name": str(at)}, {"name": str(at)})
+        other.read()
+        assert [row["name"] for row in other.metrics] == [row["name"] for row in mine.metrics] == list("012"[: at + 1])
+    monkeypatch.setattr(json, "loads", None)
+    one.read(), two.read()
+
+
 def test_records_of_other_settings_and_files_without_a_record_are_not_continued(tmp_path):
     path = tmp_path / "metrics.json"
     Results(path, "this", {"seed": 0}).add(METRIC, {"name": "vt"})

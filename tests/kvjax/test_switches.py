@@ -106,6 +106,19 @@ def test_every_method_gives_its_tokens_under_a_switch(switch, name):
     np.testing.assert_array_equal(got.tokens, want)
 
 
+@pytest.mark.parametrize("order", ["layers", "chunks"])
+def test_a_prompt_of_several_chunks_leaves_no_tracer(order):
+    """A loop's function is kept for its derivative, with all that it closes over. No other test has this room for tokens."""
+
+    def run(params, tokens, budget):
+        sizes = {"config": model("tova"), "max_new_tokens": 21, "pad_multiple": 1, "chunk_size": 16}
+        return kvjax.prefill(params, tokens, method=example("tova", budget=budget, capacity=12), order=order, **sizes)
+
+    shape = jax.ShapeDtypeStruct
+    with jax.check_tracer_leaks(True):
+        jax.eval_shape(run, jax.eval_shape(tiny_params), shape((3, 40), jnp.int32), shape((), jnp.int32))
+
+
 @pytest.mark.xdist_group("quest")
 def test_every_call_runs_where_implicit_transfers_are_disallowed():
     method, params = any_example("quest"), tiny_params()

@@ -87,6 +87,13 @@ def on_hopper(operation):
     return {MOSAIC: run}
 
 
+def on_mosaic_alone(operation):
+    """An operation that has no Triton kernel: plain JAX in its place, too."""
+    return dict.fromkeys(
+        ("xla", "interpreted", "pallas_triton"), functools.partial(operation, implementation="xla")
+    ) | on_hopper(operation)
+
+
 def everywhere(run):
     """Call a body of a table so: then all tests of the module that take "interpreted" try it too (`conftest`)."""
     run.everywhere = True

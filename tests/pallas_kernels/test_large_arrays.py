@@ -69,7 +69,7 @@ CASES = [
     ("kth_select", {"S": 2**20}),
     ("low_rank_attention", SLOTS),
     ("newest_repeat", FEW),
-    ("pack_token", SLOTS | {"D": 64, "R": 32, "channels": 64}),
+    ("pack_token", SLOTS | {"D": 64, "R": 32}),
     ("packed_attention", SLOTS),
     ("packed_score", {"N": 65536}),
     ("page_logits", {"N": 65536}),

@@ -98,7 +98,7 @@ def test_extend_is_dense_and_flushes():
 
 def all_knobs(knobs):
     """Every knob that the oracle's `Row` reads, at its default unless given."""
-    return {"strategy": "static", "max_loss": 0.1, "max_variance": 0.5, "lifetime": 8192, **knobs}
+    return {"strategy": "even", "max_loss": 0.1, "max_variance": 0.5, "lifetime": 8192, **knobs}
 
 
 # ---- the dynamic strategy ----------------------------------------------------------------------------------------

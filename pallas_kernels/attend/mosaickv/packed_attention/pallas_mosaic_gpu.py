@@ -1,4 +1,4 @@
-"""Decode attention over packed blocks through Mosaic GPU; one more program of a list attends to the buffer of raw tokens.
+"""Decode attention over packed blocks through Mosaic GPU; the last program of a list attends to its buffer of raw tokens too.
 
 A program takes a share of one list of blocks, goes through its segments, and writes one partial for each, in
 the segment's basis: program j writes that of segment s to row ``j + s``. Each of its warps takes 16 tokens at a time, see
@@ -14,14 +14,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._mosaic_gpu import arrays
+from pallas_kernels._mosaic_gpu import arrays, assembly
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu import warps as w
 from pallas_kernels._mosaic_gpu.packed import (
+    ENTRIES,
+    ORDER,
     SIZES,
     VECTORS,
     Vectors,
     added,
+    expanded,
     load_queries,
     load_vectors,
     load_whole,
@@ -33,6 +36,7 @@ from pallas_kernels._mosaic_gpu.packed import (
     warp,
     weighed,
     whole,
+    write_table,
 )
 from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
 from pallas_kernels._mosaic_gpu.steps import numbers
@@ -44,6 +48,8 @@ TERMS = 2  # of a query that meet keys: they have twice the bits that weights ke
 PROGRAMS, GROUPS = 132, 4  # blocks that run on an H200 at once, and programs of each
 JOINED = 16  # partials, or rows of a basis, that a thread reads together
 LEAST = 128  # programs that should join
+BUFFER = 4  # steps in the time in which a program attends to a buffer
+AHEAD = 16 << 20  # bytes of bases that the level-2 cache keeps until they are read
 TAKES = SIZES
 
 
@@ -53,7 +59,7 @@ def step_functions(n: Vectors, scale: float, packed: bool):
     Sums are those of channels, of all tokens of the warp; maximum and total of each head's weights are to base 2, the total
     of this lane's tokens.
     """
-    loaded, tiles = 2 * (4 * n.loads + n.bits) if packed else n.channels, n.channels // 4
+    loaded, tiles = n.loaded if packed else n.channels, n.channels // 4
     counts = 4 * tiles, n.groups, n.groups  # sums, maximum, total
     shares = n.groups * n.terms // 2 * (n.channels // 2)
 
@@ -65,6 +71,8 @@ def step_functions(n: Vectors, scale: float, packed: bool):
     def pieces(shared, given):
         if not packed:
             return whole(n, t.numbers_of(given))
+        if n.even:  # it is a table
+            return expanded(n, t.numbers_of(given), t.number(t.address(shared)))
         return unpacked(n, placed(n, t.numbers_of(given), t.number(t.address(shared)) + warp() * n.room))
 
     def begin():
@@ -108,7 +116,7 @@ def step_functions(n: Vectors, scale: float, packed: bool):
     return load, begin, weigh, add, publish
 
 
-def _attend(functions, keys, values, query, rows_of, used, shared, edges, ahead):
+def _attend(functions, keys, values, query, rows_of, used, room, shared, edges, ahead):
     """Attend to the rows of all steps, and leave sums and ends of each warp in shared memory.
 
     With ``ahead`` keys and rows are loaded a step before.
@@ -119,12 +127,12 @@ def _attend(functions, keys, values, query, rows_of, used, shared, edges, ahead)
         rows, key, later, (sums, maximum, total) = carry
         if ahead:  # values arrive while keys are multiplied, and the next keys while values are added
             value = load(values, rows)
-            maximum, total, decays, right = weigh(shared, key, query, rows, maximum, total)
+            maximum, total, decays, right = weigh(room, key, query, rows, maximum, total)
             key, after = load(keys, later), rows_of(step + 2)
         else:  # in fewer registers
-            maximum, total, decays, right = weigh(shared, load(keys, rows), query, rows, maximum, total)
+            maximum, total, decays, right = weigh(room, load(keys, rows), query, rows, maximum, total)
             value, later, after = load(values, rows), rows_of(step + 1), later
-        return later, key, after, (add(shared, value, right, decays, sums), maximum, total)
+        return later, key, after, (add(room, value, right, decays, sums), maximum, total)
 
     rows = rows_of(0)
     first = (load(keys, rows), rows_of(1)) if ahead else (None, None)
@@ -160,16 +168,17 @@ def _body(
     n, heads, slots, segments, granule, span, scale, share, steps, splits, groups,
 ):  # fmt: skip
     # parts [L * M * G * N, D]; keys and values [L * S, r], their words [L * S, W]; blocks [L, K]; count [L]; last [B]; query
-    # [L * G, D], raw key and value [L * R, D] and position [L, R]; owner [B, P] if given; then out [L, X, G, D], lse
-    # [L, X, G], segment [L, X]. In shared memory the vectors of each warp, and then its sums; and maximum and total of each.
-    raw_key_ref, raw_value_ref, position_ref, *owner_ref, out_ref, lse_ref, segment_ref, shared, edges = refs
+    # [L * G, D], bases [L, M * D * D], raw key and value [L * R, D], position [L, R]; owner [B, P] if given; then out
+    # [L, X, G, D], lse [L, X, G], segment [L, X]. In shared memory the vectors of each warp, and then its sums; maximum and
+    # total of each; and a table.
+    table = refs[-1].at[lax.axis_index("group")] if n.even else None
+    refs = refs[:-1] if n.even else refs
+    basis_ref, raw_key_ref, raw_value_ref, position_ref, *owner_ref, out_ref, lse_ref, segment_ref, shared, edges = refs
     written = out_ref, lse_ref, segment_ref
     group, listed, lists = lax.axis_index("group"), blocks_ref.shape[1], blocks_ref.shape[0]
-    # The programs of the buffers are the last ones: they are short.
     number = lax.axis_index("x") * groups + group
-    packed, shared, edges = number < lists * splits, shared.at[group], edges.at[group]
-    line = jnp.minimum(jnp.where(packed, lax.div(number, splits), number - lists * splits), lists - 1)
-    j = jnp.where(packed, lax.rem(number, splits), splits)
+    real, shared, edges = number < lists * splits, shared.at[group], edges.at[group]
+    line, j = jnp.minimum(lax.div(number, splits), lists - 1), lax.rem(number, splits)
     b, count, partials = lax.div(line, heads), arrays.scalar(count_ref, line), segment_ref.shape[1]
     first = j * share
     stop = jnp.minimum(first + share, count)
@@ -200,18 +209,22 @@ def _body(
         query = load_queries(n, parts_ref, (line * segments + s) * (n.group * n.stored))
         used = jnp.clip(lax.div((stop - first) * granule + (TOKENS - 1), TOKENS), 0, steps)
         stored = (key_ref, key_words_ref), (value_ref, value_words_ref)
-        _attend(step_functions(n, scale, packed=True), *stored, query, rows_of, used, shared, edges, ahead=True)
+        room = table if n.even else shared
+        _attend(step_functions(n, scale, packed=True), *stored, query, rows_of, used, room, shared, edges, ahead=True)
         _write(n, written, shared, edges, line * partials + j + s, s)
         return carry
 
-    @pl.when(packed)
+    @pl.when(real)
     def _():
+        if n.even:
+            write_table(table)
         # Two neighbours may share a segment, but they write it to different rows.
         low, high = jnp.where(j == 0, 0, owner_at(first)), jnp.where(j == splits - 1, segments - 1, owner_at(first + share))
         lax.fori_loop(low, high + 1, of_segment, 0)
 
-    @pl.when(~packed & (number < lists * (splits + 1)))
+    @pl.when(real & (j == splits - 1))  # it has the fewest blocks
     def _():
+        _prefetch(basis_ref, line)
         size, plain = position_ref.shape[1], dataclasses.replace(n, stored=1)
 
         def rows_of(step):
@@ -221,8 +234,17 @@ def _body(
 
         query, functions = load_queries(plain, query_ref, line * n.group), step_functions(plain, scale, packed=False)
         whole = (raw_key_ref,), (raw_value_ref,)
-        _attend(functions, *whole, query, rows_of, -(-size // TOKENS), shared, edges, ahead=False)
+        _attend(functions, *whole, query, rows_of, -(-size // TOKENS), shared, shared, edges, ahead=False)
         _write(n, written, shared, edges, (line + 1) * partials - 1, jnp.int32(-1))
+
+
+def _prefetch(basis_ref, line):
+    """Ask for the bases of a list, which the next kernel reads."""
+    size = basis_ref.shape[1] * 4
+    lines = [".reg .pred p; .reg .b64 at; .reg .b32 x; mov.u32 x, %tid.x; and.b32 x, x, 127; setp.eq.s32 p, x, 0;"]
+    lines.append(f"mad.wide.s32 at, $1, {size}, $0; @p cp.async.bulk.prefetch.L2.global [at], {size};")
+    if basis_ref.shape[0] * size <= AHEAD:
+        assembly.run(lines, [basis_ref], [line])
 
 
 def _body_join(out_ref, lse_ref, segment_ref, basis_ref, merged_ref, weights, sums, *, group, dim, width):
@@ -294,13 +316,13 @@ def _body_join(out_ref, lse_ref, segment_ref, basis_ref, merged_ref, weights, su
         arrays.store(merged_ref, jnp.where(part < 1, (line * group + g) * dim + column, -1), merged)
 
 
-def packed_attention(parts, query, key, value, basis, blocks, count, last, recent, *, scale, granule, span, owner):
+def packed_attention(parts, query, key, value, basis, blocks, count, last, recent, *, scale, granule, span, owner, even):
     """Attend to the listed packed blocks and the raw buffer in one softmax."""
     rows, heads, segments, group, terms, dim = parts.shape
     lists, listed, slots = rows * heads, blocks.shape[2], key[0].shape[2]
-    n = Vectors(dim=dim, rank=key[0].shape[3], group=group, stored=terms, terms=TERMS, dtype=key[0].dtype)
+    n = Vectors(dim=dim, rank=key[0].shape[3], group=group, stored=terms, terms=TERMS, dtype=key[0].dtype, even=even)
     groups = GROUPS if dim < 256 else 2  # of more registers
-    steps = max(steps_of(lists, -(-listed * granule // TOKENS), PROGRAMS * groups), -(-granule // TOKENS))
+    steps = max(steps_of(lists, -(-listed * granule // TOKENS) + BUFFER, PROGRAMS * groups), -(-granule // TOKENS))
     share = steps * TOKENS // granule
     splits = -(-listed // share)
     partials = splits + segments
@@ -313,12 +335,18 @@ def packed_attention(parts, query, key, value, basis, blocks, count, last, recen
         ((lists, partials, group), jnp.float32),
         ((lists, partials), jnp.int32),
     )
-    scratch = [(groups, x) for x in (WARPS * max(n.room // 4, group * dim), 2 * WARPS * group)]
+    scratch = [(groups, x) for x in (WARPS * max(0 if n.even else n.room // 4, group * dim), 2 * WARPS * group)]
     packed = [x.reshape(lists * slots, -1) for pair in (key, value) for x in pair]
-    raw = [query.reshape(-1, dim), *(x.reshape(-1, dim) for x in recent[:2]), recent[2].reshape(lists, -1)]
+    raw = [
+        query.reshape(-1, dim),
+        basis.reshape(lists, -1),
+        *(x.reshape(-1, dim) for x in recent[:2]),
+        recent[2].reshape(lists, -1),
+    ]
     partial = arrays.program(
-        body, [jax.ShapeDtypeStruct(*x) for x in shapes], grid=(-(-lists * (splits + 1) // groups),),
-        scratch=[plgpu.SMEM(x, jnp.float32) for x in scratch], groups=groups,
+        body, [jax.ShapeDtypeStruct(*x) for x in shapes], grid=(-(-lists * splits // groups),),
+        scratch=[plgpu.SMEM(x, jnp.float32) for x in scratch] + [plgpu.SMEM((groups, ORDER * ENTRIES), jnp.int32)] * even,
+        groups=groups,
     )(
         parts.reshape(-1, dim), *packed, blocks.reshape(lists, listed), count.reshape(-1), last, *raw,
         *([] if owner is None else [owner]),
@@ -334,11 +362,12 @@ def packed_attention(parts, query, key, value, basis, blocks, count, last, recen
     return merged.reshape(query.shape)
 
 
-def check(parts, query, key, value, basis, blocks, count, last, recent, *, scale, granule, span, owner):
+def check(parts, query, key, value, basis, blocks, count, last, recent, *, scale, granule, span, owner, even):
     """Raise ``NotImplementedError`` for what ``TAKES`` does not say."""
     rows, heads, slots, rank = key[0].shape
     if value[0].shape[3] != rank or not blocks.shape[2] * rank or rows * heads * slots >= 2**31:
         raise NotImplementedError(f"got keys {key[0].shape}, values {value[0].shape}, expected fewer, the same, and some")
     if (dtypes := {str(x.dtype) for x in (parts, query, key[0], value[0], *recent[:2])}) != {str(query.dtype)}:
         raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected one")
-    Vectors(dim=query.shape[-1], rank=rank, group=parts.shape[3], stored=4, terms=TERMS, dtype=query.dtype).check()
+    sizes = {"dim": query.shape[-1], "rank": rank, "group": parts.shape[3], "even": even}
+    Vectors(**sizes, stored=4, terms=TERMS, dtype=query.dtype).check()

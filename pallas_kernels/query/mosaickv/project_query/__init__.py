@@ -8,10 +8,10 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.formats.packed_vectors import TERMS
-from pallas_kernels.query.mosaickv.project_query import pallas_mosaic_gpu, pallas_triton, reference
+from pallas_kernels.query.mosaickv.project_query import pallas_mosaic_gpu, reference
 from pallas_kernels.signature import declared, forward
 
-PROJECT_QUERY = Operation.of("project_query", pallas_mosaic_gpu, pallas_triton, reference)
+PROJECT_QUERY = Operation.of("project_query", pallas_mosaic_gpu, reference)
 
 
 @declared(PROJECT_QUERY)

@@ -8,14 +8,16 @@ from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu import threads as t
+from pallas_kernels._mosaic_gpu.packed import CARDS
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.products import Products
 from pallas_kernels._mosaic_gpu.steps import numbers
 from pallas_kernels.formats.packed_vectors import TERMS, check_format
+from pallas_kernels.machine import current_machine
 
 STEPS = 1  # rows of a basis that a thread reads a part of
 MOST_QUERIES = 16  # of a KV head, in registers
-TAKES = f"{arrays.HOPPER}, D of 32 to 256, G up to {MOST_QUERIES}"
+TAKES = f"{CARDS}, D of 32 to 256, G up to {MOST_QUERIES}"
 
 
 def rounded(x: jax.Array, dtype) -> jax.Array:
@@ -58,8 +60,9 @@ def project_query(query, basis, *, dtype):
 
 
 def check(query, basis, *, dtype):
-    """Raise ``NotImplementedError`` for other GPUs, head dims, dtypes and groups than the kernel takes."""
-    arrays.check_hopper()
+    """Raise ``NotImplementedError`` for other machines, head dims, dtypes and groups than the kernel takes."""
+    if not current_machine().has_kernels:
+        raise NotImplementedError(f"got {current_machine()}, expected {CARDS}")
     arrays.check_floats(query)
     check_format(query.shape[-1], dtype)
     if query.shape[2] > MOST_QUERIES or basis.size >= 2**31:

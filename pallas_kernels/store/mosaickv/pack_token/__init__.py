@@ -6,9 +6,9 @@ from jax import Array
 
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.signature import declared, forward
-from pallas_kernels.store.mosaickv.pack_token import pallas_mosaic_gpu, pallas_triton, reference
+from pallas_kernels.store.mosaickv.pack_token import pallas_mosaic_gpu, reference
 
-PACK_TOKEN = Operation.of("pack_token", pallas_triton, pallas_mosaic_gpu, reference, in_place=True)
+PACK_TOKEN = Operation.of("pack_token", pallas_mosaic_gpu, reference, in_place=True)
 
 
 @declared(PACK_TOKEN, derivative="through ``xla``, the values only")
@@ -24,7 +24,7 @@ def pack_token(
     store: Annotated[tuple[Array, ...], "B H S _", "B H S _", "B H S _", "B H S _", "B H P _", "B H P _"],
     *,
     granule: int,
-    channels: int,
+    even: bool = False,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[Array, ...]:
@@ -44,8 +44,7 @@ def pack_token(
         store: values [B, H, S, r] and bitmap int32 [B, H, S, D/32] of the keys; the same of the values; and of the block
             means. Slot i is position i, and block p begins at ``p * granule``. A position past the end is dropped.
         granule: tokens per block.
-        channels: number of leading channels that may be kept.
-        implementation: "pallas_triton" takes D of 32 to 128.
+        even: whether the largest of each eight channels are kept, equally many, and not the largest of all.
 
     Returns:
         The six arrays of ``store``.

@@ -10,20 +10,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays
+from pallas_kernels._mosaic_gpu.packed import CARDS
 from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
 from pallas_kernels._mosaic_gpu.products import CHUNK, Products
 from pallas_kernels._mosaic_gpu.team import Team
 from pallas_kernels._mosaic_gpu.threads import THREADS
-from pallas_kernels.formats.packed_vectors import check_format
+from pallas_kernels.formats.packed_vectors import EIGHT, check_format
+from pallas_kernels.machine import current_machine
 
 TOGETHER = 8  # channels that are compared in one step of a loop
 ALONE = Team(groups=1, parts=1, share=THREADS)
-TAKES = f"{arrays.HOPPER}, D of 64 or 128 in one dtype"
+TAKES = f"{CARDS}, D of 64 or 128 in one dtype"
 
 
 def _body(
     key_ref, value_ref, stored_ref, place_ref, packed_ref, last_ref, basis_key_ref, basis_value_ref, *refs,
-    heads, buffer, segments, dim, granule, channels,
+    heads, buffer, segments, dim, granule, even,
 ):  # fmt: skip
     # key, value [L * R, D]; stored [L * R]; place, packed, last [B]; bases [L * M * D, D]; in place values [L, S, r] and
     # words [L, S, W] of keys, of values and of block means. In shared memory: D numbers, and 4 counts.
@@ -61,21 +63,21 @@ def _body(
         arrays.meet()
         y = arrays.load_shared(numbers, channel)
         arrays.meet()
-        # Sizes are not negative, so -1 ranks the channels that may not be kept last.
-        score = jnp.where(channel < min(channels, dim), jnp.abs(y), -1.0)
+        score = jnp.abs(y)
         arrays.store_shared(numbers, channel, score)
         arrays.meet()
 
         def count(step, before):
             for i in range(TOGETHER):
-                number = step * TOGETHER + i
-                other = arrays.load_shared(numbers, arrays.spread(number, THREADS))
+                number = (channel & -EIGHT) + i if even else arrays.spread(step * TOGETHER + i, THREADS)
+                other = arrays.load_shared(numbers, number)
                 first = (other > score) | ((other == score) & (channel > number))
                 before = before + first.astype(jnp.int32)
             return before
 
-        before = lax.fori_loop(0, dim // TOGETHER, count, arrays.spread(0, THREADS))
-        kept = (inside & (before < values_ref.shape[2])).astype(jnp.int32)
+        steps, most = (1, EIGHT * values_ref.shape[2] // dim) if even else (dim // TOGETHER, values_ref.shape[2])
+        before = lax.fori_loop(0, steps, count, arrays.spread(0, THREADS))
+        kept = (inside & (before < most)).astype(jnp.int32)
         (behind, _), word = ALONE.before(kept, counts), arrays.ballots(kept)
         where = jnp.where((kept > 0) & (behind < values_ref.shape[2]), behind, -1)
         arrays.store(values_ref, where, y, (arrays.spread(line * values_ref.shape[1] + row, THREADS), values_ref.shape[2]))
@@ -95,14 +97,12 @@ def _body(
         write(mean(), basis_key_ref, *store[4:], lax.div(place, granule))
 
 
-def pack_token(key, value, stored, place, packed, last, basis_key, basis_value, store, *, granule, channels):
+def pack_token(key, value, stored, place, packed, last, basis_key, basis_value, store, *, granule, even):
     """Pack one token of a buffer and the mean of its block into a store."""
     (rows, heads, buffer, dim), segments = key.shape, basis_key.shape[2]
     lists = rows * heads
     flat = [x.reshape(-1, dim) for x in (key, value)], [x.reshape(-1, dim) for x in (basis_key, basis_value)]
-    body = functools.partial(
-        _body, heads=heads, buffer=buffer, segments=segments, dim=dim, granule=granule, channels=channels
-    )
+    body = functools.partial(_body, heads=heads, buffer=buffer, segments=segments, dim=dim, granule=granule, even=even)
     scratch = [plgpu.SMEM((2 * THREADS,), jnp.float32), ALONE.scratch[0]]
     states = [x.reshape(lists, *x.shape[2:]) for x in store]
     packed = arrays.in_place(body, states, grid=(lists, 3), scratch=scratch)(
@@ -111,9 +111,10 @@ def pack_token(key, value, stored, place, packed, last, basis_key, basis_value, 
     return tuple(x.reshape(old.shape) for x, old in zip(packed, store, strict=True))
 
 
-def check(key, value, stored, place, packed, last, basis_key, basis_value, store, *, granule, channels):
-    """Raise ``NotImplementedError`` for other GPUs, head dims and dtypes than the kernel takes."""
-    arrays.check_hopper()
+def check(key, value, stored, place, packed, last, basis_key, basis_value, store, *, granule, even):
+    """Raise ``NotImplementedError`` for other machines, head dims and dtypes than the kernel takes."""
+    if not current_machine().has_kernels:
+        raise NotImplementedError(f"got {current_machine()}, expected {CARDS}")
     check_format(key.shape[-1], key.dtype, value.dtype, *(x.dtype for x in store[::2]))
     if key.shape[-1] not in (64, 128) or max(x.size for x in (basis_key, stored)) >= 2**31:
         raise NotImplementedError(f"got head_dim {key.shape[-1]}, expected 64 or 128")
