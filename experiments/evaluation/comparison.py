@@ -206,12 +206,11 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
     for (_, _, length), members in groups.items():
         if members[0].is_reference:
             cells.setdefault(length, set()).update(_cell_names(members))
-    means, points = [], []
+    means = []
     for (method, question, length), members in groups.items():
         if set(_cell_names(members)) != cells.get(length):
             continue
         halves = [(item.interval_95[1] - item.interval_95[0]) / 2 for item in members]
-        points.append(float(np.mean([item.comparable for item in members])))
         means.append(
             {
                 "method": method,
@@ -222,6 +221,7 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
                 "tasks": len(members),
                 "samples": min(item.contexts for item in members),  # a file may have fewer contexts than were asked for
                 "score": round(float(np.mean([item.row["value"] for item in members])), 2),
+                "comparable": round(float(np.mean([item.comparable for item in members])), 2),
                 "difference": round(float(np.mean([item.difference for item in members])), 2),
                 # Cells are independent: the variance of their mean is the mean of their variances over their number.
                 "plus_minus": round(float(np.sqrt(np.sum(np.square(halves)))) / len(members), 2),
@@ -230,8 +230,7 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
                 "no_effect": all(item.row["no_effect"] for item in members),
             }
         )
-    every = [{**mean, "score": point} for mean, point in zip(means, points, strict=True)]
-    found = shares(every, lambda mean: (mean["question"], mean["length"]), lambda mean: row_point(mean, "score"))
+    found = shares(means, lambda mean: (mean["question"], mean["length"]), lambda mean: row_point(mean, "comparable"))
     return [{**mean, "of_oracle": share} for mean, share in zip(means, found, strict=True)]
 
 

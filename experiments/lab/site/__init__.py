@@ -1,7 +1,7 @@
 """The Sphinx extension of the documentation: pages and tables made from docstrings and records when the site is built.
 
 Directives for pages in Markdown: ``{record} FILE`` shows the tables of a record or of a result folder; ``:columns:``
-takes some columns of its metrics instead, ``:where:`` some rows, ``:beside:`` the rows of other result folders too.
+takes some columns of its metrics instead, ``:where:`` some rows.
 ``{methods}`` lists all methods, or those that it names. ``{knobs} METHOD`` lists the hyper-parameters of a method.
 ``{operations}`` and ``{families}`` list the operations of `pallas_kernels` and the families of models that load.
 """
@@ -25,7 +25,7 @@ class Generated(SphinxDirective):
 
     optional_arguments = 1
     final_argument_whitespace = True
-    option_spec: ClassVar[dict[str, Any]] = dict.fromkeys(("columns", "where", "beside"), directives.unchanged)
+    option_spec: ClassVar[dict[str, Any]] = dict.fromkeys(("columns", "where"), directives.unchanged)
 
     def run(self) -> list[nodes.Node]:
         """Parse the text; its headings become bold lines, because a directive cannot open a section."""
@@ -42,9 +42,8 @@ def _record(directive: Generated) -> str:
         directive.env.note_dependency(str(file))
     if "columns" not in directive.options:
         return records.tables(path)
-    beside = [pathlib.Path(directive.env.srcdir) / name for name in directive.options.get("beside", "").split()]
     where = dict(part.strip().split("=") for part in directive.options.get("where", "").split(",") if part.strip())
-    return records.columns(path, [name.strip() for name in directive.options["columns"].split(",")], where, beside)
+    return records.columns(path, [name.strip() for name in directive.options["columns"].split(",")], where)
 
 
 def _methods(directive: Generated) -> str:

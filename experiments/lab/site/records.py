@@ -44,16 +44,15 @@ def tables(path: pathlib.Path) -> str:
     return _WITH_NOTES[kind](record["metrics"], record["notes"]) if kind in _WITH_NOTES else ""
 
 
-def rows(path: pathlib.Path, beside: Sequence[pathlib.Path] = ()) -> list[dict[str, Any]]:
+def rows(path: pathlib.Path) -> list[dict[str, Any]]:
     """List the rows of a record: its metrics, and of a folder of `eval` the means over tasks that count, the best first.
 
-    A task counts if Full scores at least 60 percent on it and it is none of code, which models know by heart. Methods of the
-    folders ``beside``, such as oracles, are listed with them.
+    A task counts if Full scores at least 60 percent on it and it is none of code, which models know by heart.
     """
     record = read_record(path)
     if record["experiment"] != "eval":
         return record["metrics"]
-    entries = [entry for entry in load([path, *beside]) if entry.row["unit"] == "percent"]
+    entries = [entry for entry in load([path]) if entry.row["unit"] == "percent"]
     full = {(x.row["name"], x.row["length"]) for x in entries if x.row["method"] == "full" and x.row["value"] >= COUNTED}
     counted = [x for x in entries if (x.row["name"], x.row["length"]) in full and x.row["name"] not in GROUPS["code"]]
     kinds = by_kind([entry.row for entry in counted])
@@ -74,21 +73,20 @@ def rows(path: pathlib.Path, beside: Sequence[pathlib.Path] = ()) -> list[dict[s
     ]
 
 
-def columns(path: pathlib.Path, names: Sequence[str], where: Mapping[str, str], beside: Sequence[pathlib.Path] = ()) -> str:
+def columns(path: pathlib.Path, names: Sequence[str], where: Mapping[str, str]) -> str:
     """Make a table of some fields of a record's rows.
 
     Args:
         path: a record or a result folder.
         names: the fields; a row without one has an empty cell.
         where: the values of fields, as text, that select rows; "setting" may be "own", which selects methods without knobs.
-        beside: see `rows`.
 
     Raises:
         ValueError: no row has these values.
     """
     own = where.get("setting") == "own"
     wanted = {name: value for name, value in where.items() if not (own and name == "setting")}
-    selected = [row for row in rows(path, beside) if all(_cell(row.get(name)) == value for name, value in wanted.items())]
+    selected = [row for row in rows(path) if all(_cell(row.get(name)) == value for name, value in wanted.items())]
     selected = [row for row in selected if not own or row["setting"].partition("(scores=")[0] in registry.builtin()]
     if not selected:
         raise ValueError(f"{path} has no row with {where}")
