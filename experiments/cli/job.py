@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import inspect
+import io
 import os
 import re
 import sys
@@ -53,6 +54,8 @@ def _module_of(run: Callable[..., int | None]) -> str:
 
 def guarded(job: Callable[[], int | None]) -> int:
     """Call a job; turn errors that users can cause into one line on standard error and an exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal in ASCII or Latin-1 must not end an answer
     try:
         code = job()
         sys.stdout.flush()

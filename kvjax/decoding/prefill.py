@@ -259,7 +259,7 @@ class Run:
         def body(index: Array | int, carry: tuple, operands: tuple) -> tuple:  # over nothing traced, see `run_if`
             (hidden, states), (params, each, shared, length, tokens) = carry, operands
             piece, part = (_piece(x, index * order.chunk, order.chunk) for x in (tokens, hidden))
-            now = Pass.at(index * order.chunk, piece, length, each, shared)
+            now = Pass.at(jnp.int32(index * order.chunk), piece, length, each, shared)  # no integer under `disable_jit`
             if embeds:
                 part = model.embed(params, piece, **position_option(model, now.position))
             else:  # what is written must not be computed from what it takes the place of
@@ -345,7 +345,7 @@ class Run:
         def body(index: Array, carry: tuple, operands: tuple) -> tuple:
             *others, tokens = operands
             piece = lax.dynamic_slice_in_dim(tokens, index * order.chunk, order.chunk, 1)
-            return read(index * order.chunk, carry, (*others, piece))
+            return read(jnp.int32(index * order.chunk), carry, (*others, piece))
 
         return self._each_chunk(body, carry, operands, length)
 

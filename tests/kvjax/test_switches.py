@@ -119,6 +119,19 @@ def test_a_prompt_of_several_chunks_leaves_no_tracer(order):
         jax.eval_shape(run, jax.eval_shape(tiny_params), shape((3, 40), jnp.int32), shape((), jnp.int32))
 
 
+@pytest.mark.parametrize("rows", [1, 2])  # the loops of a group, and of groups
+def test_a_prompt_of_several_chunks_is_read_without_compiling(rows):
+    """`jax.disable_jit` counts the rounds of a loop in Python's integers, and an integer elsewhere means the first chunk."""
+    sizes = {"config": model("full"), "max_new_tokens": 4, "pad_multiple": 8, "chunk_size": 8}
+
+    def logits():
+        return kvjax.prefill(tiny_params(), [[*range(1, 20)], [5]][:rows], method=example("full"), **sizes).logits
+
+    want = logits()
+    with jax.disable_jit():
+        np.testing.assert_allclose(logits(), want, atol=1e-5)
+
+
 @pytest.mark.xdist_group("quest")
 def test_every_call_runs_where_implicit_transfers_are_disallowed():
     method, params = any_example("quest"), tiny_params()

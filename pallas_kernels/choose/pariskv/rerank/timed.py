@@ -15,7 +15,7 @@ from pallas_kernels.formats.shapes import CONTEXT, Drawing, Timed, counted, few,
 
 def key_rows(d: Drawing) -> Any:
     """Draw the codes and the weights of all keys."""
-    return rows(integers("B H S C", 256, jnp.uint8)(d), jnp.abs(normal("B H S M")(d)))
+    return rows(integers("B H S C", 256, jnp.uint8)(d), jnp.abs(normal("B H S M", jnp.bfloat16)(d)))
 
 
 TIMED = Timed(
