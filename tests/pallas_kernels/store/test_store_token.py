@@ -72,6 +72,7 @@ def oracle(key, value, place, *, cache_key, cache_value, cache_position, cursor,
 CASES = {
     "rows, one without a token, one full": {"batch": 4, "heads": 2, "group": 3},
     "bfloat16": {"batch": 3, "heads": 2, "group": 4, "dtype": "bfloat16"},
+    "rows enough for a late warp": {"batch": 16, "heads": 8, "group": 4, "dim": 128, "slots": 64, "dtype": "bfloat16"},
     "not rotated": {"batch": 3, "heads": 3, "group": 1, "rotating": False},
 }
 
