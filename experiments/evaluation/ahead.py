@@ -55,7 +55,8 @@ class CompileAhead:
         traced = self._traced[key]
         return traced.done() and (traced.exception() is not None or all(one.done() for one in traced.result()))
 
-    def wait(self, key: Hashable) -> None:
-        """Wait until the programs of an added ``key`` have compiled or failed."""
-        if self._traced[key].exception() is None:
+    def wait(self, key: Hashable) -> BaseException | None:
+        """Wait until the programs of an added ``key`` have compiled or failed; return the error of lowering them."""
+        if (error := self._traced[key].exception()) is None:
             wait(self._traced[key].result())
+        return error

@@ -277,7 +277,8 @@ class Runner:
         idle, self._idle = self._idle, 0.0
         with Timer(clock) as waiting:
             for key in self._add(ahead, group):
-                ahead.wait(key)
+                if error := ahead.wait(key):
+                    self._say(f"{name}: compiled only now, because it could not be lowered ahead: {error!r:.200}")
         together = {"read_together": len(jobs)} if len(jobs) > 1 else {}
         encoded, batches, limit = self.store[cell], self._plan.batches(group), self.settings.max_new_tokens
         asked = encoded.after(group.answered), group.methods, jobs[0].question, batches, clock, limit, tell

@@ -15,7 +15,7 @@ from pallas_kernels._mosaic_gpu.threads import MEET_CLUSTER, THREADS
 BINS = 128
 BLOCKS = 132  # programs that an H100 or H200 holds at once, one on each multiprocessor
 FULL = 4  # warpgroups of a multiprocessor, by whose registers or shared memory no more would run
-ROOM = 3 * 2**14  # int32 that they have in shared memory
+ROOM = 7 * 2**13  # int32 that they have in shared memory
 _EACH = range(BINS // 32)  # bins of a lane
 
 

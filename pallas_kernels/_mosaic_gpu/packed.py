@@ -16,12 +16,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu import warps as w
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.steps import numbers, scalar
-from pallas_kernels.formats.packed_vectors import EIGHT
 from pallas_kernels.machine import current_machine
 from pallas_kernels.numerics import LOG2_E
 
@@ -31,7 +29,6 @@ MOST_QUERIES = 8  # of a KV head
 START = 2  # steps in the time in which a program begins and ends
 CARDS = "an NVIDIA GPU of compute capability 8.0 or above"
 SIZES = f"{CARDS}, D of 32 to 256 in 16 bits, r a multiple of 8, G up to {MOST_QUERIES}"
-ENTRIES, ORDER = 256, 2  # values of a byte of a bitmap, and words of an order of bytes
 WORD, HALF = 32, 16  # channels of a word of a bitmap, and those of a lane that are unpacked together
 
 
@@ -44,7 +41,6 @@ class Vectors:
         group: query heads.
         stored, terms: numbers whose sum is a channel of a query, and how many of them are multiplied, an even number.
         dtype: of values and terms.
-        even: whether each eight channels have two values: then a lane finds its own, and nothing is counted or exchanged.
     """
 
     dim: int
@@ -53,7 +49,6 @@ class Vectors:
     stored: int
     terms: int
     dtype: Any
-    even: bool = False
 
     @property
     def channels(self):
@@ -69,16 +64,6 @@ class Vectors:
     def loads(self):
         """Values of 16 bytes that a lane loads of a vector."""
         return -(-self.rank // WORD)
-
-    @property
-    def held(self):
-        """Words of values that a lane loads of a vector."""
-        return self.channels // EIGHT if self.even else 4 * self.loads
-
-    @property
-    def loaded(self):
-        """Words that a lane loads of two vectors."""
-        return 2 * (self.held + self.bits)
 
     @property
     def bits(self):
@@ -103,8 +88,6 @@ class Vectors:
             raise NotImplementedError(
                 f"got {self.rank} of {self.dim} channels in {self.dtype}, expected 8, 16, ... of 32, 64, 128, 256 in 16 bits"
             )
-        if self.even and 4 * self.rank != self.dim:
-            raise NotImplementedError(f"got {self.rank} of {self.dim} channels, two of each eight; expected a quarter")
         if self.group > MOST_QUERIES:
             raise NotImplementedError(f"got {self.group} query heads, expected at most {MOST_QUERIES}")
 
@@ -160,12 +143,9 @@ def load_vectors(n: Vectors, values, bitmap, row, seen):
     found = []
     for x, held in zip(row, seen, strict=True):
         read = held.select(x, t.number(0))
-        for load in range(0 if n.even else n.loads):
+        for load in range(n.loads):
             chunk = t.least(quad() + 4 * load, n.rank // 8 - 1)  # lanes behind the last one repeat it
             found += t.load_words(t.at(t.address(values), t.element(read, n.rank, chunk * 8), 2), 0, 4)
-        for at in range(0, n.held if n.even else 0, 4):
-            place = t.at(t.address(values), t.element(read, n.rank, quad() * (2 * n.held)), 2)
-            found += t.load_words(place, 4 * at, min(n.held, 4))
         bits = quad() * n.channels
         words = t.load_words(t.at(t.address(bitmap), t.element(read, n.dim // WORD, bits >> 5), 4), 0, n.bits)
         if n.channels < WORD:
@@ -218,28 +198,6 @@ def unpacked(n: Vectors, vectors):
             later.append((bits, place))
         yield first // 2, both
         vectors = later
-
-
-def write_table(table):
-    """Write the permutation of bytes that makes eight channels of two values, for each byte of a bitmap: two words.
-
-    Byte c is that of channel c: 0x10 for the first value, 0x32 for the second, 0x44 for zero.
-    """
-    byte, words = arrays.counted(ENTRIES), [arrays.spread(0, ENTRIES)] * 2
-    for c in range(EIGHT):
-        order = jnp.where((byte >> c & 1) < 1, 0x44, jnp.where((byte & ((1 << c) - 1)) < 1, 0x10, 0x32))
-        words[c // 4] = words[c // 4] | order << 8 * (c % 4)
-    for at, x in enumerate(words):
-        arrays.store_shared(table, ORDER * byte + at, x)
-    arrays.meet()
-
-
-def expanded(n: Vectors, loaded, table):
-    """Yield two vectors, each eight channels of which have two values, as `unpacked` does; ``table``: see `write_table`."""
-    each = n.held + n.bits
-    for at in range(n.held):
-        both = (loaded[:each], loaded[each:])
-        yield 4 * at, [w.spread_two(x[at], x[n.held + at // 4], at % 4, table) for x in both]
 
 
 def whole(n: Vectors, loaded):

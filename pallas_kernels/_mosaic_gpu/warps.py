@@ -244,22 +244,3 @@ def unpacking(channels):
     lines.append(f"dp4a.u32.u32 ${words}, a, {(1 << 4 * words) // 255}, b;")
     registers = "e, o, a, b, p, q, xe, xo, se, so, te, to"
     return f"{{ .reg .b32 w<{words}>, {registers}; {' '.join(lines)} }}"
-
-
-def spread_two(values, bits, byte, table):
-    """List eight channels, two of 16 bits in a word, of which two at most have a value.
-
-    Args:
-        values: the two values.
-        bits: a bitmap; its byte number ``byte`` tells which channels have them.
-        table: the shared address of two words for each byte: an order of bytes for each word; see `packed.write_table`.
-    """
-    return _run(spreading(byte), values, bits, table, result=[t.i32()] * 4)
-
-
-def spreading(byte):
-    """Return the PTX of `spread_two`."""
-    lines = f"mov.b32 a, $4; dp4a.u32.u32 p, $5, {8 << 8 * byte}, $6; ld.shared.v2.b32 {{s, t}}, [p];"
-    lines += " prmt.b32 $0, a, 0, s; shr.u32 s, s, 16; prmt.b32 $1, a, 0, s;"
-    lines += " prmt.b32 $2, a, 0, t; shr.u32 t, t, 16; prmt.b32 $3, a, 0, t;"
-    return f"{{ .reg .b32 a, p, s, t; {lines} }}"

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-EIGHT = 8  # channels of a byte of a bitmap
 TERMS = {"bfloat16": 4, "float16": 4, "float32": 1}  # terms of a query: 3 are enough, 4 are a power of two
 
 
@@ -42,23 +41,6 @@ def channel_score(y: Array, element_group: int) -> Array:
         return jnp.abs(y)  # not squared: the squares of small numbers would become 0 and tie
     groups = y.reshape(*y.shape[:-1], -1, element_group)
     return jnp.repeat(jnp.sum(groups * groups, axis=-1), element_group, axis=-1)
-
-
-def even_score(y: Array, each: int) -> Array:
-    """Score 1 for the ``each`` largest of each eight channels, of equal ones the lower, else 0: float32 [..., D]."""
-    eights = jnp.abs(y).reshape(*y.shape[:-1], -1, EIGHT)
-    earlier = jnp.tri(EIGHT, k=-1, dtype=bool).reshape((1,) * (eights.ndim - 1) + (EIGHT, EIGHT))
-    mine, other = eights[..., None], eights[..., None, :]
-    ahead = (other > mine) | ((other == mine) & earlier)
-    return (jnp.sum(ahead, axis=-1) < each).astype(jnp.float32).reshape(y.shape)
-
-
-def dealt(basis: Array) -> Array:
-    """Deal the rows of bases [..., D, D] out to groups of eight, back and forth: each has one of every D/8 neighbours."""
-    dim = basis.shape[-1]
-    rounds = basis.reshape(*basis.shape[:-2], EIGHT, dim // EIGHT, dim)
-    rounds = rounds.at[..., 1::2, :, :].set(rounds[..., 1::2, ::-1, :])
-    return rounds.swapaxes(-2, -3).reshape(basis.shape)
 
 
 def pack_channels(y: Array, score: Array, rank: int, dtype: DTypeLike, kept: Array | None = None) -> tuple[Array, Array]:

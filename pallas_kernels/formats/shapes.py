@@ -231,14 +231,14 @@ def orthogonal(axes: str) -> Fill:
 
 
 def packed(axes: str, rank: Amount) -> Fill:
-    """Packed vectors of D channels for ``axes``: random values [..., r], and bitmaps of r channels, r / D of each eight."""
+    """Packed vectors of D channels for ``axes``: random values [..., r], and bitmaps of r different channels."""
 
     def fill(d: Drawing) -> tuple[Array, Array]:
         lead, r = d.along(axes), d.amount(rank)
         odd, shift = (d.random.randint(next(d.keys), (*lead, 1), 0, d.D, jnp.int32) for _ in range(2))
         channel = jnp.arange(d.D, dtype=jnp.int32).reshape((1,) * len(lead) + (d.D,))
         # Below a power of two, multiplication by an odd number is a permutation of the integers.
-        kept = (channel * (2 * odd + 1) + shift * (channel // 8)) % 8 < 8 * r // d.D
+        kept = (channel * (2 * odd + 1) + shift) % d.D < r
         bit = jnp.left_shift(jnp.int32(1), jnp.arange(8, dtype=jnp.int32)).reshape((1,) * (len(lead) + 1) + (8,))
         bitmap = jnp.sum(jnp.where(kept.reshape(*lead, d.D // 8, 8), bit, 0), axis=-1).astype(jnp.uint8)
         return d.random.normal(next(d.keys), (*lead, r), jnp.float32).astype(d.dtype), words_of(bitmap)

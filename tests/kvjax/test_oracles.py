@@ -115,12 +115,7 @@ VARIANTS = {
         *((knobs, {}) for knobs in ({"dense_below": 14, "budget": 9}, {"dense_below": 0, "buffer": 20, "budget": 1})),
     ],
     "mosaickv": [
-        *(
-            ({"strategy": "static"}, {}),
-            ({"channels": 0.5}, {}),
-            ({"segment": 64}, {}),
-            ({"strategy": "dynamic", "buffer": 16}, {}),
-        ),
+        *(({"channels": 0.5}, {}), ({"segment": 64}, {}), ({"strategy": "dynamic", "buffer": 16}, {})),
         *(({"block_size": 8, "fraction": 0.1}, {}), ({"block_size": 2, "buffer": 2, "channels": 0.125}, {})),
         *(({"fraction": 0.01}, {"capacity": 0.3}), ({"fraction": 0.45}, {"capacity": 0.5})),
     ],

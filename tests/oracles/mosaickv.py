@@ -60,20 +60,12 @@ def largest(energy, rank, group):
     return sorted(first + i for first in best(score, rank // group) for i in range(group))
 
 
-def prune(y, rank, group, even=False):
-    """Rotated vector [D] with everything but the kept coordinates zero; ``even``: the largest of each eight are kept."""
+def prune(y, rank, group):
+    """Rotated vector [D] with everything but the kept coordinates zero."""
     kept = np.zeros(len(y))
-    parts = [range(first, first + 8) for first in range(0, len(y), 8)] if even else [range(len(y))]
-    for part in parts:
-        for c in largest(y[part] ** 2, 8 * rank // len(y) if even else rank, group):
-            kept[part[c]] = y[part[c]]
+    for c in largest(y * y, rank, group):
+        kept[c] = y[c]
     return kept
-
-
-def dealt(dim, even):
-    """The rank of each row of a basis; rows are dealt out to groups of eight, back and forth."""
-    groups = dim // 8
-    return [i * groups + (groups - 1 - j if i % 2 else j) for j in range(groups) for i in range(8)] if even else [*range(dim)]
 
 
 def lost(x, kept):
@@ -134,7 +126,7 @@ class Row:
             losses += self.pack(index, range(first, stop))
         self.num_prompt = len(self.segments)
         self.limit = knobs["lifetime"] * (sum(losses) / len(losses) if losses else 0.0)
-        eye = np.eye(self.dim)[dealt(self.dim, knobs["strategy"] == "even")]  # no rotation before any segment was seen
+        eye = np.eye(self.dim)  # no rotation before any segment was seen
         last = self.segments[-1].plans if losses else [self.static_plan(eye, eye) for _ in range(self.heads)]
         self.segments.append(Segment(packed, packed, last))  # the open output segment
         self.loss = 0.0
@@ -149,14 +141,13 @@ class Row:
     def bases(self, first, stop, index):
         """Key and value bases of every head [(R_k, R_v)] for a segment; ``index`` is the prompt segment's or None."""
         tokens = [(self.k[h, first:stop], self.v[h, first:stop]) for h in range(self.heads)]
-        order = dealt(self.dim, self.knobs["strategy"] == "even")
         if self.given is None:
-            return [(eigenbasis(keys)[order], eigenbasis(values)[order]) for keys, values in tokens]
+            return [(eigenbasis(keys), eigenbasis(values)) for keys, values in tokens]
         # An output segment may lie anywhere behind the prompt's; its own moments say which one it is.
         places = [index] if index is not None else range(self.num_prompt, self.given[0].shape[1])
         for place in places:
             found = [(self.given[0][h, place], self.given[1][h, place]) for h in range(self.heads)]
-            if all(is_eigenbasis(r[np.argsort(order)], x) for pair, both in zip(found, tokens) for r, x in zip(pair, both)):
+            if all(is_eigenbasis(r, x) for pair, both in zip(found, tokens) for r, x in zip(pair, both)):
                 return found
         raise AssertionError(f"no basis at {list(places)} has eigenvectors of the moments of tokens {first}..{stop - 1}")
 
@@ -198,8 +189,7 @@ class Row:
     def packed(self, plan, key, value):
         """Kept coordinates of one token's key and value, both [D] and rotated."""
         return tuple(
-            prune(basis @ x, plan.rank, plan.group, self.knobs["strategy"] == "even")
-            for basis, x in ((plan.basis_key, key), (plan.basis_value, value))
+            prune(basis @ x, plan.rank, plan.group) for basis, x in ((plan.basis_key, key), (plan.basis_value, value))
         )
 
     def token_loss(self, plan, key, value):
@@ -218,7 +208,7 @@ class Row:
             for first in range(0, len(positions), plan.block):
                 members = list(positions[first : first + plan.block])
                 mean = plan.basis_key @ self.k[h, members].mean(axis=0)
-                kept = prune(mean, plan.rank, plan.group, self.knobs["strategy"] == "even")
+                kept = prune(mean, plan.rank, plan.group)
                 self.blocks[h][members[0]] = (members, plan.basis_key.T @ kept)
         return losses.tolist()
 
@@ -303,7 +293,7 @@ def run(
     block_size=8,
     segment=65536,
     buffer=32,
-    strategy="even",
+    strategy="static",
     max_loss=0.1,
     max_variance=0.5,
     lifetime=8192,

@@ -91,6 +91,10 @@ class Threads:
                 at = np.where(shown, labels[args[0]], at)
             elif name[0] == "barrier":
                 self.meet()
+            elif name[:3] == ["cp", "async", "cg"]:  # no later than its threads wait for it
+                words = [f"copied{i}" for i in range(int(args[2]) // 4)]
+                self._access("ld", "global", "b32", target=args[1], data=" ".join(words), shown=shown)
+                self._access("st", "shared", "b32", target=args[0], data=" ".join(words), shown=shown)
             elif name[0] in ("bar", "cp", "prefetch"):
                 continue
             elif name[0] == "mov" and args[0][0] == "{":

@@ -28,8 +28,7 @@ SIZES = {  # of kernels that take no smaller ones
     **{("rerank", back_end): {"D": 32, "C": 16, "M": 4} for back_end in ("pallas_triton", MOSAIC)},
     ("low_rank_attention", "pallas_triton"): {"D": 32},
     ("pack_token", MOSAIC): {"D": 64},
-    ("project_query", MOSAIC): {"D": 32},
-    **{(name, MOSAIC): {"D": 32, "R": 8} for name in ("packed_attention", "packed_score")},
+    **{(name, MOSAIC): {"D": 32} for name in ("packed_attention", "packed_score", "project_query")},
 }
 ROWS = {"add_norm": "T", "coded_product": "V", "merge_splits": "H"}  # the axis of rows, where it is not B
 # Kernels that are fast to interpret, and between them have every kind of argument; the others run thoroughly.

@@ -140,7 +140,6 @@ UNREAD = {
     ("gather_attention", "pallas_mosaic_gpu"): {"_"},  # refused by its check
     ("gather_attention", "pallas_tpu"): {"_"},  # refused by its check, or by the public function for such pages
     ("vector_score", "pallas_tpu"): {"position", "first"},  # refused by its check
-    **{(name, "xla"): {"even"} for name in ("packed_attention", "packed_score")},  # a promise, which plain JAX does not need
 }
 
 

@@ -26,7 +26,7 @@ OPERATIONS = {
     "evict_token": ({"D": 128, "S": 300}, 1),
     "kth_select": ({"S": 20_000}, 1),
     "pack_token": ({"D": 64}, 1),
-    "packed_attention": ({"D": 64, "R": 16}, 2),
+    "packed_attention": ({"D": 64}, 2),
     "packed_score": ({}, 1),
     "page_score": ({}, 1),
     "project_query": ({}, 1),

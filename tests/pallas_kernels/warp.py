@@ -4,12 +4,10 @@ Nothing interprets inline PTX. So what kernels compute with functions of `warps`
 themselves, one instruction each, are left to a GPU. Layouts of `mma` and `ldmatrix` are those of the PTX manual.
 """
 
-import re
-
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels._mosaic_gpu.warps import spreading, unpacking
+from pallas_kernels._mosaic_gpu.warps import unpacking
 
 LANES = 32
 _LANE = np.arange(LANES)
@@ -142,10 +140,6 @@ class Warp:
         """Run the program of `warps.unpack`, see `computed`."""
         return [Number(x) for x in computed(unpacking(channels), [bits.each, place.each], channels // 2 + 1, self.memory)]
 
-    def spread_two(self, values, bits, byte, table):
-        """Run the program of `warps.spread_two`, see `computed`."""
-        return [Number(x) for x in computed(spreading(byte), [values.each, bits.each, table.each], 4, self.memory)]
-
     @staticmethod
     def multiply(sums, left, right, dtype):
         tall, wide, out = np.zeros((2, 8, 2, 8)), np.zeros((2, 8, 8)), np.zeros((2, 8, 8))
@@ -187,11 +181,6 @@ def computed(text, operands, results, memory):
     for line in text.strip("{ }").split(";"):
         if (line := line.strip()) and not line.startswith(".reg"):
             guard, name, names = line.split(" ", 2) if line[0] == "@" else ("", *line.split(" ", 1))
-            if name.startswith("ld.shared.v"):
-                *several, place = re.findall(r"\w+", names)
-                for offset, to in enumerate(several):
-                    named[to] = meanings["ld"](named[place] + 4 * offset)
-                continue
             to, *given = (x.strip("[] ") for x in names.split(","))
             found = np.broadcast_to(meanings[name.split(".")[0]](*map(value, given)), LANES) & 0xFFFFFFFF
             found = np.where(named[guard[1:]], found, 0xBAD0BAD0) if guard else found

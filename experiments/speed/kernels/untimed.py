@@ -87,7 +87,6 @@ SHAPES = {
         | {"basis_key": orthogonal("B H 1 D D"), "basis_value": orthogonal("B H 1 D D")}
         | {"store": lambda d: sum((packed(axes, "R")(d) for axes in ("B H S", "B H S", "B H P")), ())},
         granule=4,
-        even=True,
     ),
     "rotated_rows": declared(CACHE | {"token": counted("B K"), "inv_freq": frequencies}),
     "sentence_add": declared(

@@ -53,7 +53,6 @@ def block_scores(layout: Layout, store: Store, parts: Array) -> Array:
         store.last,
         unit=layout.granule,
         reduce="max",
-        even=layout.each == 2,
         **_owners(layout, store),
     )
 
@@ -89,7 +88,6 @@ def attend_listed(
         (cache.key, cache.value, cache.position),
         scale=1 / math.sqrt(layout.dim),
         granule=layout.granule,
-        even=layout.each == 2,
         **_owners(layout, store),
     )
 

@@ -18,13 +18,11 @@ Several tokens at once (`extend`) attend to all stored tokens.
 **Departures** (most of them because the paper does not say): there are bases for each layer, KV head and segment. They are
 of keys after RoPE, because the query is rotated into them, and of uncentred moments (the paper gives K^T K and also says
 covariance). The last ``n mod buffer`` prompt tokens wait in the buffer. New tokens are packed when they arrive and become
-visible when the buffer is full; this equals packing a full buffer, and costs the same in every step. Under the default,
-``strategy="even"``, the largest channels of each eight are kept, two of them at a quarter, and eigenvectors are dealt out to
-the eights by eigenvalue, back and forth, so that a kernel finds values without counting bits; ``strategy="static"`` keeps the
-largest of all, as the paper does. Each channel has its own bit, because the paper does not say its element group; under the
-dynamic strategy adjacent channels can share a bit, and their score is their squared sum. The channel permutation for
-neighbouring selections is left out, because the paper does not say how to compute it. No layer is dense; the paper does not
-say, and Quest, its baseline, leaves two layers dense (`kvjax.wrappers.PerLayer` can).
+visible when the buffer is full; this equals packing a full buffer, and costs the same in every step. Under the static
+strategy each channel has its own bit, because the paper does not say its element group; under the dynamic one adjacent
+channels can share a bit, and their score is their squared sum. The channel permutation for neighbouring selections is left
+out, because the paper does not say how to compute it. No layer is dense; the paper does not say, and Quest, its baseline,
+leaves two layers dense (`kvjax.wrappers.PerLayer` can).
 
 Each KV head has one list of blocks from all segments together, by the maximum over its group; no block is always attended,
 and every rotated channel can be kept. What other readings score: docs/notebook/readings-others.md.
@@ -79,15 +77,15 @@ class MosaicState:
 class MosaicKV(LayerMethod):
     """A rotated cache, pruned per vector, with retrieval of blocks; see the module docstring."""
 
-    channels: float = static("share of channels to keep (not the dynamic strategy)", default=0.25, above=0, most=1)
+    channels: float = static("share of channels to keep (static strategy)", default=0.25, above=0, most=1)
     fraction: float | Array = traced("share of blocks to attend to", default=0.10, above=0, most=1, within="capacity")
     capacity: float = static("share of blocks to make room for; None = fraction", default=None, above=0, most=1)
-    block_size: int = static("tokens per block (not the dynamic strategy)", default=8, least=1)
+    block_size: int = static("tokens per block (static strategy)", default=8, least=1)
     buffer: int = static("most newest tokens that are kept unchanged", default=32, least=2)
     strategy: str = static(
-        'the largest channels of each eight, or "static": of all, or "dynamic": rates and block sizes depend on the content',
-        default="even",
-        choices=("even", "static", "dynamic"),
+        'or "dynamic": channels, element group and block size depend on the content',
+        default="static",
+        choices=("static", "dynamic"),
     )
     max_loss: float | Array = traced(
         "largest mean share of energy that a segment can lose (dynamic strategy)", default=0.1, least=0
@@ -107,7 +105,7 @@ class MosaicKV(LayerMethod):
 
     @classmethod
     def at_length(cls, length: int) -> tuple[dict[str, Any], str]:
-        return {"channels": 0.25, "fraction": 0.10}, ""
+        return {"channels": 0.25, "fraction": 0.10, "strategy": "static"}, ""
 
     def check(self) -> None:
         granule = BLOCKS[-1] if self.strategy == "dynamic" else self.block_size
@@ -206,11 +204,6 @@ class MosaicKV(LayerMethod):
         rank = 3 * dim // 8 if dynamic else round(self.channels * dim)
         if dim % 8:
             raise ValueError(f"MosaicKV: head_dim must be a multiple of 8, got {dim}")
-        each, rest = divmod(8 * rank, dim)
-        if self.strategy == "even" and rest:
-            raise ValueError(
-                f"MosaicKV: channels must be eighths, or strategy another than 'even', got channels={self.channels}"
-            )
         if not 1 <= rank <= dim:
             raise ValueError(
                 f"MosaicKV: channels must leave 1 to {dim} of head_dim={dim}, got {rank} (channels={self.channels})"
@@ -223,7 +216,6 @@ class MosaicKV(LayerMethod):
             buffer=self.buffer,
             segment=self.segment,
             dynamic=dynamic,
-            each=each if self.strategy == "even" else None,
         )
 
     def _quota(self, blocks: Array) -> Array:

@@ -243,7 +243,6 @@ def _write_one(layout: Layout, cache: LayerStorage, store: Store, position: Arra
         store.segments.basis_value,
         tuple(x for pair in packed for x in (pair.values, pair.bitmap)),
         granule=layout.granule,
-        even=layout.each is not None,
     )
     key, value, block = (Packed(values=written[i], bitmap=written[i + 1]) for i in (0, 2, 4))
     return dataclasses.replace(store, key=key, value=value, block=block)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.protocol.typing import not_none, pytree
-from pallas_kernels.formats.packed_vectors import channel_score, dealt, even_score, pack_channels
+from pallas_kernels.formats.packed_vectors import channel_score, pack_channels
 
 SHARES = (1, 2, 3)  # choices of the dynamic strategy: eighths of the channels to keep
 GROUPS = (4, 2, 1)  # its element groups, the fewest bitmap bytes first
@@ -30,7 +30,6 @@ class Layout:
     buffer: int  # tokens that become visible together; a multiple of the window
     segment: int  # prompt tokens that share a pruning; a multiple of the buffer
     dynamic: bool  # True: rate, element group and block size are chosen per row, KV head and segment
-    each: int | None  # channels kept of each eight, to which bases are dealt out; None: the largest of all
 
 
 @pytree
@@ -48,7 +47,7 @@ class Segment:
     The last three are None under the static strategy.
     """
 
-    basis_key: Array  # float32 [B, H, D, D], rows: unit eigenvectors of the keys' second moment, by eigenvalue or dealt out
+    basis_key: Array  # float32 [B, H, D, D], rows: unit eigenvectors of the keys' second moment, by decreasing eigenvalue
     basis_value: Array  # float32 [B, H, D, D], the same for values
     rank: Array | None  # int32 [B, H], kept channels
     group: Array | None  # int32 [B, H], element group
@@ -73,8 +72,6 @@ def fit(
         max_loss: the largest mean loss (share of pruned energy) of a rate.
     """
     basis_key, basis_value = (_basis(layout, x) for x in (key, value))
-    if layout.each is not None:
-        basis_key, basis_value = dealt(basis_key), dealt(basis_value)
     rotated = to_basis(basis_key, key), to_basis(basis_value, value)
     rank = group = block = None
     if layout.dynamic:
@@ -106,7 +103,7 @@ def prune(layout: Layout, segment: Segment, key: Array, value: Array, stored: Ar
     bases = segment.basis_key, segment.basis_value, segment.basis_key
     given = key, value, _block_means(layout, segment, stored)
     rotated = [to_basis(basis, x) for basis, x in zip(bases, given, strict=True)]
-    scores = [_score(segment, y) if layout.each is None else even_score(y, layout.each) for y in rotated]
+    scores = [_score(segment, y) for y in rotated]
     kept = None if segment.rank is None else segment.rank[..., None, None]
     packed = pack_channels(jnp.concatenate(rotated, axis=2), jnp.concatenate(scores, axis=2), layout.rank, jnp.float32, kept)
     ends = [key.shape[2], 2 * key.shape[2]]

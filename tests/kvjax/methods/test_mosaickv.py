@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.usefixtures("quick_compile"), pytest.mark.xdist_group(
 @pytest.mark.parametrize("dim", [16, pytest.param(64, marks=pytest.mark.thorough)])
 def test_bases_keep_scores_and_commute_with_means(dim):
     q, k, v = random_tokens(0, 1, 2, 2, 40 + STEPS, dim)
-    got = drive_alike(small(MosaicKV, strategy="static", **mosaickv.KNOBS), q, k, v, [40], frequencies(dim))
+    got = drive_alike(small(MosaicKV, **mosaickv.KNOBS), q, k, v, [40], frequencies(dim))
     keys, queries = rotate_all(k[0], frequencies(dim)), rotate_all(q[0], frequencies(dim))
     for name, tokens in zip(mosaickv.STATE, (keys, v[0].astype(np.float64)), strict=True):
         found = of_state(mosaickv, got.state, 0)[name].astype(np.float64)
@@ -98,7 +98,7 @@ def test_extend_is_dense_and_flushes():
 
 def all_knobs(knobs):
     """Every knob that the oracle's `Row` reads, at its default unless given."""
-    return {"strategy": "even", "max_loss": 0.1, "max_variance": 0.5, "lifetime": 8192, **knobs}
+    return {"strategy": "static", "max_loss": 0.1, "max_variance": 0.5, "lifetime": 8192, **knobs}
 
 
 # ---- the dynamic strategy ----------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Projected queries, scores and attention over packed vectors: every implementation against float64 NumPy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +19,10 @@ SCALE = 0.2
 PROJECT, ATTEND, SCORE = map(on_mosaic_alone, (project_query, packed_attention, packed_score))
 
 
-def vectors(rng, lead, dim, rank, dtype, hidden=None, even=False):
+def vectors(rng, lead, dim, rank, dtype, hidden=None):
     """Random packed vectors and their unpacked form, float64 [..., D]; where ``hidden`` the values are NaN."""
     order = np.argsort(rng.random((*lead, dim)), axis=-1)
     kept = order < rng.integers(1, rank + 1, (*lead, 1))  # fewer bits than values, too
-    if even:
-        kept = (np.argsort(rng.random((*lead, dim // 8, 8)), axis=-1) < 2).reshape(*lead, dim)
     full = np.asarray(jnp.asarray(rng.normal(size=(*lead, dim)), dtype), np.float32) * kept
     values = np.take_along_axis(full, np.argsort(~kept, axis=-1, kind="stable"), axis=-1)[..., :rank]
     if hidden is not None:
@@ -32,7 +32,7 @@ def vectors(rng, lead, dim, rank, dtype, hidden=None, even=False):
 
 
 def problem(seed, *, rows=2, heads=2, group=4, dim=64, rank=16, blocks=30, granule=8, segments=3, listed=9, table=False,
-            dtype="float32", even=False):  # fmt: skip
+            dtype="float32"):  # fmt: skip
     """Everything the operations take, and float64 twins; whatever may not be read is NaN."""
     rng = np.random.default_rng(seed)
     span = -(-blocks // segments)
@@ -58,16 +58,16 @@ def problem(seed, *, rows=2, heads=2, group=4, dim=64, rank=16, blocks=30, granu
     recent = rng.normal(size=(2, rows, heads, 20, dim)).astype(np.float32)
     recent[:, position < 0] = np.nan
     query = jnp.asarray(rng.normal(size=(rows, heads, group, dim)), dtype)
-    block, block_full = vectors(rng, (rows, heads, blocks), dim, rank, dtype, behind, even)
-    key, key_full = vectors(rng, (rows, heads, blocks * granule), dim, rank, dtype, hidden, even)
-    value, value_full = vectors(rng, (rows, heads, blocks * granule), dim, rank, dtype, hidden, even)
+    block, block_full = vectors(rng, (rows, heads, blocks), dim, rank, dtype, behind)
+    key, key_full = vectors(rng, (rows, heads, blocks * granule), dim, rank, dtype, hidden)
+    value, value_full = vectors(rng, (rows, heads, blocks * granule), dim, rank, dtype, hidden)
     recent = [jnp.asarray(x, dtype) for x in recent]
     inputs = {
         "query": query, "basis_key": jnp.asarray(basis_key), "basis_value": jnp.asarray(basis_value), "block": block,
         "key": key, "value": value, "recent": (*recent, jnp.asarray(position, jnp.int32)),
         "blocks": jnp.asarray(chosen, jnp.int32), "number": jnp.asarray(number, jnp.int32),
         "count": jnp.asarray(count, jnp.int32), "last": jnp.asarray(last),
-        "owner": jnp.asarray(owner, jnp.int32) if table else None, "span": span, "granule": granule, "even": even,
+        "owner": jnp.asarray(owner, jnp.int32) if table else None, "span": span, "granule": granule,
     }  # fmt: skip
     exact = {
         "query": np.asarray(query, np.float64), "basis_key": basis_key.astype(np.float64), "owner": owner,
@@ -111,7 +111,6 @@ SHAPES = [
     {"dim": 32, "rank": 8, "blocks": 20, "listed": 8},
     {"table": True, "granule": 5, "blocks": 20, "rows": 1, "group": 3, "dim": 32, "rank": 8},
     pytest.param({"listed": 8}, marks=thorough),
-    pytest.param({"even": True, "dim": 128, "rank": 32}, marks=thorough),
     pytest.param(
         {"rows": 1, "heads": 1, "group": 1, "dim": 128, "rank": 32, "segments": 1, "blocks": 9, "granule": 32, "listed": 3},
         marks=thorough,
@@ -124,7 +123,6 @@ def run_attention(run, inputs, parts, span=None, granule=None):
         parts, inputs["query"], inputs["key"], inputs["value"], inputs["basis_value"], inputs["blocks"], inputs["number"],
         inputs["last"], inputs["recent"],
         scale=SCALE, granule=granule or inputs["granule"], span=span or inputs["span"], owner=inputs["owner"],
-        even=inputs["even"],
     )  # fmt: skip
 
 
@@ -141,13 +139,13 @@ def test_projection_scores_and_attention_equal_float64(name, dtype, shape):
     reduced = {None: every, "max": every.max(axis=2), "mean": every.mean(axis=2)}
     for reduce in ("mean",) if shape.get("table") else (None, "max"):
         want = reduced[reduce]
-        score_now = compiled(SCORE[name], reduce=reduce, even=inputs["even"], **common)
+        score_now = compiled(SCORE[name], reduce=reduce, **common)
         got = score_now(parts, *inputs["block"], tokens, inputs["last"], owner=inputs["owner"])
         assert got.dtype == jnp.float32
         np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
         np.testing.assert_allclose(got, want, atol=3e-5, rtol=0)
-    arrays = {k: v for k, v in inputs.items() if k not in ("span", "granule", "even")}
-    run = jax.jit(lambda x, *args: run_attention(ATTEND[name], {**x, "even": inputs["even"]}, *args), static_argnums=(2, 3))
+    run = jax.jit(functools.partial(run_attention, ATTEND[name]), static_argnums=(2, 3))
+    arrays = {k: v for k, v in inputs.items() if k not in ("span", "granule")}
     out = run(arrays, parts, inputs["span"], inputs["granule"])
     assert out.dtype == dtype
     np.testing.assert_allclose(np.asarray(out, np.float64), want_attention(exact), atol=TOLERANCE[dtype], rtol=0)
@@ -162,29 +160,25 @@ def test_nothing_to_attend_to_is_zero(name):
     inputs["recent"] = key, value, jnp.full_like(position, -1)
     parts = compiled(PROJECT[name], dtype="bfloat16")(inputs["query"], inputs["basis_key"])
     run = jax.jit(lambda arrays, parts: run_attention(ATTEND[name], {**inputs, **arrays}, parts))
-    arrays = {k: v for k, v in inputs.items() if k not in ("span", "granule", "owner", "even")}
+    arrays = {k: v for k, v in inputs.items() if k not in ("span", "granule", "owner")}
     assert not np.any(run(arrays, parts))
 
 
 @pytest.mark.parametrize(
-    ("dim", "rank", "group", "dtype", "even"),
-    [
-        (128, 32, 4, "bfloat16", False), (128, 48, 7, "bfloat16", False), (32, 8, 3, "float16", False),
-        (256, 64, 4, "bfloat16", False), (128, 32, 4, "bfloat16", True), (64, 16, 7, "float16", True),
-        (256, 64, 4, "bfloat16", True),
-    ],
-)  # fmt: skip
-def test_a_step_of_a_warp_equals_float64(dim, rank, group, dtype, even, monkeypatch):
+    ("dim", "rank", "group", "dtype"),
+    [(128, 32, 4, "bfloat16"), (128, 48, 7, "bfloat16"), (32, 8, 3, "float16"), (256, 64, 4, "bfloat16")],
+)
+def test_a_step_of_a_warp_equals_float64(dim, rank, group, dtype, monkeypatch):
     """Two steps on the same 16 keys and values, two of which are hidden and hold NaN."""
     rng, warp = np.random.default_rng(dim + rank), Warp(1 << 15)
     warp.memory[:] = 0xFF  # NaN
     for name in "tw":
         monkeypatch.setattr(packed, name, warp)
-    n = packed.Vectors(dim=dim, rank=rank, group=group, stored=4, terms=2, dtype=jnp.dtype(dtype), even=even)
+    n = packed.Vectors(dim=dim, rank=rank, group=group, stored=4, terms=2, dtype=jnp.dtype(dtype))
     query = rng.normal(size=(group, dim)).astype(np.float32)
     terms = np.array(split_terms(jnp.asarray(query), n.dtype)).view(np.int16)
     row, quarter, hidden = np.arange(32) // 4, np.arange(32) % 4, np.isin(np.arange(16), [3, 9])
-    stored, want = zip(*(vectors(rng, (16,), dim, rank, dtype, hidden, even) for _ in range(2)), strict=True)
+    stored, want = zip(*(vectors(rng, (16,), dim, rank, dtype, hidden) for _ in range(2)), strict=True)
 
     def words(x):  # of this lane's quarter of a row
         return [Number(np.int64(y)) for y in np.ascontiguousarray(x.reshape(32, -1)).view(np.int32).T]
@@ -200,11 +194,10 @@ def test_a_step_of_a_warp_equals_float64(dim, rank, group, dtype, even, monkeypa
             np.array(values).view(np.int16),
             np.unpackbits(np.array(bitmap).view(np.uint8), axis=-1, bitorder="little"),
         )
-        each, one = 2 * n.held if even else 8, []
-        chunks = values.reshape(16, -1, each)
+        chunks, one = values.reshape(16, -1, 8), []
         for at in (row, row + 8):
-            for load in range(1 if even else n.loads):
-                one += words(chunks[at, np.minimum(quarter + 4 * load, rank // each - 1)])
+            for load in range(n.loads):
+                one += words(chunks[at, np.minimum(quarter + 4 * load, rank // 8 - 1)])
             mine = of_lane(bits, at).reshape(32, n.bits, -1).astype(np.int64)
             mine = np.where(hidden[at, None], 0, (mine << np.arange(mine.shape[-1])).sum(axis=-1))
             one += [Number(x) for x in mine.T]
@@ -213,15 +206,7 @@ def test_a_step_of_a_warp_equals_float64(dim, rank, group, dtype, even, monkeypa
     maximum, total = ([warp.float_number(x)] * n.groups for x in (-np.inf, 0.0))
     sums = [warp.float_number(0.0)] * n.channels
 
-    orders = np.array(
-        [[0x44 if not b >> c & 1 else 0x32 if b & ((1 << c) - 1) else 0x10 for c in range(8)] for b in range(256)]
-    )
-    warp.memory[-2048:] = orders.reshape(-1)
-    table = warp.number(warp.memory.size - 2048)
-
     def pieces(x):
-        if even:
-            return packed.expanded(n, x, table)
         return packed.unpacked(n, packed.placed(n, x, warp.number(0)))
 
     for _ in range(2):

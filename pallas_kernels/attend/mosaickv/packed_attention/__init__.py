@@ -27,7 +27,6 @@ def packed_attention(
     granule: int,
     span: int,
     owner: Annotated[Array | None, "int32 B P"] = None,
-    even: bool = False,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> Array:
@@ -49,7 +48,6 @@ def packed_attention(
         granule: tokens per block.
         span: blocks per segment.
         owner: the segment of every block, ascending; or None.
-        even: whether each byte of a bitmap has two bits: then a kernel need not count, and r is a quarter of D.
 
     Returns:
         [B, H, G, D] in the dtype of the query; zeros for a list without a block and a buffer without a token.

@@ -18,13 +18,10 @@ from pallas_kernels._mosaic_gpu import arrays, assembly
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu import warps as w
 from pallas_kernels._mosaic_gpu.packed import (
-    ENTRIES,
-    ORDER,
     SIZES,
     VECTORS,
     Vectors,
     added,
-    expanded,
     load_queries,
     load_vectors,
     load_whole,
@@ -36,7 +33,6 @@ from pallas_kernels._mosaic_gpu.packed import (
     warp,
     weighed,
     whole,
-    write_table,
 )
 from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
 from pallas_kernels._mosaic_gpu.steps import numbers
@@ -59,7 +55,7 @@ def step_functions(n: Vectors, scale: float, packed: bool):
     Sums are those of channels, of all tokens of the warp; maximum and total of each head's weights are to base 2, the total
     of this lane's tokens.
     """
-    loaded, tiles = n.loaded if packed else n.channels, n.channels // 4
+    loaded, tiles = 2 * (4 * n.loads + n.bits) if packed else n.channels, n.channels // 4
     counts = 4 * tiles, n.groups, n.groups  # sums, maximum, total
     shares = n.groups * n.terms // 2 * (n.channels // 2)
 
@@ -71,8 +67,6 @@ def step_functions(n: Vectors, scale: float, packed: bool):
     def pieces(shared, given):
         if not packed:
             return whole(n, t.numbers_of(given))
-        if n.even:  # it is a table
-            return expanded(n, t.numbers_of(given), t.number(t.address(shared)))
         return unpacked(n, placed(n, t.numbers_of(given), t.number(t.address(shared)) + warp() * n.room))
 
     def begin():
@@ -116,7 +110,7 @@ def step_functions(n: Vectors, scale: float, packed: bool):
     return load, begin, weigh, add, publish
 
 
-def _attend(functions, keys, values, query, rows_of, used, room, shared, edges, ahead):
+def _attend(functions, keys, values, query, rows_of, used, shared, edges, ahead):
     """Attend to the rows of all steps, and leave sums and ends of each warp in shared memory.
 
     With ``ahead`` keys and rows are loaded a step before.
@@ -127,12 +121,12 @@ def _attend(functions, keys, values, query, rows_of, used, room, shared, edges, 
         rows, key, later, (sums, maximum, total) = carry
         if ahead:  # values arrive while keys are multiplied, and the next keys while values are added
             value = load(values, rows)
-            maximum, total, decays, right = weigh(room, key, query, rows, maximum, total)
+            maximum, total, decays, right = weigh(shared, key, query, rows, maximum, total)
             key, after = load(keys, later), rows_of(step + 2)
         else:  # in fewer registers
-            maximum, total, decays, right = weigh(room, load(keys, rows), query, rows, maximum, total)
+            maximum, total, decays, right = weigh(shared, load(keys, rows), query, rows, maximum, total)
             value, later, after = load(values, rows), rows_of(step + 1), later
-        return later, key, after, (add(room, value, right, decays, sums), maximum, total)
+        return later, key, after, (add(shared, value, right, decays, sums), maximum, total)
 
     rows = rows_of(0)
     first = (load(keys, rows), rows_of(1)) if ahead else (None, None)
@@ -169,10 +163,8 @@ def _body(
 ):  # fmt: skip
     # parts [L * M * G * N, D]; keys and values [L * S, r], their words [L * S, W]; blocks [L, K]; count [L]; last [B]; query
     # [L * G, D], bases [L, M * D * D], raw key and value [L * R, D], position [L, R]; owner [B, P] if given; then out
-    # [L, X, G, D], lse [L, X, G], segment [L, X]. In shared memory the vectors of each warp, and then its sums; maximum and
-    # total of each; and a table.
-    table = refs[-1].at[lax.axis_index("group")] if n.even else None
-    refs = refs[:-1] if n.even else refs
+    # [L, X, G, D], lse [L, X, G], segment [L, X]. In shared memory the vectors of each warp, and then its sums; and maximum
+    # and total of each.
     basis_ref, raw_key_ref, raw_value_ref, position_ref, *owner_ref, out_ref, lse_ref, segment_ref, shared, edges = refs
     written = out_ref, lse_ref, segment_ref
     group, listed, lists = lax.axis_index("group"), blocks_ref.shape[1], blocks_ref.shape[0]
@@ -209,15 +201,12 @@ def _body(
         query = load_queries(n, parts_ref, (line * segments + s) * (n.group * n.stored))
         used = jnp.clip(lax.div((stop - first) * granule + (TOKENS - 1), TOKENS), 0, steps)
         stored = (key_ref, key_words_ref), (value_ref, value_words_ref)
-        room = table if n.even else shared
-        _attend(step_functions(n, scale, packed=True), *stored, query, rows_of, used, room, shared, edges, ahead=True)
+        _attend(step_functions(n, scale, packed=True), *stored, query, rows_of, used, shared, edges, ahead=True)
         _write(n, written, shared, edges, line * partials + j + s, s)
         return carry
 
     @pl.when(real)
     def _():
-        if n.even:
-            write_table(table)
         # Two neighbours may share a segment, but they write it to different rows.
         low, high = jnp.where(j == 0, 0, owner_at(first)), jnp.where(j == splits - 1, segments - 1, owner_at(first + share))
         lax.fori_loop(low, high + 1, of_segment, 0)
@@ -234,7 +223,7 @@ def _body(
 
         query, functions = load_queries(plain, query_ref, line * n.group), step_functions(plain, scale, packed=False)
         whole = (raw_key_ref,), (raw_value_ref,)
-        _attend(functions, *whole, query, rows_of, -(-size // TOKENS), shared, shared, edges, ahead=False)
+        _attend(functions, *whole, query, rows_of, -(-size // TOKENS), shared, edges, ahead=False)
         _write(n, written, shared, edges, (line + 1) * partials - 1, jnp.int32(-1))
 
 
@@ -316,11 +305,11 @@ def _body_join(out_ref, lse_ref, segment_ref, basis_ref, merged_ref, weights, su
         arrays.store(merged_ref, jnp.where(part < 1, (line * group + g) * dim + column, -1), merged)
 
 
-def packed_attention(parts, query, key, value, basis, blocks, count, last, recent, *, scale, granule, span, owner, even):
+def packed_attention(parts, query, key, value, basis, blocks, count, last, recent, *, scale, granule, span, owner):
     """Attend to the listed packed blocks and the raw buffer in one softmax."""
     rows, heads, segments, group, terms, dim = parts.shape
     lists, listed, slots = rows * heads, blocks.shape[2], key[0].shape[2]
-    n = Vectors(dim=dim, rank=key[0].shape[3], group=group, stored=terms, terms=TERMS, dtype=key[0].dtype, even=even)
+    n = Vectors(dim=dim, rank=key[0].shape[3], group=group, stored=terms, terms=TERMS, dtype=key[0].dtype)
     groups = GROUPS if dim < 256 else 2  # of more registers
     steps = max(steps_of(lists, -(-listed * granule // TOKENS) + BUFFER, PROGRAMS * groups), -(-granule // TOKENS))
     share = steps * TOKENS // granule
@@ -335,7 +324,7 @@ def packed_attention(parts, query, key, value, basis, blocks, count, last, recen
         ((lists, partials, group), jnp.float32),
         ((lists, partials), jnp.int32),
     )
-    scratch = [(groups, x) for x in (WARPS * max(0 if n.even else n.room // 4, group * dim), 2 * WARPS * group)]
+    scratch = [(groups, x) for x in (WARPS * max(n.room // 4, group * dim), 2 * WARPS * group)]
     packed = [x.reshape(lists * slots, -1) for pair in (key, value) for x in pair]
     raw = [
         query.reshape(-1, dim),
@@ -345,7 +334,7 @@ def packed_attention(parts, query, key, value, basis, blocks, count, last, recen
     ]
     partial = arrays.program(
         body, [jax.ShapeDtypeStruct(*x) for x in shapes], grid=(-(-lists * splits // groups),),
-        scratch=[plgpu.SMEM(x, jnp.float32) for x in scratch] + [plgpu.SMEM((groups, ORDER * ENTRIES), jnp.int32)] * even,
+        scratch=[plgpu.SMEM(x, jnp.float32) for x in scratch],
         groups=groups,
     )(
         parts.reshape(-1, dim), *packed, blocks.reshape(lists, listed), count.reshape(-1), last, *raw,
@@ -362,12 +351,11 @@ def packed_attention(parts, query, key, value, basis, blocks, count, last, recen
     return merged.reshape(query.shape)
 
 
-def check(parts, query, key, value, basis, blocks, count, last, recent, *, scale, granule, span, owner, even):
+def check(parts, query, key, value, basis, blocks, count, last, recent, *, scale, granule, span, owner):
     """Raise ``NotImplementedError`` for what ``TAKES`` does not say."""
     rows, heads, slots, rank = key[0].shape
     if value[0].shape[3] != rank or not blocks.shape[2] * rank or rows * heads * slots >= 2**31:
         raise NotImplementedError(f"got keys {key[0].shape}, values {value[0].shape}, expected fewer, the same, and some")
     if (dtypes := {str(x.dtype) for x in (parts, query, key[0], value[0], *recent[:2])}) != {str(query.dtype)}:
         raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected one")
-    sizes = {"dim": query.shape[-1], "rank": rank, "group": parts.shape[3], "even": even}
-    Vectors(**sizes, stored=4, terms=TERMS, dtype=query.dtype).check()
+    Vectors(dim=query.shape[-1], rank=rank, group=parts.shape[3], stored=4, terms=TERMS, dtype=query.dtype).check()

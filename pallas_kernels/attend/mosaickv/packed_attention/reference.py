@@ -10,9 +10,7 @@ from pallas_kernels.soft_cap import capped
 BLOCK = 512  # tokens that are unpacked at once
 
 
-def packed_attention(
-    parts, query, key, value, basis, blocks, count, last, recent, *, scale, granule, span, owner, even=False
-):
+def packed_attention(parts, query, key, value, basis, blocks, count, last, recent, *, scale, granule, span, owner):
     """Attend to the listed packed blocks and the raw buffer in one softmax, in plain JAX."""
     (rows, heads, listed), dim = blocks.shape, query.shape[-1]
     slot = blocks[..., None] * granule + jnp.arange(granule, dtype=jnp.int32)[None, None, None]

@@ -48,7 +48,7 @@ TIMED = Timed(
         "last": full("B", lambda n: n.P - 1),
         "recent": lambda d: (normal("B H M D")(d), normal("B H M D")(d), counted("B H M")(d)),
     },
-    options=lambda n: {"scale": n.scale, "granule": 8, "span": n.N // n.P, "even": True},
+    options=lambda n: {"scale": n.scale, "granule": 8, "span": n.N // n.P},
     reads=listed_bytes,
     chained="parts",
     float32=False,

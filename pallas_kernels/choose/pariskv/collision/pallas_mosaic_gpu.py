@@ -231,11 +231,19 @@ def _compare(votes, cut, n):
 
 
 def _list(list_ref, bits, at, slot, place, n):
-    """Write this thread's candidates, ``bits`` int32 [128] of its keys, from ``place`` on in the list from ``at`` on."""
-    begin = "mad.wide.s32 to, $2, 4, $0; mad.wide.s32 to, $4, 4, to; mov.u32 slot, %tid.x;"
-    begin += f" mad.lo.s32 slot, slot, {n.run}, $3;"
-    step = "add.s32 i, i, slot; st.global.b32 [to], i; add.s64 to, to, 4;"
-    bins.for_each(bits, [list_ref], [at, slot, place], ".reg .b64 to; .reg .b32 slot;", begin, step)
+    """Write this thread's candidates, ``bits`` int32 [128] of its keys, from ``place`` on in the list from ``at`` on.
+
+    A warp writes those of its threads one after the other, neighbours together.
+    """
+    lines = [".reg .pred p; .reg .b64 to; .reg .b32 slot, bit, below, lane, x, y; mov.u32 x, %laneid; mov.b32 bit, 1;"]
+    lines.append("shl.b32 bit, bit, x; sub.s32 below, bit, 1; mov.u32 y, %tid.x; and.b32 y, y, -32; mov.b32 lane, 0;")
+    lines.append(f"mad.lo.s32 slot, y, {n.run}, $3; add.s32 slot, slot, x; LANES:")
+    for _ in range(4):
+        lines.append("shfl.sync.idx.b32 x, $1, lane, 31, -1; shfl.sync.idx.b32 y, $4, lane, 31, -1; add.s32 y, y, $2;")
+        lines.append("mad.wide.s32 to, y, 4, $0; and.b32 y, x, below; popc.b32 y, y; mad.wide.s32 to, y, 4, to;")
+        lines.append("and.b32 x, x, bit; setp.ne.s32 p, x, 0; @p st.global.b32 [to], slot; add.s32 lane, lane, 1;")
+        lines.append(f"add.s32 slot, slot, {n.run};")
+    assembly.run([*lines, "setp.lt.s32 p, lane, 32; @p bra LANES;"], [list_ref], [bits, at, slot, place])
 
 
 def _prepare(query_ref, counts_ref, shares_ref, signs_ref, rotated_ref, count_ref, numbers, capacity, n):

@@ -24,28 +24,24 @@ from pallas_kernels.machine import current_machine
 
 LANES = 32  # channels of a warp
 WORDS = LANES // 4  # of their codes: of each slice one of levels, and one with its weight
-TOGETHER = 2  # candidates of a thread whose codes are on their way together; 1 in programs that share a multiprocessor
-AHEAD = 4  # rounds for whose codes the level-2 cache is asked
+PIECE = 16  # bytes that a thread copies at once; it copies two in a round
 DIGIT = 7  # bits of a key that are counted together
 MANY = 2**30  # more than any list has
 FEW = 128  # best candidates that programs of a cluster find alone; they have as many places for keys, for slots and for ranks
 MOST = 2**14  # candidates of a program of 512 threads, 32 each
+ROOM = 9 * 2**12  # words of a program's estimates, beside the codes that are on their way
 LEAST = float(jnp.finfo(jnp.float32).min)
-TAKES = f"{arrays.HOPPER}, D of 32 to 256, lists of up to 98,304 candidates, or less"
-
-
-def _quarter(dim, size):
-    """Write instructions: ``at`` becomes the place of what this warp reads of ``size`` bytes for all warps of a candidate."""
-    warps = dim // LANES
-    return f"mov.u32 x, %tid.x; shr.u32 x, x, 5; and.b32 x, x, {warps - 1}; mul.wide.u32 at, x, {size // warps};"
+TAKES = f"{arrays.HOPPER}, D of 32 to 256, lists of up to 73,728 candidates, or less"
 
 
 def _products(query_ref, line):
     """Multiply 32 channels of the query with the level of each code: a register for each, float32 [128]."""
     dim = query_ref.shape[1]
     lines = [".reg .pred p; .reg .b64 at; .reg .b32 x, code; .reg .f32 level, y, a, b, c, d; mov.f32 level, 0f00000000;"]
-    lines.append(f"{_quarter(dim, 4 * dim)} add.s64 at, at, ${LANES}; mad.wide.s32 at, ${LANES + 1}, {4 * dim}, at;")
-    lines.append("mov.u32 code, %laneid; and.b32 x, code, 7;")
+    lines.append(f"mov.u32 x, %tid.x; shr.u32 x, x, 5; and.b32 x, x, {dim // LANES - 1}; mov.u32 code, %laneid;")
+    lines.append(
+        f"mad.wide.s32 at, x, {4 * LANES}, ${LANES}; mad.wide.s32 at, ${LANES + 1}, {4 * dim}, at; and.b32 x, code, 7;"
+    )
     for i, level in enumerate(LEVELS):
         lines.append(f"setp.eq.s32 p, x, {i}; @p mov.f32 level, 0f{np.float32(level).view(np.uint32):08X};")
     lines.append("and.b32 x, code, 8; setp.eq.s32 p, x, 0; neg.f32 y, level; @p mov.f32 level, y;")
@@ -55,22 +51,19 @@ def _products(query_ref, line):
     return assembly.run(lines, [query_ref], [line], [jnp.float32] * LANES)
 
 
-def _codes(rows_ref, row):
-    """Load this warp's part of the codes of ``row`` int32 [N], nothing where it is negative: 8 words, int32 [N] each."""
-    names, row_, dim = [f"${i}" for i in range(WORDS)], f"${WORDS + 1}", rows_ref.shape[1]
-    lines = [".reg .pred p; .reg .b64 at; .reg .b32 x;", *(f"mov.b32 {x}, 0;" for x in names), _quarter(dim, dim)]
-    lines.append(f"add.s64 at, at, ${WORDS}; mad.wide.s32 at, {row_}, {dim}, at; setp.ge.s32 p, {row_}, 0;")
-    for i in (0, 4):
-        lines.append(f"@p ld.global.nc.L2::128B.v4.b32 {{{', '.join(names[i : i + 4])}}}, [at + {4 * i}];")
-    return assembly.run(lines, [rows_ref], [row], [jnp.int32] * WORDS)
+def _copy(rows_ref, codes, to, row, inside):
+    """Begin to copy a piece of each ``row``, if not negative, from byte ``inside`` on to shared memory: all int32 [N]."""
+    lines = [".reg .pred p; .reg .b64 from; .reg .b32 to; setp.ge.s32 p, $3, 0; add.s32 to, $1, $2;"]
+    lines.append(f"mad.wide.s32 from, $3, {rows_ref.shape[1]}, $0; mad.wide.s32 from, $4, 1, from;")
+    assembly.run([*lines, f"@p cp.async.cg.shared.global [to], [from], {PIECE};"], [rows_ref, codes], [to, row, inside])
+    assembly.run(["cp.async.commit_group;"])
 
 
-def _prefetch(rows_ref, row):
-    """Ask for the codes of ``row`` int32 [N], unless it is negative: they come to the level-2 cache."""
-    dim = rows_ref.shape[1]
-    lines = [f".reg .pred p; .reg .b64 at; .reg .b32 x; {_quarter(dim, dim)} setp.eq.s64 p, at, 0;"]
-    lines.append(f"setp.ge.and.s32 p, $1, 0, p; mad.wide.s32 at, $1, {dim}, $0; @p prefetch.global.L2 [at];")
-    assembly.run(lines, [rows_ref], [row])
+def _codes(codes, at):
+    """Load this thread's part of the codes of a candidate from shared memory: 8 words, int32 [128] each."""
+    lines = [f".reg .b32 at; add.s32 at, ${WORDS}, ${WORDS + 1}; ld.shared.v4.b32 {{$0, $1, $2, $3}}, [at];"]
+    lines.append(f"xor.b32 at, at, {PIECE}; ld.shared.v4.b32 {{$4, $5, $6, $7}}, [at];")
+    return assembly.run(lines, [codes], [at], [jnp.int32] * WORDS)
 
 
 def _estimate(products, words):
@@ -111,38 +104,44 @@ def _list(refs, bits, at, entry, place, n):
     bins.for_each(bits, refs, [at, entry, place], ".reg .b64 to, mask, from, at; .reg .b32 one;", begin, step)
 
 
-def _estimates(n, query_ref, slots_ref, rows_ref, sums, live, stored):
-    """Write the parts of the estimates of this program's first ``live`` candidates to ``sums`` int32 [Q, N], as bits."""
+def _estimates(n, query_ref, slots_ref, rows_ref, sums, codes, live, stored):
+    """Write the parts of the estimates of this program's first ``live`` candidates to ``sums`` int32 [Q, N], as bits.
+
+    Loads of each thread's own candidate would touch 32 rows each. So warps copy whole rows to a ring in shared memory.
+    """
     dim, candidates, line = query_ref.shape[1], slots_ref.shape[1], lax.axis_index("x")
     entries, quarters, products = n.begin(), dim // LANES, _products(query_ref, line)
-    together = min(TOGETHER, max(n.groups // 2, 1))
-    entry = arrays.counted(t.THREADS * together)
-    warp = n.group() * 4 + (lax.shift_right_logical(entry, 5) & 3)
-    step = n.threads // quarters * together  # candidates of all warps
-    place = lax.div(warp, quarters) * (LANES * together) + lax.shift_right_logical(entry, 7) * LANES + (entry & (LANES - 1))
+    step, stages, stage = n.threads // quarters, codes.shape[0] // (WORDS * n.threads), 4 * WORDS * n.threads
+    thread = arrays.counted(t.THREADS)
+    warp = n.group() * 4 + lax.shift_right_logical(thread, 5)
+    quarter, place = warp & (quarters - 1), lax.div(warp, quarters) * LANES + (thread & (LANES - 1))
+    copied = n.group() * (4 * WORDS * t.THREADS) + arrays.counted(2 * t.THREADS) * PIECE
+    candidate, piece = lax.div(copied, dim), copied & (dim - 1)
+    # Pieces of 128 bytes change places, so that eight neighbouring rows have a piece in different banks.
+    mine, to = (x ^ ((lax.shift_right_logical(x, 7) & 7) * PIECE) for x in (place * dim + quarter * LANES, copied))
 
     def slots(number):
-        at = number * step + place
+        at = number * step + candidate
         inside = (at < n.keys) & (entries + at < candidates)  # so that the load need not wait for the number of candidates
-        slot = arrays.load(slots_ref, jnp.where(inside, line * candidates + entries + at, -1), -1)
-        return jnp.where(at < live, slot, -1)
+        return arrays.load(slots_ref, jnp.where(inside, line * candidates + entries + at, -1), -1)
 
-    def rows(slot):
-        return jnp.where(slot >= 0, line * stored + jnp.minimum(slot, stored - 1), -1)
+    def copy(number, slot):
+        row = jnp.where(number * step + candidate < live, line * stored + jnp.clip(slot, 0, stored - 1), -1)
+        _copy(rows_ref, codes, lax.rem(number, stages) * stage + to, row, piece)
 
-    def add(number, ahead):
-        words, row, slot, far = ahead
-        at = (warp & (quarters - 1)) * n.size + number * step + place
-        arrays.store_shared(sums, at, lax.bitcast_convert_type(_estimate(products, words), jnp.int32))
-        _prefetch(rows_ref, rows(far))
-        # Loaded into the registers that are free now: to copy what is on its way would be to wait for it.
-        return _codes(rows_ref, row), rows(slot), slots(number + 3), slots(number + AHEAD + 1)
+    def add(number, slot):
+        assembly.run([f"cp.async.wait_group {stages - 2};"])
+        meet()
+        copy(number + stages - 1, slot)
+        ahead = slots(number + stages)
+        estimate = _estimate(products, _codes(codes, lax.rem(number, stages) * stage + mine))
+        arrays.store_shared(sums, quarter * n.size + number * step + place, lax.bitcast_convert_type(estimate, jnp.int32))
+        return ahead
 
-    begins = [slots(jnp.int32(i)) for i in range(AHEAD + 1)]
-    first, second, *more = map(rows, begins[:AHEAD])
-    for row in (second, *more):
-        _prefetch(rows_ref, row)
-    begin = _codes(rows_ref, first), second, begins[2], begins[AHEAD]
+    meet = arrays.meet if quarters <= 4 else functools.partial(bins.meet_all, 1)  # of the threads that share candidates
+    *begins, begin = [slots(jnp.int32(i)) for i in range(stages)]
+    for i, slot in enumerate(begins):
+        copy(jnp.int32(i), slot)
     lax.fori_loop(0, lax.div(live + step - 1, step), add, begin)
     bins.meet_all(1)
 
@@ -168,10 +167,10 @@ def _live(n, slots_ref, count_ref):
     return jnp.clip(count - n.begin(), 0, n.keys)
 
 
-def _body_estimates(query_ref, slots_ref, count_ref, rows_ref, out_ref, sums, *, n, stored, scale):
-    # query [L, D]; slots [L, C]; count [L]; rows [L * S, D]; out [L, C]. In shared memory: parts of the estimates.
+def _body_estimates(query_ref, slots_ref, count_ref, rows_ref, out_ref, sums, codes, *, n, stored, scale):
+    # query [L, D]; slots [L, C]; count [L]; rows [L * S, D]; out [L, C]. In shared memory: parts of the estimates, codes.
     live, most, line, begin = _live(n, slots_ref, count_ref), slots_ref.shape[1], lax.axis_index("x"), n.begin()
-    _estimates(n, query_ref, slots_ref, rows_ref, sums, live, stored)
+    _estimates(n, query_ref, slots_ref, rows_ref, sums, codes, live, stored)
 
     def write(number, total):
         arrays.store(out_ref, jnp.where((number < n.keys) & (begin + number < most), line * most + begin + number, -1), total)
@@ -286,11 +285,11 @@ def _best_of_all(n, refs, keys, tally, totals, places, wanted, entry, at, most):
 
 def _body(
     query_ref, slots_ref, count_ref, rows_ref, position_ref, cursor_ref, stop_ref, limits_ref, list_ref, mask_ref, keys,
-    tally, totals, *places, n, regions, heads, scale,
+    codes, tally, totals, *places, n, regions, heads, scale,
 ):  # fmt: skip
     # query [L, D]; slots [L, C]; count [L]; rows [L * S, D]; position [L, S]; cursor, stop [B]; limits: budget and enough;
-    # list and mask [L, size]. In shared memory: parts of the estimates, then keys; two counts of digits; sums of warps; maybe
-    # places of this program's best, and the best keys of all programs.
+    # list and mask [L, size]. In shared memory: parts of the estimates, then keys; codes; two counts of digits; sums;
+    # maybe places of this program's best, and the best keys of all programs.
     line, candidates, stored = lax.axis_index("x"), slots_ref.shape[1], position_ref.shape[1]
     bins.clear(tally, 2 * bins.BINS, n.threads)
     if places:
@@ -299,7 +298,7 @@ def _body(
     dense = (cursor < arrays.scalar(limits_ref, line * 0 + 1)) | (stop <= regions.sinks)
     wanted = jnp.where(~dense, jnp.clip(arrays.scalar(limits_ref, line * 0), 0, regions.best), 0)
     live = jnp.where(~dense, _live(n, slots_ref, count_ref), 0)
-    _estimates(n, query_ref, slots_ref, rows_ref, keys, live, stored)
+    _estimates(n, query_ref, slots_ref, rows_ref, keys, codes, live, stored)
     _for_each(n, keys, live, scale, lambda number, total: arrays.store_shared(keys, number, order_key(total) ^ NEVER))
     bins.meet_all(1)
     # The chosen stand behind the sinks. All programs share out the rest: sinks, the tail, entries that nothing fills. What
@@ -332,7 +331,7 @@ def _body(
 
 def _most(dim):
     """Return how many candidates a program can have."""
-    return min(MOST, LANES * bins.ROOM // dim)
+    return min(MOST, LANES * ROOM // dim // 1024 * 1024)
 
 
 def share_of(lists, candidates, dim, parts=None, groups=None):
@@ -341,8 +340,8 @@ def share_of(lists, candidates, dim, parts=None, groups=None):
         parts = next((n for n in (8, 4, 2) if n * lists <= bins.BLOCKS and candidates >= n * 256), 1)
         parts = max(parts, next(n for n in (1, 2, 4, 8) if candidates <= n * _most(dim)))
     keys = -(-candidates // parts)
-    groups = groups or bins.groups_of(lists * parts, keys * dim // LANES, most=2 if keys <= 1024 else 4)
-    groups = max(groups, dim // (4 * LANES))  # whose warps have all channels
+    words = arrays.size_of(keys) * dim // LANES + 3 * WORDS * t.THREADS + 3 * bins.BINS
+    groups = max(groups or bins.groups_of(lists * parts, words, most=2 if keys <= 1024 else 4), dim // (4 * LANES))
     return bins.Share(parts, groups, keys, -(-keys // (groups * t.THREADS * 2)) * 2)
 
 
@@ -350,6 +349,7 @@ def _launch(body, query, slots, count, rows, *operands, out, more=(), **options)
     """Run a kernel of programs that share the lists."""
     lists, dim = slots.shape[0] * slots.shape[1], rows.shape[3]
     n = share_of(lists, slots.shape[2], dim)
+    stages = 3 if n.groups == 1 else 4  # rounds for whose codes there is room; four small programs fit a multiprocessor
     if more and n.parts > 1 and options["regions"].best <= FEW:
         more = *more, 4 * FEW, n.parts * FEW
     results = arrays.program(
@@ -358,7 +358,7 @@ def _launch(body, query, slots, count, rows, *operands, out, more=(), **options)
         grid=(lists,),
         parts=n.parts,
         groups=n.groups,
-        scratch=[plgpu.SMEM((x,), jnp.int32) for x in (dim // LANES * n.size, *more)],
+        scratch=[plgpu.SMEM((x,), jnp.int32) for x in (dim // LANES * n.size, stages * WORDS * n.threads, *more)],
     )(query.reshape(lists, dim), slots.reshape(lists, -1), count.reshape(-1), rows.reshape(-1, dim), *operands)
     return tuple(x.reshape(*slots.shape[:2], -1) for x in results)
 

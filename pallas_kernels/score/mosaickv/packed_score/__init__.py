@@ -23,7 +23,6 @@ def packed_score(
     unit: int = 1,
     owner: Annotated[Array | None, "int32 B P"] = None,
     reduce: Literal["max", "mean"] | None = "max",
-    even: bool = False,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> Array:
@@ -39,7 +38,6 @@ def packed_score(
         unit: how much one vector adds to ``count``; a remainder is dropped.
         owner: the segment of every vector, ascending; or None.
         reduce: over the G query heads, or None for the scores of every head.
-        even: whether each byte of a bitmap has two bits: then a kernel need not count, and r is a quarter of D.
 
     Returns:
         float32 [B, H, P], or [B, H, G, P] if ``reduce`` is None; -inf behind the last vector.

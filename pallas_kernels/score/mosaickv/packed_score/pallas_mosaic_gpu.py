@@ -11,13 +11,10 @@ from pallas_kernels._mosaic_gpu import arrays
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu import warps as w
 from pallas_kernels._mosaic_gpu.packed import (
-    ENTRIES,
     HEADS,
-    ORDER,
     SIZES,
     VECTORS,
     Vectors,
-    expanded,
     load_queries,
     load_vectors,
     multiplied,
@@ -26,7 +23,6 @@ from pallas_kernels._mosaic_gpu.packed import (
     steps_of,
     unpacked,
     warp,
-    write_table,
 )
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.steps import numbers, scalar
@@ -49,21 +45,21 @@ def step_functions(n: Vectors, blocks: int, reduce):
         first = scalar(begin) + warp() * VECTORS + t.signed(w.lane() // 4)
         return [first, first + VECTORS // 2]
 
-    @plgpu.inline_mgpu(arg_types=((t.ref(),) * 2, (t.splat(),) * 3), return_type=numbers(n.loaded, jnp.int32))
+    @plgpu.inline_mgpu(
+        arg_types=((t.ref(),) * 2, (t.splat(),) * 3), return_type=numbers(2 * (4 * n.loads + n.bits), jnp.int32)
+    )
     def load(ctx, refs, where):
         line, begin, count = map(scalar, where)
         seen = [x < count for x in rows(begin)]
         return t.made_of(load_vectors(n, *refs, [line * blocks + x for x in rows(begin)], seen))
 
-    types = tuple(t.own(x) for x in (n.loaded, n.groups * n.terms // 2 * (n.channels // 2)))
+    types = tuple(t.own(x) for x in (2 * (4 * n.loads + n.bits), n.groups * n.terms // 2 * (n.channels // 2)))
 
     @plgpu.inline_mgpu(arg_types=(t.ref(), t.ref(), *types, t.own(2), (t.splat(),) * 3))
     def score(ctx, ref, shared, loaded, query, mine, where):
         line, begin, count = map(scalar, where)
-        place = t.number(t.address(shared)) + (0 if n.even else warp() * n.room)
-        loaded = t.numbers_of(loaded)
-        pieces = expanded(n, loaded, place) if n.even else unpacked(n, placed(n, loaded, place))
-        found = multiplied(n, pieces, t.numbers_of(query))
+        place = t.number(t.address(shared)) + warp() * n.room
+        found = multiplied(n, unpacked(n, placed(n, t.numbers_of(loaded), place)), t.numbers_of(query))
         heads = [HEADS * group + quad() for group in range(n.groups)]
         for i, (row, held) in enumerate(zip(rows(begin), t.numbers_of(mine), strict=True)):
             score, held = [x[i] for x in found], held > 0
@@ -104,8 +100,6 @@ def _body(
     # or [L, G, P]. In shared memory the vectors of each warp.
     *owner_ref, score_ref, shared = refs
     line, shared = lax.axis_index("x"), shared.at[lax.axis_index("group")]
-    if n.even:
-        write_table(shared)
     begin = (lax.axis_index("y") * groups + lax.axis_index("group")) * (steps * WARPS * VECTORS)
     b = lax.div(line, heads)
     count, last = lax.div(arrays.scalar(count_ref, b), unit), arrays.scalar(last_ref, b)
@@ -141,11 +135,11 @@ def _body(
     lax.fori_loop(owner_of(begin, arrays.scalar), owner_of(end - 1, arrays.scalar) + 1, of_segment, 0)
 
 
-def packed_score(parts, values, bitmap, count, last, *, span, unit, owner, reduce, even):
+def packed_score(parts, values, bitmap, count, last, *, span, unit, owner, reduce):
     """Multiply queries with packed vectors in the basis of each segment."""
     rows, heads, segments, group, terms, dim = parts.shape
     blocks, lists = values.shape[2], rows * heads
-    n = Vectors(dim=dim, rank=values.shape[3], group=group, stored=terms, terms=terms, dtype=values.dtype, even=even)
+    n = Vectors(dim=dim, rank=values.shape[3], group=group, stored=terms, terms=terms, dtype=values.dtype)
     tiles = -(-blocks // (WARPS * VECTORS))
     groups = GROUPS if dim < 256 else 2  # of more registers
     steps = steps_of(lists, tiles, PROGRAMS * groups)
@@ -167,16 +161,15 @@ def packed_score(parts, values, bitmap, count, last, *, span, unit, owner, reduc
         body,
         [jax.ShapeDtypeStruct((lists, *shape), jnp.float32)],
         grid=(lists, -(-tiles // (steps * groups))),
-        scratch=[plgpu.SMEM((groups, ORDER * ENTRIES if even else WARPS * n.room // 4), jnp.int32)],
+        scratch=[plgpu.SMEM((groups, WARPS * n.room // 4), jnp.int32)],
         groups=groups,
     )(*operands, *([] if owner is None else [owner]))
     return score.reshape(rows, heads, *shape)
 
 
-def check(parts, values, bitmap, count, last, *, span, unit, owner, reduce, even):
+def check(parts, values, bitmap, count, last, *, span, unit, owner, reduce):
     """Raise ``NotImplementedError`` for what ``TAKES`` does not say."""
     rows, heads, blocks, rank = values.shape
     if not blocks * rank or rows * heads * blocks * parts.shape[3] >= 2**31:
         raise NotImplementedError(f"got {parts.shape[3]} query heads, values {values.shape}, expected fewer, and some")
-    sizes = {"dim": parts.shape[5], "rank": rank, "group": parts.shape[3], "even": even}
-    Vectors(**sizes, stored=4, terms=4, dtype=values.dtype).check()
+    Vectors(dim=parts.shape[5], rank=rank, group=parts.shape[3], stored=4, terms=4, dtype=values.dtype).check()

@@ -6,7 +6,7 @@ from jax import lax
 from pallas_kernels.formats.packed_vectors import join_terms, segments_of, unpack
 
 
-def packed_score(parts, values, bitmap, count, last, *, span, unit, owner, reduce, even=False):
+def packed_score(parts, values, bitmap, count, last, *, span, unit, owner, reduce):
     """Multiply queries with packed vectors in the basis of each segment, in plain JAX."""
     query = join_terms(parts)
     rows, blocks, segments = query.shape[0], values.shape[2], query.shape[2]

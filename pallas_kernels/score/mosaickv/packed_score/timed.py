@@ -26,7 +26,7 @@ TIMED = Timed(
         "count": full("B", "N"),
         "last": full("B", lambda n: n.P - 1),
     },
-    options=lambda n: {"span": n.N // n.P, "even": True},
+    options=lambda n: {"span": n.N // n.P},
     reads=lambda n: n.H * n.N * (n.R * 2 + n.D // 8),
     chained="parts",
     tolerance=1e-4,

@@ -24,7 +24,6 @@ def pack_token(
     store: Annotated[tuple[Array, ...], "B H S _", "B H S _", "B H S _", "B H S _", "B H P _", "B H P _"],
     *,
     granule: int,
-    even: bool = False,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[Array, ...]:
@@ -44,7 +43,6 @@ def pack_token(
         store: values [B, H, S, r] and bitmap int32 [B, H, S, D/32] of the keys; the same of the values; and of the block
             means. Slot i is position i, and block p begins at ``p * granule``. A position past the end is dropped.
         granule: tokens per block.
-        even: whether the largest of each eight channels are kept, equally many, and not the largest of all.
 
     Returns:
         The six arrays of ``store``.

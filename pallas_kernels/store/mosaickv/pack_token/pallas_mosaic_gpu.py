@@ -15,7 +15,7 @@ from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
 from pallas_kernels._mosaic_gpu.products import CHUNK, Products
 from pallas_kernels._mosaic_gpu.team import Team
 from pallas_kernels._mosaic_gpu.threads import THREADS
-from pallas_kernels.formats.packed_vectors import EIGHT, check_format
+from pallas_kernels.formats.packed_vectors import check_format
 from pallas_kernels.machine import current_machine
 
 TOGETHER = 8  # channels that are compared in one step of a loop
@@ -25,7 +25,7 @@ TAKES = f"{CARDS}, D of 64 or 128 in one dtype"
 
 def _body(
     key_ref, value_ref, stored_ref, place_ref, packed_ref, last_ref, basis_key_ref, basis_value_ref, *refs,
-    heads, buffer, segments, dim, granule, even,
+    heads, buffer, segments, dim, granule,
 ):  # fmt: skip
     # key, value [L * R, D]; stored [L * R]; place, packed, last [B]; bases [L * M * D, D]; in place values [L, S, r] and
     # words [L, S, W] of keys, of values and of block means. In shared memory: D numbers, and 4 counts.
@@ -69,15 +69,14 @@ def _body(
 
         def count(step, before):
             for i in range(TOGETHER):
-                number = (channel & -EIGHT) + i if even else arrays.spread(step * TOGETHER + i, THREADS)
-                other = arrays.load_shared(numbers, number)
+                number = step * TOGETHER + i
+                other = arrays.load_shared(numbers, arrays.spread(number, THREADS))
                 first = (other > score) | ((other == score) & (channel > number))
                 before = before + first.astype(jnp.int32)
             return before
 
-        steps, most = (1, EIGHT * values_ref.shape[2] // dim) if even else (dim // TOGETHER, values_ref.shape[2])
-        before = lax.fori_loop(0, steps, count, arrays.spread(0, THREADS))
-        kept = (inside & (before < most)).astype(jnp.int32)
+        before = lax.fori_loop(0, dim // TOGETHER, count, arrays.spread(0, THREADS))
+        kept = (inside & (before < values_ref.shape[2])).astype(jnp.int32)
         (behind, _), word = ALONE.before(kept, counts), arrays.ballots(kept)
         where = jnp.where((kept > 0) & (behind < values_ref.shape[2]), behind, -1)
         arrays.store(values_ref, where, y, (arrays.spread(line * values_ref.shape[1] + row, THREADS), values_ref.shape[2]))
@@ -97,12 +96,12 @@ def _body(
         write(mean(), basis_key_ref, *store[4:], lax.div(place, granule))
 
 
-def pack_token(key, value, stored, place, packed, last, basis_key, basis_value, store, *, granule, even):
+def pack_token(key, value, stored, place, packed, last, basis_key, basis_value, store, *, granule):
     """Pack one token of a buffer and the mean of its block into a store."""
     (rows, heads, buffer, dim), segments = key.shape, basis_key.shape[2]
     lists = rows * heads
     flat = [x.reshape(-1, dim) for x in (key, value)], [x.reshape(-1, dim) for x in (basis_key, basis_value)]
-    body = functools.partial(_body, heads=heads, buffer=buffer, segments=segments, dim=dim, granule=granule, even=even)
+    body = functools.partial(_body, heads=heads, buffer=buffer, segments=segments, dim=dim, granule=granule)
     scratch = [plgpu.SMEM((2 * THREADS,), jnp.float32), ALONE.scratch[0]]
     states = [x.reshape(lists, *x.shape[2:]) for x in store]
     packed = arrays.in_place(body, states, grid=(lists, 3), scratch=scratch)(
@@ -111,7 +110,7 @@ def pack_token(key, value, stored, place, packed, last, basis_key, basis_value, 
     return tuple(x.reshape(old.shape) for x, old in zip(packed, store, strict=True))
 
 
-def check(key, value, stored, place, packed, last, basis_key, basis_value, store, *, granule, even):
+def check(key, value, stored, place, packed, last, basis_key, basis_value, store, *, granule):
     """Raise ``NotImplementedError`` for other machines, head dims and dtypes than the kernel takes."""
     if not current_machine().has_kernels:
         raise NotImplementedError(f"got {current_machine()}, expected {CARDS}")

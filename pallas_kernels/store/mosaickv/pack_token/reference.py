@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.formats.packed_vectors import EIGHT, even_score, pack_channels, words_of
+from pallas_kernels.formats.packed_vectors import pack_channels, words_of
 
 
-def pack_token(key, value, stored, place, packed, last, basis_key, basis_value, store, *, granule, even):
+def pack_token(key, value, stored, place, packed, last, basis_key, basis_value, store, *, granule):
     """Pack one token of a buffer and the mean of its block into a store, in plain JAX."""
     rank = store[0].shape[-1]
     at, number = jnp.maximum(place - packed, 0), jnp.arange(place.shape[0])
@@ -20,8 +20,6 @@ def pack_token(key, value, stored, place, packed, last, basis_key, basis_value, 
     for x, basis in zip((*newest, keys.mean(axis=2, keepdims=True)), (*bases, bases[0]), strict=True):
         projected = jnp.einsum("bhsd,bhed->bhse", x, basis, precision=lax.Precision.HIGHEST)
         score = jnp.abs(projected)  # not squared: the squares of small numbers would become 0 and tie
-        if even:
-            score = even_score(projected, EIGHT * rank // score.shape[-1])
         values, bitmap = pack_channels(projected, score, rank, store[0].dtype)
         new += [values, words_of(bitmap)]
     places = [place] * 4 + [place // granule] * 2
