@@ -9,7 +9,7 @@ from experiments.benchmarks.cells import digest as digest
 from experiments.benchmarks.cells import encode_cell as encode_cell
 from experiments.benchmarks.cells import examples as examples
 from experiments.benchmarks.cells import numbered as numbered
-from experiments.benchmarks.cells import unwritten as unwritten
+from experiments.benchmarks.cells import placeholder as placeholder
 from experiments.benchmarks.readers import READERS as READERS
 from experiments.benchmarks.readers import files_of as files_of
 from experiments.benchmarks.readers import parse as parse

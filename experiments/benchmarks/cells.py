@@ -151,7 +151,7 @@ def examples(name: str, *, depth: float | None = None, questions: int = 1, **opt
     return every
 
 
-def unwritten(cell: Cell) -> Encoded:
+def placeholder(cell: Cell) -> Encoded:
     """Stand in for a generated cell while its prompts are made: one example, without a token."""
     example = Example(cell.task, "", "", "", (), 0, "")
     return Encoded(cell, (example,), ((),), ((),), ((),), (0,), ("",))

@@ -16,7 +16,7 @@ from typing import Any, Self
 import jax
 
 from experiments.answering import LoadedModel, Setting, Shape
-from experiments.benchmarks import Cell, Encoded, unwritten
+from experiments.benchmarks import Cell, Encoded, placeholder
 from experiments.evaluation.answers import SHARED_TOKENS, Batch, make_batches, with_room
 from experiments.evaluation.settings import EvaluationSettings
 from experiments.tasks import get_task
@@ -99,7 +99,7 @@ class Plan:
             return self
         _ = self._bytes  # found once for both
         plan = copy.copy(self)  # what one finds out about memory, the other knows
-        plan._encoded, plan._batches = unwritten, {}
+        plan._encoded, plan._batches = placeholder, {}
         return plan
 
     def groups(self, jobs: Sequence[Job]) -> list[Group]:

@@ -18,7 +18,6 @@ allocated bytes allow, and whose prompts can be read. Give the process most of t
 floor, which does not include the bus.
 
 ``--mesh`` spreads the rows over devices, and ``--beside-one`` also times them on one device in the same run.
-``--sums`` times the rows under several variants of the sums over devices (`sum_variants.py`).
 """
 
 import dataclasses
@@ -65,7 +64,7 @@ def _speed(settings: SpeedSettings, command: SpeedCommand) -> None:
 
 def _beside_one(bench: Bench) -> int:
     """Measure the rows of a mesh on one device, in the same run, and return how many failed."""
-    alone = dataclasses.replace(bench.settings, mesh=None, beside_one=False, sums=())
+    alone = dataclasses.replace(bench.settings, mesh=None, beside_one=False)
     one = Bench(alone, bench.results, bench.bandwidth, bench.run)
     time_rows(one)
     failed = one.failed
@@ -83,8 +82,7 @@ def time_rows(bench: Bench) -> None:
                 bench.largest_batch(name, length)
             else:
                 for batch in settings.batches or (1,):
-                    for sums in settings.sums or (None,):
-                        (bench.prefill if settings.prefill else bench.decode)(name, length, batch, sums=sums)
+                    (bench.prefill if settings.prefill else bench.decode)(name, length, batch)
 
 
 def open_results(path: pathlib.Path, dtype: str) -> Results:

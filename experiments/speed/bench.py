@@ -17,8 +17,7 @@ from experiments.speed import report
 from experiments.speed.roofline import Bandwidth, bytes_limit, measure_bandwidth, of_device, peak_bytes
 from experiments.speed.rows import note_run, now
 from experiments.speed.settings import CHUNK_SIZE, MODELS, MOST_ROWS, SpeedSettings
-from experiments.speed.sum_variants import compiled
-from experiments.speed.token_loop import TokenLoop
+from experiments.speed.token_loop import TokenLoop, compiled
 from experiments.speed.variants import Nothing, kv_dtype_of, read_knobs, setting
 from kvjax.accounting.memory import check_memory, needed_each
 from kvjax.api import shard_map
@@ -123,7 +122,7 @@ class Bench:
         """
         chosen = self.setting(name, length, **(knobs or {}))
         key = {"name": kind, "model": self.settings.shown_model, "mesh": self._placed, "method": name, "length": length}
-        key |= {"batch": batch, **more}
+        key |= {"batch": batch, "sums": None, **more}  # records of old have rows of other ways to sum
         identity = {**key, "knobs": knobs_of(chosen.method)}
         known = self.results.find(identity)
         if known is not None and _counts(known, wanted):
@@ -149,9 +148,7 @@ class Bench:
         print(report.line(row, self.results.metrics), flush=True)
         return row
 
-    def decode(
-        self, name: str, length: int, batch: int, split: bool | None = None, sums: str | None = None
-    ) -> dict[str, Any]:
+    def decode(self, name: str, length: int, batch: int, split: bool | None = None) -> dict[str, Any]:
         """Measure a row with the time per output token, see `decode_figures`.
 
         Args:
@@ -159,15 +156,14 @@ class Bench:
             length: tokens stored.
             batch: rows.
             split: split the time into the method's part and the rest; None does as the settings say.
-            sums: a variant of sums over devices.
         """
         split = self.settings.splits if split is None else split
 
         def measure(chosen: Setting) -> dict[str, Any]:
-            figures = self.decode_figures(chosen.method, length, batch, kv_dtype_of(name), sums)[0]
+            figures = self.decode_figures(chosen.method, length, batch, kv_dtype_of(name))[0]
             return figures | ({"split": self._split(figures["value"], batch)} if split else {})
 
-        return self.row("decode", name, length, batch, measure, wanted="split" if split else None, sums=sums)
+        return self.row("decode", name, length, batch, measure, wanted="split" if split else None)
 
     def _split(self, whole: float, batch: int) -> dict[str, float]:
         """Measure the seconds of the method's part of a step and of the rest."""
@@ -197,7 +193,7 @@ class Bench:
         return num_bytes(self.params) + needed.reading.alone + needed.staged
 
     def decode_figures(
-        self, method: Method, length: int, batch: int, kv_dtype: str | None = None, sums: str | None = None
+        self, method: Method, length: int, batch: int, kv_dtype: str | None = None
     ) -> tuple[dict[str, Any], Any]:
         """Time the jitted token loop. The cache is donated, and each repeat continues where the previous repeat ended.
 
@@ -208,7 +204,6 @@ class Bench:
             length: tokens stored.
             batch: rows.
             kv_dtype: dtype of the stored keys and values.
-            sums: a variant of sums over devices.
 
         Returns:
             The figures of a row, and the cache after the last repeat.
@@ -224,7 +219,7 @@ class Bench:
         settings = self.settings
         loop = TokenLoop(
             self.params, self.config, method, length=length, batch=batch, steps=settings.tokens, room=self.room,
-            kv_dtype=kv_dtype, sums=sums,
+            kv_dtype=kv_dtype,
         )  # fmt: skip
         spans = [loop.run() for _ in range(settings.repeats + 1)][1:]  # the first call warms up
         cache, plan, seen = loop.cache, loop.plan, cost_program(loop.cache)
@@ -255,7 +250,7 @@ class Bench:
         return figures | {"tokens_per_second": batch / figures["value"]}, cache
 
     def prefill(
-        self, name: str, length: int, batch: int, knobs: Mapping[str, Any] | None = None, sums: str | None = None, **more: Any
+        self, name: str, length: int, batch: int, knobs: Mapping[str, Any] | None = None, **more: Any
     ) -> dict[str, Any]:
         """Measure a row with the time of prefill: the chunks, the method's compression, the logits of the first token.
 
@@ -264,7 +259,6 @@ class Bench:
             length: tokens of the prompt.
             batch: rows.
             knobs: see `row`.
-            sums: a variant of sums over devices.
             **more: see `row`.
         """
 
@@ -279,7 +273,7 @@ class Bench:
             arguments = (self.params, *prompt, (chosen.method,))
             # A prompt that does not fit is refused here: an attempt would leave less memory for the rows that follow.
             check_memory([chosen.method], self.config, self.mesh, kv_dtype, sizes | {"batch": batch, "prompt_slots": length})
-            program, compile_seconds = compiled(read, *arguments, sums=sums)
+            program, compile_seconds = compiled(read, *arguments)
             spans, hosted = [], 0
             for _ in range(self.settings.repeats + 1):
                 begun = time.perf_counter()
@@ -299,7 +293,7 @@ class Bench:
                 "read_at_once": min([self.chunk_size, length, *limits]),
             }
 
-        return self.row("prefill", name, length, batch, measure, knobs, sums=sums, chunk_size=self.chunk_size, **more)
+        return self.row("prefill", name, length, batch, measure, knobs, chunk_size=self.chunk_size, **more)
 
     def largest_batch(self, name: str, length: int) -> int:
         """Find the largest batch that decodes at a length, or 0 if none does; every batch that is tried has its row.

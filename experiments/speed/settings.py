@@ -10,7 +10,6 @@ from jsonargparse.typing import PositiveInt
 
 from experiments.answering import WEIGHT_DTYPES, mesh_axes
 from experiments.cli import Settings, option, record_path
-from experiments.speed.sum_variants import check_sums
 from experiments.speed.variants import VARIANTS
 from kvjax.cache.quantised import check_kv_dtype
 from models import ModelConfig, shapes
@@ -42,9 +41,7 @@ MOST_ROWS = 64
 _ON_CPU, _ELSEWHERE = ("small", 4096), ("llama-3.1-8b", 131072)  # the model and the length of a command that names none
 _MODES = ("prefill", "largest_batch")  # what is timed instead of decode steps
 # A setting on the left has no meaning without the one on the right, or beside it.
-_NEEDS = {
-    "chunk_size": "prefill", "most_rows": "largest_batch", "sums": "mesh", "beside_one": "mesh",
-}  # fmt: skip
+_NEEDS = {"chunk_size": "prefill", "most_rows": "largest_batch", "beside_one": "mesh"}
 _EXCLUDES = {"largest_batch": ("prefill", "mesh", "batches"), "split": _MODES}
 
 
@@ -114,8 +111,6 @@ class SpeedSettings(RowSettings):
         mesh: the devices over which the model, the rows or the slots of a row are spread, such as data=1,model=2 or slots=2
             (default: one device)
         beside_one: with --mesh: time every row on one device before, in the same run
-        sums: with --mesh: comma-separated variants of sums over devices, of xla, nccl-graph, nccl-graph-open and
-            symmetric-graph; every row is timed under each (default: as XLA does it)
         split: split the time of a decode step into the method's part and the rest (default: yes, on one device)
         prefill: time prefill instead
         largest_batch: look for the largest batch instead of --batches
@@ -129,7 +124,6 @@ class SpeedSettings(RowSettings):
     batches: tuple[PositiveInt, ...] = ()
     mesh: str | None = None
     beside_one: bool = False
-    sums: tuple[str, ...] = ()
     split: bool | None = None
     prefill: bool = False
     largest_batch: bool = False
@@ -155,8 +149,6 @@ class SpeedSettings(RowSettings):
         axes = mesh_axes(self.mesh)
         if self.split and axes and not self.beside_one:
             raise ValueError("--split has no meaning with --mesh: only decode steps on one device are split")
-        for name in self.sums:
-            check_sums(name)
         for batch in self.batches or (1,):
             if axes and batch % axes[DATA]:
                 raise ValueError(f"--batches must be multiples of the {axes[DATA]} devices of the axis {DATA!r}, got {batch}")

@@ -2,19 +2,26 @@
 
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.stages import Compiled
 
 from experiments.speed.filled_cache import filled_cache
-from experiments.speed.sum_variants import compiled
 from kvjax.api import shard_map
 from kvjax.decoding.layers import fingerprint
 from kvjax.decoding.sampling import Sampler
 from kvjax.mesh.sharding import place_rows, plan_of
 from kvjax.protocol.method import Method
 from models import ModelConfig
+
+
+def compiled(run: Callable[..., Any], *args: Any, **jit: Any) -> tuple[Compiled, float]:
+    """Compile a program for its arguments, with the arguments ``jit`` of `jax.jit`; return the seconds that it took, too."""
+    begun = time.perf_counter()
+    return jax.jit(run, **jit).lower(*args).compile(), time.perf_counter() - begun
 
 
 class TokenLoop:
@@ -29,7 +36,6 @@ class TokenLoop:
         steps: tokens of a run.
         room: tokens that may follow the prompt, of all runs together.
         kv_dtype: dtype of the stored keys and values.
-        sums: a variant of sums over devices.
 
     Attributes:
         program: the compiled loop.
@@ -49,7 +55,6 @@ class TokenLoop:
         steps: int,
         room: int,
         kv_dtype: str | None = None,
-        sums: str | None = None,
     ) -> None:
         self.plan, self._params, self._steps = plan_of(params), params, steps
         sizes = {"length": length, "batch": batch, "max_new_tokens": room, "kv_dtype": kv_dtype}
@@ -57,7 +62,7 @@ class TokenLoop:
         done = place_rows(self.plan, jnp.zeros((batch,), bool))
         self._rest = (Sampler(), None, jnp.zeros((0,), jnp.int32), *done)
         loop = functools.partial(shard_map.decode, steps=steps, stop_early=False)
-        self.program, self.compile_seconds = compiled(loop, params, self.cache, *self._rest, sums=sums, donate_argnums=1)
+        self.program, self.compile_seconds = compiled(loop, params, self.cache, *self._rest, donate_argnums=1)
 
     def run(self) -> float:
         """Measure the seconds per token of one more run.

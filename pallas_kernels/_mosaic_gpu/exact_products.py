@@ -79,7 +79,7 @@ class ExactProducts:
                 for at in range(0, self.dim, CHANNELS):
                     place = t.at(base, t.element(head, self.dim, chunk + at), kind.itemsize)
                     numbers += t.load_some(place, kind, 8)
-            return t.made_of(divided(numbers))
+            return t.made_of(bfloat16_parts(numbers))
 
         return load(query, owner)
 
@@ -102,12 +102,12 @@ class ExactProducts:
 
         @plgpu.inline_mgpu(arg_types=layouts, return_type=numbers(self.steps * self.each, jnp.float32))
         def run(ctx, queries, words):
-            return t.made_of(multiplied(self.each, t.numbers_of(queries), t.numbers_of(words)), floats=True)
+            return t.made_of(tile_products(self.each, t.numbers_of(queries), t.numbers_of(words)), floats=True)
 
         return run(queries, *chunks)
 
 
-def divided(numbers):
+def bfloat16_parts(numbers):
     """List parts of queries' numbers, two words for two numbers: first and second parts, or third ones and zeros."""
     found, upper = [], t.signed(w.lane()) > 15
     for x, y in itertools.batched(numbers, 2):
@@ -119,8 +119,8 @@ def divided(numbers):
     return found
 
 
-def multiplied(each, queries, words):
-    """List the products of this lane, of what `divided` lists of its queries, ``each``, and of the words of its rows."""
+def tile_products(each, queries, words):
+    """List this lane's products of what `bfloat16_parts` lists of its queries, ``each``, and the words of its rows."""
     size, upper, found = len(queries) // each, t.signed(w.lane()) > 15, []
     for tiles in itertools.batched(itertools.batched(words, size // 2), 2):
         products = []

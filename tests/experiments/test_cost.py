@@ -82,9 +82,8 @@ def test_programs_are_queued_before_chess_is_calibrated(directory, tmp_path, mon
     given = {"model": str(directory), "tasks": ["vt", "passkey"], "lengths": [512], "samples": 2, "workers": 0}
     given |= {"methods": ["chess", "keydiff"], "question": "prefill"}
     settings = EvaluationSettings.from_mapping(given, "a test")
-    monkeypatch.setattr(
-        runner.Runner, "_calibration", Calibration(("passkey",), 512, 2, 8, 0)
-    )  # 512 new tokens are the window
+    short = Calibration(("passkey",), 512, 2, 8, 0)  # else its 512 new tokens are the window
+    monkeypatch.setattr(runner.Runner, "_calibration", short)
     made = runner.Runner(settings, load_model(directory, "float32"), tmp_path, progress=False)
     monkeypatch.setattr(runner, "chess_thresholds", lambda *given: {"tau_entropy": 1.5, "tau_varentropy": 2.5})
     with Eager() as queue:

@@ -44,14 +44,8 @@ def test_meshes_that_cannot_be_are_refused():
         SpeedSettings(mesh="data=2", batches=(2, 3))
     with pytest.raises(ValueError, match="--largest-batch has no meaning with --mesh"):
         SpeedSettings(mesh="model=2", largest_batch=True)
-    for given, told in (
-        ({"sums": ("xla",)}, "--sums has no meaning without --mesh"),
-        ({"beside_one": True}, "--beside-one has no meaning without --mesh"),
-        ({"sums": ("tree",), "mesh": "model=2"}, "unknown sum 'tree', expected one of xla, nccl-graph, "),
-        ({"sums": ("symmetric-graph",), "mesh": "model=2"}, "'symmetric-graph' needs a process with NCCL_NVLS_ENABLE=0: "),
-    ):
-        with pytest.raises(ValueError, match=told):
-            SpeedSettings(**given)
+    with pytest.raises(ValueError, match="--beside-one has no meaning without --mesh"):
+        SpeedSettings(beside_one=True)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 8])

@@ -295,14 +295,14 @@ def largest(self, found):
 def exact_queries(self, query, owner):
     lane, heads = np.arange(32), query.x.reshape(-1, self.group, self.dim // 32, 4, 8)[int(owner)].astype(np.float32)
     own = [heads[np.minimum(lane // 4 % 4 + first, self.group - 1), :, lane % 4] for first in range(0, self.group, 4)]
-    return exact_products.divided([Number(x) for x in np.concatenate(own, axis=1).reshape(32, -1).T])
+    return exact_products.bfloat16_parts([Number(x) for x in np.concatenate(own, axis=1).reshape(32, -1).T])
 
 
 def exact_multiply(self, queries, blocks, dtypes):
     lane, rows = np.arange(32), np.asarray(blocks[0]).astype(dtypes[0]).reshape(self.steps, 4, 32, -1, 4, 8)
     words = np.ascontiguousarray(rows[:, :, lane, :, lane % 4]).view(np.int32).astype(np.int64)
     warps = [[Number(x) for x in words[:, :, warp].reshape(32, -1).T] for warp in range(4)]
-    found = [[x.each for x in exact_products.multiplied(self.each, queries, warp)] for warp in warps]
+    found = [[x.each for x in exact_products.tile_products(self.each, queries, warp)] for warp in warps]
     return jnp.asarray(np.swapaxes(found, 0, 1).reshape(-1))
 
 

@@ -81,6 +81,6 @@ def test_parts_of_a_query_lose_nothing(monkeypatch):
         monkeypatch.setattr(exact_products, name, Warp(0))
     rng = np.random.default_rng(0)
     numbers = np.tile(np.float32(rng.normal(size=(2, 16)) * 10.0 ** rng.integers(-3, 3, (2, 16))), 2)  # of lanes 16 apart
-    found = [Warp.parted(x, "bfloat16") for x in exact_products.divided([Number(x) for x in numbers])]
+    found = [Warp.parted(x, "bfloat16") for x in exact_products.bfloat16_parts([Number(x) for x in numbers])]
     total = sum(np.float64([x.each for x in parts]) for parts in found)
     np.testing.assert_array_equal(total[:, :16] + total[:, 16:], numbers[:, :16])
