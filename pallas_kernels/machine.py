@@ -46,7 +46,7 @@ class Machine:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether Triton and cuDNN kernels run there."""
+        """Whether kernels run there."""
         return self.platform == "gpu" and self.capability is not None and self.capability >= KERNELS_FROM
 
     @property

@@ -250,7 +250,8 @@ def check_value(name: str, value: Any, kinds: tuple[Any, ...], limits: Limits, s
     try:
         return _kept(value, kinds, limits, static)
     except _UnfitError:
-        raise ValueError(f"{name} must be {_expected(value, kinds, limits)}, got {shown(value)}") from None
+        who = name + " (static)" * (static and _is_abstract(value))
+        raise ValueError(f"{who} must be {_expected(value, kinds, limits)}, got {shown(value)}") from None
 
 
 def is_traced(value: Any) -> bool:
@@ -276,6 +277,8 @@ class _UnfitError(Exception):
 def _kept(value: Any, kinds: tuple[Any, ...], limits: Limits, static: bool) -> Any:
     """Return ``value`` as a field keeps it, or raise `_UnfitError`; see `check_value`."""
     if _is_abstract(value) and not static:
+        if is_traced(value) and int in kinds and float not in kinds and jnp.issubdtype(value.dtype, jnp.floating):
+            raise _UnfitError  # a traced share would be a number of tokens
         least = limits.above + _ABOVE if limits.least is None and limits.above is not None else limits.least
         return clamped(value, least, limits.most)
     if isinstance(value, tuple):
@@ -333,7 +336,8 @@ def _expected(value: Any, kinds: tuple[Any, ...], limits: Limits) -> str:
     if limits.choices:
         words.append(f"one of {', '.join(map(repr, limits.choices))}")
     elif int in kinds or float in kinds:
-        shares = ", or a share between 0 and 1" * (limits.within is not None and type(number(value)) is float)
+        near = isinstance(value, str) or type(number(value)) is float
+        shares = ", or a share between 0 and 1" * (limits.within is not None and near)
         words.append(noun + limits.words() + (shares if int in kinds else ""))
     elif str in kinds:
         words.append("a text")
@@ -343,7 +347,7 @@ def _expected(value: Any, kinds: tuple[Any, ...], limits: Limits) -> str:
 def shown(value: Any) -> str:
     """Write ``value`` for a message: a scalar by its value, an array by its dtype, shape and values, a class by its name."""
     if _is_abstract(value):
-        return "a traced value"
+        return f"a traced value of {value.dtype}"
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, (np.ndarray, jax.Array)) and value.ndim:

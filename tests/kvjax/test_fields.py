@@ -172,6 +172,8 @@ def test_a_budget_may_be_a_share_in_all_methods():
     for wrong in (0.0, 1.0, 1.5, -0.25, math.nan, True):
         with pytest.raises(ValueError, match="budget"):
             Quest(budget=wrong)
+    with pytest.raises(ValueError, match=r"a whole number of at least 1, or a share between 0 and 1, got '1/8'"):
+        Quest(budget="1/8")
 
 
 def test_a_share_of_float32_is_within_the_same_share_of_float64():
@@ -216,3 +218,18 @@ def test_traced_numbers_of_other_kinds_are_moved_too():
     assert recent.tolist() == [1, 3, 7]
     with pytest.raises(ValueError, match="capacity must be a whole number of at least 32 tokens"):
         jax.vmap(lambda budget: SnapKV(budget=budget, capacity=8).budget)(jnp.array([8]))
+
+
+def test_what_cannot_be_traced_is_refused():
+    for kind, message in (
+        (
+            lambda x: SnapKV(budget=x, capacity=64),
+            "SnapKV: budget must be a whole number of at least 1, got a traced value of f",
+        ),
+        (
+            lambda x: Quest(page_size=x),
+            r"Quest: page_size \(static\) must be a whole number of at least 1, got a traced value of",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jax.vmap(lambda x, kind=kind: kind(x).budget)(jnp.array([0.25, 0.5]))
