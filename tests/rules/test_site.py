@@ -127,7 +127,8 @@ def test_the_table_of_all_scores_sorts_filters_and_says_how_to_measure_a_cell_ag
     data = scores.data([folder])
     at = {name: place for place, name in enumerate(scores.COLUMNS)}
     (own,) = (row for row in data["rows"] if row[at["method"]] == "Quest" and row[at["task"]] == scores.MEAN)
-    cells = [row["value"] for row in read_record(folder)["metrics"] if row["method"] == "quest" and row["name"] in EIGHT]
+    metrics = read_record(folder)["metrics"]
+    cells = [row["value"] for row in metrics if row["method"] == "quest" and row["name"] in EIGHT]
     assert own[at["score"]] == round(sum(cells) / 8, 1) and len(cells) == 8
     node = shutil.which("node")
     if node is None:
@@ -150,7 +151,8 @@ def test_the_table_of_all_scores_sorts_filters_and_says_how_to_measure_a_cell_ag
     assert len(today) > 0.9 * len(found["commands"])
     for line in today[:: len(today) // 5]:
         settings, *_ = parse([EvaluationSettings, Output], line[2:])
-        assert line[:2] == ["kvjax", "eval"] and settings.samples == 100 and len(settings.methods) == 1
+        assert line[:2] == ["kvjax", "eval"] and len(settings.methods) == 1
+        assert settings.samples in {row["samples"] for row in metrics}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
