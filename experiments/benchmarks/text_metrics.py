@@ -90,16 +90,15 @@ def google_rouge(prediction: str, references: Sequence[str], kind: str, stem: bo
     return float(_google_rouge(kind, stem).score_multi(references, prediction)[kind].fmeasure)
 
 
-def repeats_function(prediction: str, function: str, candidates: Sequence[str], threshold: float = 0.8) -> float:
+def repeats_function(prediction: str, function: str, candidates: Sequence[str]) -> float:
     """Tell by RepoQA's measure whether the output repeats the wanted function, and no other of its repository.
 
-    RepoQA cuts the first function out of the output's code block with tree-sitter. Here the whole block counts, so other
-    text around the function inside the block lowers the score.
+    The least BLEU that counts is 0.8, as SCBench reports. RepoQA cuts the first function out of the output's code block with
+    tree-sitter. Here the whole block counts, so other text around the function inside the block lowers the score.
 
     Args:
         function: the wanted function.
         candidates: all functions of the repository that questions ask for, with or without `function`.
-        threshold: the least BLEU that counts (SCBench reports 0.8).
     """
     bleu = _package("nltk.translate.bleu_score", "nltk")
     smoothing = bleu.SmoothingFunction().method4
@@ -111,7 +110,7 @@ def repeats_function(prediction: str, function: str, candidates: Sequence[str], 
 
     asked = similarity(function)
     best = max((similarity(text) for text in candidates if text != function), default=0.0)
-    return float(asked >= threshold and asked > best)
+    return float(asked >= 0.8 and asked > best)
 
 
 def contains_answer(prediction: str, answers: Sequence[str]) -> float:

@@ -59,10 +59,10 @@ def name_curves(panel: Any, curves: Sequence[Curve], others: Sequence[tuple[floa
         text.set_path_effects([patheffects.withStroke(linewidth=2.5, foreground="white")])  # legible on a line, too
 
 
-def _along(panel: Any, points: Sequence[tuple[float, float]], pieces: int = 8) -> list[tuple[float, float]]:
-    """Divide the line through the points, as a panel shows it, into so many pieces between two points."""
+def _along(panel: Any, points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Divide the line through the points, as a panel shows it, into eight pieces between two points."""
     at = panel.transData.transform(points)
-    shares = np.linspace(0, 1, pieces, endpoint=False)[:, None]
+    shares = np.linspace(0, 1, 8, endpoint=False)[:, None]
     between = [first + shares * (last - first) for first, last in itertools.pairwise(at)]
     return panel.transData.inverted().transform(np.concatenate([*between, at[-1:]])).tolist()
 

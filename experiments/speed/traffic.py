@@ -16,7 +16,7 @@ from kvjax.rope import frequencies
 from pallas_kernels.host import has_copy, on_host
 
 
-def traffic(cache: Cache, seed: int = 0) -> dict[str, Any]:
+def traffic(cache: Cache) -> dict[str, Any]:
     """Count what a step reads, from the selection of the last offloaded layer for a random query.
 
     A method's accounting says only how much crosses the bus at least, as if every copy was attended. If host memory has
@@ -24,7 +24,6 @@ def traffic(cache: Cache, seed: int = 0) -> dict[str, Any]:
 
     Args:
         cache: a cache after decoding.
-        seed: seed of the query.
 
     Returns:
         "bus_bytes", bytes over the bus for all layers and rows; "layers", how many layers have rows in host memory; and
@@ -43,7 +42,7 @@ def traffic(cache: Cache, seed: int = 0) -> dict[str, Any]:
         rows = bus_bytes / (value.shape[3] * value.dtype.itemsize)
         attended = float(stats.attended.sum()) * value.shape[1] * len(hosted)
         return {"bus_bytes": bus_bytes, "hot": 1 - rows / attended, "layers": len(hosted)}
-    inputs = next_inputs(cache, hosted[-1], layer.value.dtype, seed)
+    inputs = next_inputs(cache, hosted[-1], layer.value.dtype)
     chosen = np.asarray(jax.jit(methods[hosted[-1]].chosen)(state, inputs))
     slot = jnp.arange(layer.num_slots, dtype=jnp.int32)[None]
     copied = np.asarray(has_copy(slot, layer.cursor[:, None] + 1, layer.sinks, layer.value.shape[2]))
@@ -58,13 +57,13 @@ def traffic(cache: Cache, seed: int = 0) -> dict[str, Any]:
     return {"bus_bytes": float(cold * row * len(hosted)), "hot": float(1 - cold / attended), "layers": len(hosted)}
 
 
-def next_inputs(cache: Cache, at: int, dtype: Any, seed: int) -> Inputs:
+def next_inputs(cache: Cache, at: int, dtype: Any) -> Inputs:
     """Draw random inputs of the next token for the layer ``at``."""
     model = cache.model
     heads = (cache.batch, model.num_kv_heads)
     query, key, value = (
         jax.random.normal(part, (*heads, *groups, 1, model.head_dim), dtype)
-        for part, groups in zip(jax.random.split(jax.random.key(seed), 3), ((model.group_size,), (), ()), strict=True)
+        for part, groups in zip(jax.random.split(jax.random.key(0), 3), ((model.group_size,), (), ()), strict=True)
     )
     return Inputs(
         query=query,

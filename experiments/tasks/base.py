@@ -223,9 +223,9 @@ class Task:
         return self.haystack not in ("", "noise", "prose")
 
 
-def check_name(kind: str, name: str, known: Iterable[str], more: str = "") -> None:
+def check_name(kind: str, name: str, known: Iterable[str]) -> None:
     """Refuse a name that is not among the ``known`` ones by a ValueError that gives the nearest name."""
     names = list(known)
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown {kind} {name!r}, did you mean {near!r}? expected one of {', '.join(names)}{more}")
+        raise ValueError(f"unknown {kind} {name!r}, did you mean {near!r}? expected one of {', '.join(names)}")

@@ -241,18 +241,17 @@ def at_slots(values: Array, slots: Array) -> Array:
     return pick_each(values, jnp.minimum(slots, values.shape[3] - 1))
 
 
-def by_blocks[Made](make: Callable[[Array], Made], key: Array, block: int = 1024) -> Made:
-    """Apply ``make`` to the keys block by block, which bounds the memory that it needs.
+def by_blocks[Made](make: Callable[[Array], Made], key: Array) -> Made:
+    """Apply ``make`` to 1,024 keys at a time, which bounds the memory that it needs.
 
     Args:
         make: from keys [B, H, N, D] to a pytree of [B, H, N, ...]. A key must give the same result at any index.
         key: [B, H, S, D].
-        block: N, keys per block.
 
     Returns:
         A pytree of [B, H, S, ...].
     """
-    slots, size = key.shape[2], min(block, key.shape[2])
+    slots, size = key.shape[2], min(1024, key.shape[2])
     kinds = jax.eval_shape(make, jax.ShapeDtypeStruct((*key.shape[:2], size, key.shape[3]), key.dtype))
     empty = jax.tree.map(lambda x: jnp.zeros((*x.shape[:2], slots, *x.shape[3:]), x.dtype), kinds)
 

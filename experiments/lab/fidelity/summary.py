@@ -54,24 +54,23 @@ def summary(parts: Sequence[tuple[int, Distance]], counts: np.ndarray) -> dict[s
     }
 
 
-def tokens_per_pass(agrees: np.ndarray, depth: int = DEPTH) -> float:
+def tokens_per_pass(agrees: np.ndarray) -> float:
     """Compute the tokens per pass of a draft of `kvjax.Verified` along a text, from the steps at which it agrees with Full.
 
     A pass begins with a token of Full's. Its drafted tokens are kept up to the first step that does not agree, and the next
-    pass begins behind that step, or behind the step after ``depth`` that agree. The text decides what stands before each
+    pass begins behind that step, or behind the step after `DEPTH` that agree. The text decides what stands before each
     step, so neither Full nor the draft follows its own tokens.
 
     Args:
         agrees: [T], 1 where both have the same most likely token, else 0.
-        depth: tokens that are drafted in a pass.
 
     Returns:
-        Steps per pass, 1 to ``depth + 1``. A pass that the end of the text cuts short does not count, unless it is the only
+        Steps per pass, 1 to ``DEPTH + 1``. A pass that the end of the text cuts short does not count, unless it is the only
         one.
     """
     at = passes = 0
     while at < len(agrees):
-        kept = int(np.cumprod(agrees[at : at + depth]).sum())
+        kept = int(np.cumprod(agrees[at : at + DEPTH]).sum())
         if at + kept >= len(agrees) and passes:
             break
         at, passes = min(at + kept + 1, len(agrees)), passes + 1
