@@ -26,7 +26,7 @@ from kvjax.api.text import rows_of, texts_of
 from kvjax.cache import Cache
 from kvjax.cache.quantised import check_kv_dtype
 from kvjax.decoding.bits import in_32_bits
-from kvjax.decoding.checks import as_jax, check_border, check_fits, check_model, check_sizes, check_vocabulary
+from kvjax.decoding.checks import as_jax, check_arrays, check_border, check_fits, check_model, check_sizes, check_vocabulary
 from kvjax.decoding.decode import Call, Decoded, all_done, decode_once, run_extend, start_decode
 from kvjax.decoding.prefill import run_prefill
 from kvjax.decoding.sampling import Sampler
@@ -100,6 +100,7 @@ def sweep(
         FloatingPointError: the logits of some setting were not finite.
     """
     check_model(config)
+    check_arrays(params)
     max_new_tokens, chunk_size = positive_int("max_new_tokens", max_new_tokens), positive_int("chunk_size", chunk_size)
     check_kv_dtype(kv_dtype)
     padded, length = pad_tokens(tokens, lengths, 128)

@@ -207,16 +207,25 @@ def check_int32(name: str, array: Array | np.ndarray) -> None:
 
 
 def check_model(config: Any) -> None:
-    """Refuse a ``config`` that does not describe a model."""
+    """Refuse a ``config`` that does not describe a model, or that JAX cannot take as static."""
     needed = [name for name in vars(Model) if not name.startswith("_")]
     lacking = [name for name in needed if name not in dir(config)]
     if isinstance(config, (type, Array)) or len(lacking) == len(needed):
         hint = "; it is static: close over it, or name it in static_argnames" if isinstance(config, Array) else ""
+        hint += "; take its config" * hasattr(config, "config")
         raise ValueError(f"config must describe a model, as models.ModelConfig does, got {shown(config)}{hint}")
     if lacking:
         raise ValueError(
             "config must describe a model (kvjax.protocol.typing.Model), but "
             f"{type(config).__name__} has no {', '.join(lacking)}"
+        )
+    try:
+        hash(config)
+    except TypeError as error:
+        raise ValueError(f"config must be hashable, as a frozen dataclass is, got {shown(config)}: {error}") from error
+    if config.num_q_heads % config.num_kv_heads:
+        raise ValueError(
+            f"config: num_q_heads must be a multiple of num_kv_heads={config.num_kv_heads}, got {config.num_q_heads}"
         )
 
 
@@ -229,7 +238,8 @@ def check_arrays(params: Any) -> None:
     for leaf in leaves:
         kinds = () if getattr(leaf, "shape", None) is None else (jnp.number, jnp.bool_)
         if not any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds):
-            raise ValueError(f"params must be a tree of arrays, got {shown(leaf)} in it")
+            hint = "; take its params" * hasattr(leaf, "params")
+            raise ValueError(f"params must be a tree of arrays, got {shown(leaf)} in it{hint}")
 
 
 def check_params(params: Any, cache: Cache) -> None:

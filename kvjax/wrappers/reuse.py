@@ -52,9 +52,9 @@ class Reuse(Around):
 
     Anchors and a map of heads belong to a model, and ``every`` alone may lose most needles. With ``join`` the heads of a
     layer attend to the lists of all of the anchor's KV heads, up to H times as many tokens, which forgives badly placed
-    anchors: ``every=4`` then has Quest's score (docs/quality.md). ``python -m experiments.heads.sharing`` searches for
-    anchors by what answers lose, prints them, and writes a file, which commands take for ``head_map`` and `read_head_map`
-    reads.
+    anchors: ``every=4`` then is 1 ± 2 points below Quest (docs/quality.md). ``python -m experiments.heads.sharing`` searches
+    for anchors by what answers lose, prints them, and writes a file, which commands take for ``head_map`` and
+    `read_head_map` reads.
 
     ``method`` selects slots in each step and keeps every token: `Quest`, `ParisKV`, `RetrievalAttention`, `PQCache`,
     `SOCKET`, `InfiniGen`, `Oracle`, or `Twilight` and `DenseBelow` around them. Other methods are refused when the wrapper is

@@ -160,7 +160,7 @@ def test_a_model_that_attends_with_other_shapes_is_refused(spoil, message):
     refuses("Faulty.apply must call attend .*" + message, lambda: run(Faulty()))
 
 
-def test_a_model_that_returns_something_else_is_refused():
+def test_a_model_that_does_not_fit_is_refused():
     class AllLogits(TinyModel):
         def apply(self, params, tokens, attend, states, *, last=None):
             return super().apply(params, tokens, attend, states)
@@ -174,6 +174,12 @@ def test_a_model_that_returns_something_else_is_refused():
     refuses("and 2 states, got .* and 0 states", lambda: run(NoStates()))
     half = types.SimpleNamespace(num_layers=2, vocab_size=61)
     refuses("SimpleNamespace has no num_q_heads, num_kv_heads, ", lambda: kvjax.prefill(tiny_params(), [[1]], config=half))
+    loaded = types.SimpleNamespace(config=TINY, params=tiny_params())
+    refuses("got .*; take its config$", lambda: kvjax.prefill(tiny_params(), [[1]], config=loaded))
+    for call in (kvjax.prefill, functools.partial(kvjax.sweep, methods=["full"])):
+        refuses("got .* in it; take its params$", lambda call=call: call(loaded, [[1]], config=TINY, max_new_tokens=1))
+    refuses("of num_kv_heads=2, got 3", lambda: run(TinyModel(num_q_heads=3)))
+    refuses("config must be hashable, .*unhashable type: 'list'", lambda: run(TinyModel(eos_token_ids=[60])))
 
 
 def test_renumbering_methods_may_run_past_the_model():
