@@ -243,6 +243,18 @@ def _cell_names(members: Sequence[Compared]) -> list[tuple]:
     return [tuple(item.row.get(name) for name in CELL) for item in members]
 
 
+def oracle_shares(compared: Sequence[Compared]) -> list[float | None]:
+    """Compute the percent of the oracle's score with as many bytes, for each cell; see `experiments.evaluation.reachable`."""
+    point = [row_point({**item.row, "value": item.comparable}) for item in compared]
+    asked = [(*map(item.row.get, CELL), item.row["question"]) for item in compared]
+    return shares(range(len(compared)), asked.__getitem__, point.__getitem__)
+
+
+def flat_rows(compared: Sequence[Compared]) -> list[dict[str, Any]]:
+    """Make `flat` rows of all cells, each with ``of_oracle``, a percentage."""
+    return [{**flat(item), "of_oracle": x and round(x, 1)} for item, x in zip(compared, oracle_shares(compared), strict=True)]
+
+
 def flat(item: Compared) -> dict[str, Any]:
     """Make a row of plain values of a cell: the task, the method, its scores beside the reference's, and what it cost."""
     row, itself, against = item.row, item.is_reference, f"against_{item.reference.partition('(')[0]}"

@@ -13,7 +13,7 @@ import numpy as np
 import models
 from experiments.answering import of_loaded, preset
 from experiments.evaluation.cells import make_cells
-from experiments.evaluation.comparison import beside_reference, flat, load
+from experiments.evaluation.comparison import beside_reference, flat_rows, load
 from experiments.evaluation.runner import Runner
 from experiments.evaluation.settings import EvaluationSettings
 from kvjax import plugins, registry
@@ -56,8 +56,8 @@ def evaluate_methods(
         compared = beside_reference(load([folder]))
     labels, asked = {choice.label for choice in chosen.choices}, [cell.identity.items() for cell in cells]
     return [  # the folder may have more
-        flat(item)
-        for item in compared
+        row
+        for item, row in zip(compared, flat_rows(compared), strict=True)
         if item.row["method"] in labels and any(all(item.row.get(name) == x for name, x in cell) for cell in asked)
     ]
 

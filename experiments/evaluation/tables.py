@@ -6,9 +6,18 @@ from typing import Any
 
 from experiments.answering import budget_of, without_effect
 from experiments.cli import naming, read_record
-from experiments.evaluation.comparison import BASELINE, FEW, Compared, averages, beside_reference, flat, load, reference_of
-from experiments.evaluation.reachable import LEGEND, ORACLE, family, percent, row_point, shares
-from experiments.evaluation.same_examples import CELL
+from experiments.evaluation.comparison import (
+    BASELINE,
+    FEW,
+    Compared,
+    averages,
+    beside_reference,
+    flat_rows,
+    load,
+    oracle_shares,
+    reference_of,
+)
+from experiments.evaluation.reachable import LEGEND, ORACLE, family, percent
 from experiments.records import csv_table, device_kinds, markdown_rows, method_title, short_commit
 
 _OF_CELLS = f"; bold: beyond noise. Fewer than {FEW} examples that are all alike have no interval"  # not of means
@@ -44,9 +53,9 @@ def report(folders: Sequence[pathlib.Path], reference: str = BASELINE) -> str:
 
 
 def csv_report(folders: Sequence[pathlib.Path], reference: str = BASELINE) -> str:
-    """Format every cell of some folders as comma-separated values, a line for each; see `flat`."""
+    """Format every cell of some folders as comma-separated values, a line for each; see `flat_rows`."""
     with naming(*folders):
-        return csv_table([flat(item) for item in _compared(folders, reference)])
+        return csv_table(flat_rows(_compared(folders, reference)))
 
 
 def _compared(folders: Sequence[pathlib.Path], reference: str) -> list[Compared]:
@@ -153,11 +162,7 @@ _CELLS: dict[str, Callable[[Compared], str]] = {
 def cell_table(compared: Sequence[Compared]) -> str:
     """Format a row for each cell and method, with intervals; differences beyond noise are bold."""
     columns = dict(_CELLS)
-    found = shares(
-        compared,
-        lambda item: (*map(item.row.get, CELL), item.row["question"]),
-        lambda item: row_point({**item.row, "value": item.comparable}),
-    )
+    found = oracle_shares(compared)
     if any(found):
         of_oracle = {id(item): percent(share) for item, share in zip(compared, found, strict=True)}
         columns[_OF_ORACLE] = lambda item: of_oracle[id(item)]

@@ -72,8 +72,9 @@ def evaluate(
 
     Returns:
         A row for each task, length and method. ``score`` and ``against_full`` (points of difference) are from 0 to 100, each
-        with the ends of its interval of 95 %; ``same_answer`` is a percentage; ``bytes_read`` is what a decode step reads of
-        keys, values and metadata, and ``bytes_read_full`` what Full reads; ``bytes_resident`` are per row.
+        with the ends of its interval of 95 %; ``same_answer`` is a percentage, and so is ``of_oracle``, the score over what
+        `kvjax.methods.Oracle` reaches with as many bytes, if it ran; ``bytes_read`` is what a decode step reads of keys,
+        values and metadata, and ``bytes_read_full`` what Full reads; ``bytes_resident`` are per row.
 
     Raises:
         ValueError: unknown names, values out of range, or a folder of other settings.

@@ -603,6 +603,7 @@ def test_a_score_is_shown_beside_what_the_oracle_reaches_with_as_many_bytes():
     assert {name: share and round(share, 6) for name, share in means.items()} == want
     head, *table = tables.summary_cells(compared)
     assert [row[head.index("of the oracle")] for row in table if row[0] in ("Quest", "TOVA")] == ["100 %", ""]
+    assert {row["method"]: row["of_oracle"] for row in comparison.flat_rows(compared)} == want
     assert "| 50 % |" in tables.cell_table(compared)
     easy = entry("oracle(budget=1)", [1.0] * 10, bytes_read_per_step=10)  # Full has 100 on the examples of the oracle
     few = [entry(name, [1.0] * 10 + [0.0] * 10, bytes_read_per_step=read) for name, read in (("full", 160), ("quest", 10))]
