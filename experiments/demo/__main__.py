@@ -48,6 +48,11 @@ def _uncalibrated(entries: Any) -> tuple[Choice, ...]:
     return tuple(Choice("chess", {**x.knobs, **fixed}) if x.name == "chess" else x for x in choices_of(entries))
 
 
+def _folder(value: str | pathlib.Path) -> pathlib.Path:
+    """Read the path of a folder in which the demo can write."""
+    return output_file(pathlib.Path(value) / "demo.json").parent
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DemoSettings(EvaluationSettings):
     """The settings of a demo.
@@ -91,15 +96,9 @@ class DemoOutput(Shown):
 
     Attributes:
         out: directory for demo.json and demo.png
-
-    Raises:
-        ValueError: no file can be written there.
     """
 
-    out: pathlib.Path = pathlib.Path("runs/demo")
-
-    def __post_init__(self) -> None:
-        output_file(self.out / "demo.json")
+    out: pathlib.Path = option(pathlib.Path("runs/demo"), read=_folder)
 
 
 def run_demo(settings: DemoSettings, *, progress: bool = True) -> dict[str, Any]:
