@@ -1,21 +1,11 @@
 """Log-probabilities of generated tokens as JSON lines, a line for each token."""
 
 import json
-import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from experiments.cli import output_file
 from kvjax.api.text import ScoredToken
-
-
-def check_logprobs(file: pathlib.Path | None, top: int) -> None:
-    """Refuse a number of likeliest tokens without a file for them, and a file that cannot be written."""
-    if top and file is None:
-        raise ValueError(f"--top-logprobs {top} needs a file: add --logprobs OUT")
-    if file is not None:
-        output_file(file)
 
 
 def logprob_lines(

@@ -7,9 +7,8 @@ from typing import Any
 import jax
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
-from experiments.answering.logprobs import check_logprobs
 from experiments.answering.method_settings import MethodSettings
-from experiments.cli import option
+from experiments.cli import option, output_file
 from kvjax.api.text import stop_strings
 from kvjax.decoding.sampling import Sampler
 
@@ -45,12 +44,13 @@ class WritingSettings(MethodSettings):
     no_repeat_ngram: int | None = None
     stop: tuple[str, ...] = option((), repeat=True)
     seed: int = 0
-    logprobs: pathlib.Path | None = option(None, metavar="OUT")
+    logprobs: pathlib.Path | None = option(None, metavar="OUT", read=output_file)
     top_logprobs: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_logprobs(self.logprobs, self.top_logprobs)
+        if self.top_logprobs and self.logprobs is None:
+            raise ValueError(f"--top-logprobs {self.top_logprobs} needs a file: add --logprobs OUT")
         self.sampler()
         stop_strings(self.stop, "")
 

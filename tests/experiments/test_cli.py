@@ -189,7 +189,7 @@ ASKED = "generate --model {directory} --prompt a"
     ("words", "expected"),
     [
         ("generate Hello", "'Hello' has no flag before it, expected one such as --prompt"),
-        (f"{GENERATE} --logprobs {{directory}}", "expected a file in a folder, got"),
+        (f"{GENERATE} --logprobs {{directory}}", "--logprobs: expected a file in a folder, got"),
         (f"{GENERATE} --top-logprobs 3", "--top-logprobs 3 needs a file: add --logprobs OUT"),
         (f"{GENERATE} --method snapkv --set budget", "--set takes KNOB=VALUE, got 'budget'"),
         (f"{GENERATE} --method snapkv --set budgte=64", "no knob 'budgte' (did you mean 'budget'?)"),
@@ -219,7 +219,7 @@ ASKED = "generate --model {directory} --prompt a"
         ("ls kvpress:nowhere", "nowhere"),
         ("demo --length x", "whole number"),
         ("demo --lenght 5", "--lenght"),
-        ("demo --out {prompt}/below", "is in the way"),  # not after the run, which would be lost
+        ("demo --out {prompt}/below", "--out: expected a file in a folder, got"),  # not after the run, which would be lost
         ("speed --out {prompt}/below.json", "is in the way"),
     ],
 )
