@@ -37,16 +37,9 @@ pytestmark = pytest.mark.xdist_group("compile_only")  # one worker has the compi
 
 # Heads as in Llama-3.1-8B; the rest is small, since it is not what is looked at.
 CONFIG = ModelConfig(
-    vocab_size=512,
-    hidden_size=512,
-    intermediate_size=1024,
-    num_layers=2,
-    num_q_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position_embeddings=1 << 20,
-    dtype="bfloat16",
-)
+    vocab_size=512, hidden_size=512, intermediate_size=1024, num_layers=2, num_q_heads=32, num_kv_heads=8, head_dim=128,
+    max_position_embeddings=1 << 20, dtype="bfloat16",
+)  # fmt: skip
 PROMPT = 32 * 1024  # tokens of the cache that is decoded from
 STORE = PROMPT * CONFIG.num_kv_heads * CONFIG.head_dim * 2  # bytes of all keys of one layer: 64 MiB
 NAMES = sorted(registry.classes())
