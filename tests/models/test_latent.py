@@ -35,7 +35,7 @@ CONFIG = models.ModelConfig(
 )  # fmt: skip
 PARAMS = vivid_params(CONFIG)
 PROMPTS = [np.random.default_rng(0).integers(0, 64, count).astype(np.int32) for count in (40, 23, 9)]
-REFUSING = ("expectedattention", "mosaickv", "shadowkv", "socket", "think")
+REFUSING = [name for name in NAMES if "latent" in any_example(name).lacks]
 
 
 class Apart(models.ModelConfig):
@@ -150,7 +150,7 @@ def generated(config, method, **options):
     return kvjax.generate(PARAMS, read(config, method, **options), max_new_tokens=6)
 
 
-MOST = [name for name in NAMES if name not in (*REFUSING, "ntk")]
+MOST = [name for name in NAMES if name not in (*REFUSING, "kvgrad", "ntk")]  # refused for other reasons
 MOST += ["stages", "dense_below", "periodic", "twilight", "prefill"]
 
 
