@@ -217,7 +217,8 @@ def _add_flag(parser: jsonargparse.ArgumentParser, field: dataclasses.Field, hin
     default = field.default if field.default_factory is _MISSING else field.default_factory()
     is_required = default is _MISSING
     must_stand = about.positional and is_required and for_help
-    more: dict[str, Any] = {"help": _help(doc, default, is_required)}
+    shown = default if about.write is None else tuple(about.write(default))
+    more: dict[str, Any] = {"help": _help(doc, shown, is_required)}
     more["default"] = None if is_required else list(default) if isinstance(default, tuple) and about.read is None else default
     if about.metavar is not None:
         more["metavar"] = about.metavar
