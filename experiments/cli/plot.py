@@ -132,7 +132,7 @@ def read_record(path: pathlib.Path) -> dict[str, Any]:
         for number, row in enumerate(record["metrics"], 1):
             if not isinstance(row, dict):
                 raise TypeError(f"row {number}: expected an object, got {row!r:.60}")
-    return record
+        return importlib.import_module(RECORDS_PACKAGE).unfold(record)
 
 
 main = Job(plot, PlotCommand)

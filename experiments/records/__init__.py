@@ -4,6 +4,8 @@ from experiments.records.beside import beside as beside
 from experiments.records.bootstrap import bootstrap_interval as bootstrap_interval
 from experiments.records.bootstrap import percent_interval as percent_interval
 from experiments.records.describe import describe as describe
+from experiments.records.folding import fold as fold
+from experiments.records.folding import unfold as unfold
 from experiments.records.library import LIBRARY_FIELD as LIBRARY_FIELD
 from experiments.records.library import check_library as check_library
 from experiments.records.names_on_lines import QUIET as QUIET

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
+from experiments.records.folding import unfold
 from experiments.records.record import device_kinds, make_record, write_record
 from kvjax.attention.patterns import Pattern
 from kvjax.plugins import outside, path_of
@@ -128,7 +129,8 @@ class Results:
                 raise TypeError(f"{wrong[0]} is {record[wrong[0]]!r:.40}")
             if wrong := [row for row in record["metrics"] if not isinstance(row, dict)]:
                 raise TypeError(f"one of the metrics is {wrong[0]!r:.40}")
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, RecursionError) as error:
+            record = unfold(record)
+        except (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError, RecursionError) as error:
             raise ValueError(f"{self.path} is no record of an experiment: {error!r}") from error
         if record["experiment"] != self._experiment:
             raise ValueError(f"{self.path} holds the experiment {record['experiment']!r}, expected {self._experiment!r}")

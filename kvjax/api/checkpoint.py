@@ -25,6 +25,7 @@ from kvjax.api.shard_map import shape_of, shardings
 from kvjax.cache.storage import LayerStorage
 from kvjax.cache.whole_model import Cache, check_alive
 from kvjax.decoding.bits import in_32_bits
+from kvjax.decoding.checks import check_arrays, check_model, check_sizes
 from kvjax.decoding.layers import blank_cache, layer_methods
 from kvjax.mesh.processes import check_all_processes, readable
 from kvjax.mesh.sharding import device_of, plan_of
@@ -104,15 +105,17 @@ def load_cache(
         config: the description of the model that made the cache.
         method: None makes the method that the folder names. Otherwise the method or its name, whose static fields must
             equal those of the method that made the cache; traced fields are restored. A method must be given if a knob of
-            it is an array of more than a few numbers, as SentenceKV's ``boundary``.
+            it is no number, text or short tuple: SentenceKV's ``boundary``, scores of heads, a `kvjax.wrappers.Pattern`.
         params: the parameters for the next calls. The cache goes to their device or devices, on whatever devices the saved
             cache was. None means the device where JAX puts arrays.
 
     Raises:
         FileNotFoundError: there is no saved cache in the directory.
-        ValueError: another model, method or version of kvjax made the cache, or it cannot be divided over the devices of
-            ``params``, or a file is damaged. The message names the damaged file.
+        ValueError: another model, method or version of kvjax made the cache, it cannot be divided over the devices of
+            ``params``, an argument is of another kind, or a file is damaged, which the message names.
     """
+    check_model(config)
+    check_arrays(params)
     plan = plan_of(params)
     check_all_processes(None if plan is None else plan.mesh, "load_cache")
     source = pathlib.Path(directory).absolute()
@@ -124,6 +127,7 @@ def load_cache(
         raise ValueError(f"the cache in {source} has another format than this version of kvjax writes: prefill again")
     leaves, weights, kv_dtype = about["leaves"], about["weights"], about["kv_dtype"]
     method = _named(source, about["method"]) if method is None else method
+    check_sizes(method, config)
     blank = jax.eval_shape(lambda: blank_cache(method, config, weights, None, kv_dtype))
     # A field whose meaning changes gets another name, or another number of axes.
     expected = [(jax.tree_util.keystr(path), leaf.ndim) for path, leaf in jax.tree_util.tree_flatten_with_path(blank)[0]]

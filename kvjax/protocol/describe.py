@@ -99,7 +99,7 @@ def show_value(value: Any, brief: bool) -> str:
     if type(value) is tuple:
         if (count := len(jax.tree.leaves(value))) > 2 * _SHOWN:
             return f"({count} numbers)"
-        return "(" + ", ".join(show_value(inner, brief) for inner in value) + ")"
+        return "(" + ", ".join(show_value(inner, brief) for inner in value) + "," * (len(value) == 1) + ")"
     if isinstance(value, Share):
         return repr(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -105,7 +105,7 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         if absent:
             raise FileNotFoundError(f"{index} names shards that are not there: {', '.join(absent)}")
     else:
-        others = sorted(path.name for path in directory.glob("*.safetensors")) or "no .safetensors file"
+        others = sorted(path.name for path in directory.glob("*.safetensors") if path.is_file()) or "no .safetensors file"
         if pickled := sorted(path.name for path in directory.glob("pytorch_model*.bin")):
             others = f"{pickled[0]}, a pickle, which is not read: transformers' save_pretrained writes safetensors"
         raise FileNotFoundError(f"no {WEIGHTS} or {_INDEX} in {directory}, found {others}")
@@ -134,10 +134,11 @@ def _check(directory: Path, config: Architecture, table: list[AnyLeaf], sources:
     for file in sorted(set(sources.values())):
         with safe_open(file, framework="numpy") as opened:
             names = opened.keys()  # the opened file itself is not iterable
+            codes = {name for name in names if opened.get_slice(name).get_dtype() == "I8"}
             for name in names:
-                if opened.get_slice(name).get_dtype() == "I8" and (wrong := problem(opened, name)):
+                if name in codes and (wrong := problem(opened, name)):
                     problems.append(wrong)
-                of_scales = name.endswith(SCALE) and name.removesuffix(SCALE) in names
+                of_scales = name.endswith(SCALE) and name.removesuffix(SCALE) in codes
                 if name in expected or not (name.endswith(_BUFFERS) or of_scales or name.startswith(unread)):
                     shapes[name], dtypes[name] = (
                         tuple(opened.get_slice(name).get_shape()),

@@ -17,11 +17,13 @@ from experiments.records import (
     Results,
     describe,
     device_kinds,
+    fold,
     make_record,
     markdown_rows,
     method_title,
     new_figure,
     save,
+    unfold,
     versions,
     write_bytes,
     write_record,
@@ -41,10 +43,29 @@ def test_a_record_is_whole_or_not_there(tmp_path):
         make_record("x", {}, [{"name": "a"}])
 
 
+def test_a_pipe_is_written_to_and_what_a_link_names_is_replaced(tmp_path):
+    link, file, pipe = (tmp_path / name for name in ("link", "file", "pipe"))
+    link.symlink_to(file)
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for path in (link, pipe):
+        write_bytes(path, b"lines")
+    assert link.is_symlink() and pipe.is_fifo() and file.read_bytes() == os.read(reader, 9) == b"lines"
+
+
 def test_the_rows_of_a_record_as_csv(capsys):
     assert main([str(RECORDS / "speed.json"), "--format", "csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert len(rows) == len(read_record(RECORDS / "speed.json")["metrics"]) and float(rows[0]["value"]) > 0
+
+
+def test_a_folded_record_has_the_same_rows(tmp_path):
+    folded = json.loads((RECORDS / "results" / "int8" / "metrics.json").read_text())
+    whole = unfold(folded)
+    assert "unit" not in folded["metrics"][0] and {"unit", "method", "value"} < whole["metrics"][0].keys()
+    assert fold(whole) == fold(folded) == folded, "python -m experiments.records docs/records/results/*/metrics.json"
+    write_record(tmp_path / "r.json", folded)
+    assert Results(tmp_path / "r.json", "eval", {}).metrics == read_record(tmp_path / "r.json")["metrics"] == whole["metrics"]
 
 
 def test_a_cell_of_any_text_is_one_cell():

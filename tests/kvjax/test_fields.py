@@ -13,6 +13,7 @@ import pytest
 import kvjax
 from kvjax import registry
 from kvjax.methods import H2O, PQCache, Quest, RetroInfer, SnapKV
+from kvjax.protocol.describe import describe
 from kvjax.protocol.fields import Limits, at_length, check_within, known, number, share
 from kvjax.protocol.method import Method
 from kvjax.protocol.typing import pytree, static, traced
@@ -143,7 +144,7 @@ class Mine(Method):
 
 def test_a_declared_field_is_checked():
     made = Mine(size=np.int64(4), share=1, pair=(np.int32(3),))
-    assert repr(made) == "Mine(size=4, share=1.0, largest=1.0, pair=(3,))"
+    assert repr(made) == describe(made) == "Mine(size=4, share=1.0, largest=1.0, pair=(3,))"
     assert hash(made.pair) == hash((3,)) and type(made.pair[0]) is int
     for knobs, message in (
         ({"size": 9}, "Mine: size must be at most 8, got 9"),

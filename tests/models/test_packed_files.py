@@ -69,9 +69,10 @@ def test_a_part_of_a_matrix_is_the_part_of_the_whole(directories, cut):
         (lambda t: t.pop(EMBEDDING + SCALE), f"wrong dtype {EMBEDDING}: got I8 without the scales"),
         (lambda t: t.update({EMBEDDING + SCALE: np.ones((96, 3), np.float16)}), "got F16 (96, 3) for a tensor (96, 64)"),
         (lambda t: t.update({"model.norm.weight": np.ones(64, np.int8)}), "I8 without the scales model.norm.weight_scale"),
-        (lambda t: t.update({"stray" + SCALE: np.ones(2, np.float16)}), "stray_scale"),
+        (lambda t: t.update({x + SCALE: np.ones(2, np.float16) for x in ("model.norm.weight", "stray")}),
+         "unused model.norm.weight_scale [2]\n  unused stray_scale [2]"),
     ],
-)
+)  # fmt: skip
 def test_scales_that_do_not_fit_are_named(directories, tmp_path, change, said):
     broken = tmp_path / "broken"
     shutil.copytree(directories[1], broken)

@@ -1,6 +1,7 @@
 """Saving and loading a cache: going on from disk equals going on, for every method; failures leave nothing behind."""
 
 import dataclasses
+import types
 
 import jax
 import numpy as np
@@ -79,6 +80,12 @@ def test_a_cache_of_another_method_or_model_is_refused(tmp_path):
     other = dataclasses.replace(TINY, rope_theta=5.0)
     with pytest.raises(ValueError, match=r"rope_theta=10000.0.*unlike: rope_theta=5.0\)"):
         kvjax.load_cache(tmp_path / "cache", config=other, method=example("snapkv"))
+    loaded = types.SimpleNamespace(params={}, config=TINY)
+    for given in {"config": loaded}, {"config": TINY, "params": loaded}:
+        with pytest.raises(ValueError, match=f"take its {[*given][-1]}"):
+            kvjax.load_cache(tmp_path / "cache", **given)
+    with pytest.raises(ValueError, match="a number for each of the model's 4 KV heads, got 2"):
+        kvjax.load_cache(tmp_path / "cache", config=dataclasses.replace(TINY, num_kv_heads=4), method=any_example("headkv"))
 
 
 def test_a_cache_of_another_version_is_refused(tmp_path, monkeypatch):
