@@ -226,7 +226,7 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
                 # Cells are independent: the variance of their mean is the mean of their variances over their number.
                 "plus_minus": round(float(np.sqrt(np.sum(np.square(halves)))) / len(members), 2),
                 "same": round(float(np.mean([item.same for item in members])), 1),
-                **{name: round(float(np.mean([item.row[name] for item in members]))) for name in _ACCOUNT},
+                **{name: round(float(np.mean([item.row[name] for item in members]))) for name in ACCOUNT},
                 "no_effect": all(item.row["no_effect"] for item in members),
             }
         )
@@ -234,7 +234,7 @@ def averages(compared: Sequence[Compared]) -> list[dict[str, Any]]:
     return [{**mean, "of_oracle": share} for mean, share in zip(means, found, strict=True)]
 
 
-_ACCOUNT = (
+ACCOUNT = (
     "attended_tokens", "length_tokens", "bytes_read_per_step", "full_bytes_read_per_step", "resident_bytes_per_row",
 )  # fmt: skip
 

@@ -196,6 +196,7 @@ ASKED = "generate --model {directory} --prompt a"
         (f"{GENERATE} --method snapkv --set budget=many", "budget must be a whole number"),
         (f"{GENERATE} --method chess --set ratios=0.5,much,1", "ratios must be a tuple of 3 numbers"),
         (f"{GENERATE} --method snapkv --set budget=8", "budget must be a whole number of at least 32"),
+        ("eval --workers -1", "workers: expected a whole number of at least 0"),
         (f"{GENERATE} --method snapvk --set budget=64", "unknown method 'snapvk' (did you mean 'snapkv'?)"),
         (f"{GENERATE} --method json:loads", "'json:loads' names no method: a method must be a subclass"),
         (f"{GENERATE} --max-new-tokens 0", "max-new-tokens"),

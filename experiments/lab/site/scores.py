@@ -4,6 +4,7 @@ The page has the rows as JSON, which `docs/_static/scores.js` shows: a row is a 
 """
 
 import json
+import operator
 import pathlib
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,8 @@ import numpy as np
 
 from experiments.answering import budget_of, choices_of
 from experiments.cli import read_record
-from experiments.evaluation import BASELINE, COUNTED
+from experiments.evaluation import BASELINE, COUNTED, beside_reference, load
+from experiments.evaluation.comparison import ACCOUNT
 from experiments.evaluation.reachable import LEGEND, row_point, shares
 from experiments.records import method_title, short_commit
 from experiments.tasks import GROUPS
@@ -51,17 +53,15 @@ def data(folders: Iterable[pathlib.Path]) -> dict[str, Any]:
     """Collect the rows of result folders: ``columns``, ``rows`` and the ``commands`` to which the rows refer."""
     found: list[dict[str, Any]] = []
     for folder in folders:
-        record = read_record(folder)
-        rows = [{**row, "record": record} for row in record["metrics"] if row["unit"] == "percent" and row["length"]]
+        more = {"folder": folder, "record": read_record(folder)}
+        rows = [{**item.row, "comparable": item.comparable, **more} for item in beside_reference(load([folder]))]
+        rows = [row for row in rows if row["unit"] == "percent" and row["length"]]
         found += [*rows, *_means(rows)]
-    of_oracle = shares(found, lambda row: (row["record"]["settings"]["model"], *_examples(row)), row_point)
+    cell = operator.itemgetter("folder", "name", "length", "question")
+    of_oracle = shares(found, cell, lambda row: row_point(row, "comparable"))
     commands: dict[str, int] = {}
     lines = [_line(row, share, commands) for row, share in zip(found, of_oracle, strict=True)]
     return {"columns": COLUMNS, "rows": lines, "commands": list(commands)}
-
-
-def _examples(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return row["name"], row["length"], row["question"], row["samples"], row.get("examples_digest")
 
 
 def _means(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -77,10 +77,9 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         tasks = sorted(name for (at, name), score in full.items() if at == length and score >= COUNTED)
         if len(tasks) < 2 or sorted(cells) != tasks:
             continue
-        numbers = ("value", "bytes_read_per_step", "full_bytes_read_per_step", "resident_bytes_per_row", "attended_tokens")
+        numbers = ("value", "comparable", *ACCOUNT)
         mean = {name: float(np.mean([row[name] for row in cells.values()])) for name in numbers}
-        first = next(iter(cells.values()))
-        means.append({**first, **mean, "name": MEAN, "task": ",".join(tasks), "examples_digest": " ".join(tasks)})
+        means.append({**next(iter(cells.values())), **mean, "name": MEAN, "task": ",".join(tasks)})
     return means
 
 
