@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import jsonargparse
-from jsonargparse.typing import PositiveInt
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from experiments.cli.yaml_text import read_yaml, write_yaml
 
@@ -166,7 +166,7 @@ def parse(
             raise ValueError(f"{where}: {name} must be true or false, got {parsed[name]!r}")
         if isinstance(parsed[name], list):
             parsed[name] = tuple(parsed[name])
-        if isinstance(parsed[name], PositiveInt):  # a class of its own, which YAML cannot write
+        if isinstance(parsed[name], (PositiveInt, NonNegativeInt)):  # a class of its own, which YAML cannot write
             parsed[name] = int(parsed[name])
     return [kind(**{field.name: parsed[field.name] for field in dataclasses.fields(kind)}) for kind in kinds]
 
@@ -183,7 +183,8 @@ def _sentence(message: str, flags: Sequence[str], first: str) -> str:
     message = re.sub(r"Does not validate .*Subtypes: \[(.*)\] Errors: .*Given value:", r"Expected \1, got", message)
     message = re.sub(r"<class '([\w.]+)'>", lambda kind: kind[1].rpartition(".")[2].replace("NoneType", "none"), message)
     message = message.replace("Expected PositiveInt, none", "expected a whole number of at least 1")
-    message = re.sub(r"Not of type PositiveInt: (.*)", r"expected a whole number of at least 1 (\1)", message)
+    limits = {"Positive": "at least 1", "NonNegative": "at least 0"}
+    message = re.sub(r"Not of type (\w+)Int: (.*)", lambda x: f"expected a whole number of {limits[x[1]]} ({x[2]})", message)
     message = message.replace("Expected a ", "expected ").replace(". Got value:", ", got")
     unknown = re.search(r"unrecognized arguments: (\S+)", message)
     if unknown and not unknown[1].startswith("-") and first.startswith("-"):

@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from jsonargparse.typing import PositiveInt
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from experiments.answering import METHODS, QUESTIONS, Choice, MeshSettings, at_budgets, budgets_of, choices_of, written
 from experiments.benchmarks import READERS, TRUNCATIONS
@@ -71,7 +71,7 @@ class EvaluationSettings(MeshSettings):
     seed: int = 0
     batch_tokens: PositiveInt = 65536
     kv_dtype: str | None = option(None, choices=tuple(KV_DTYPES))
-    workers: int = 2
+    workers: NonNegativeInt = 2
     methods: tuple[Choice, ...] = option(tuple(Choice(name, {}) for name in METHODS), read=choices_of, write=written)
     budgets: tuple[str, ...] = option((), read=budgets_of)
     together: PositiveInt = 16

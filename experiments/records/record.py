@@ -92,7 +92,11 @@ def write_record(path: pathlib.Path, record: dict[str, Any]) -> None:
 
 
 def write_bytes(path: pathlib.Path, data: bytes) -> None:
-    """Write a file atomically; its directory is made."""
+    """Write a file atomically, whose directory is made. What a link names is replaced; a pipe or a device is written to."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:_KEPT]}.")
     try:

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import jax
 from jax import Array
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.mesh import processes
@@ -158,10 +159,15 @@ def plan_of(params: Any) -> Plan | None:
         params: a tree of arrays, or of `jax.ShapeDtypeStruct`; tracers have no plan.
 
     Raises:
-        ValueError: the parameters are not all on one mesh, or are not split as the axes say; or the mesh has other axes, of
-            type Explicit.
+        ValueError: the parameters are not all on one mesh, or are not split as the axes say; or the mesh has other axes of
+            type Explicit, or they are tracers.
     """
     named = jax.tree_util.tree_leaves_with_path(params)
+    if any(isinstance(x, Tracer) and any(jax.typeof(x).sharding.spec) for _, x in named):  # which only Explicit axes show
+        raise ValueError(
+            "parameters on a mesh with Explicit axes must be closed over by a function that is compiled, got them as its "
+            "argument; for derivatives and for arguments make the mesh with Auto axes"
+        )
     shardings = [x.sharding if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) and is_known(x) else None for _, x in named]
     spread = [x for x in shardings if x is not None and (x.num_devices > 1 or _is_explicit(x))]
     if not spread:

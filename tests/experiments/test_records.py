@@ -43,6 +43,16 @@ def test_a_record_is_whole_or_not_there(tmp_path):
         make_record("x", {}, [{"name": "a"}])
 
 
+def test_a_pipe_is_written_to_and_what_a_link_names_is_replaced(tmp_path):
+    link, file, pipe = (tmp_path / name for name in ("link", "file", "pipe"))
+    link.symlink_to(file)
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for path in (link, pipe):
+        write_bytes(path, b"lines")
+    assert link.is_symlink() and pipe.is_fifo() and file.read_bytes() == os.read(reader, 9) == b"lines"
+
+
 def test_the_rows_of_a_record_as_csv(capsys):
     assert main([str(RECORDS / "speed.json"), "--format", "csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))

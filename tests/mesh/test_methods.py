@@ -1,5 +1,6 @@
 """Runs over the devices of a mesh: what needs no devices here. `test_devices.py` has the rest."""
 
+import contextlib
 import dataclasses
 import re
 
@@ -45,6 +46,8 @@ def test_a_mesh_of_one_device_runs_with_axes_of_both_types():
         given = shard_params(params(), jax.make_mesh((1,), ("model",), axis_types=(kind,)))
         cache = prefill(given, [[1, 2, 3]], config=CONFIG, method=Full(), max_new_tokens=1, pad_multiple=16)
         assert (cache.plan is None) == (kind == AxisType.Auto)
+        with contextlib.nullcontext() if cache.plan is None else pytest.raises(ValueError, match="must be closed over"):
+            jax.jit(lambda x: prefill(x, [[1]], config=CONFIG, method=Full(), max_new_tokens=1)).lower(given)
     foreign = NamedSharding(jax.make_mesh((1,), ("tp",), axis_types=(AxisType.Explicit,)), PartitionSpec())
     with pytest.raises(ValueError, match="Explicit axes must be on one with the axes 'data', 'model' and 'slots'"):
         plan_of({"kernel": jax.ShapeDtypeStruct((8,), np.float32, sharding=foreign)})
