@@ -144,7 +144,7 @@ class Reuse(Around):
             return inner
         if self.source(layer, num_layers) is None:
             return Reuse(method=inner, every=1, steps=self.steps, join=self.join)
-        return Follower(method=inner, heads=None if self.head_map is None else self.head_map[layer])
+        return Follower(method=inner, heads=None if self.head_map is None or self.join else self.head_map[layer])
 
     def signal(self, state: SlotState) -> Selection | None:
         if state.aux.dense:
@@ -289,7 +289,7 @@ class Follower(Around):
 
     def _mapped(self, chosen: Selection) -> Selection:
         """Give each KV head the list of the anchor's head that it follows; heads may be on other devices."""
-        if self.heads is None or chosen.slots.shape[1] == 1:
+        if self.heads is None or chosen.slots.shape[1] * axes.size(axes.MODEL) < len(self.heads):  # one list for all heads
             return chosen
         first, size = axes.index(axes.MODEL) * chosen.slots.shape[1], chosen.slots.shape[1]
         own = lax.dynamic_slice_in_dim(jnp.asarray(self.heads, jnp.int32), first, size)

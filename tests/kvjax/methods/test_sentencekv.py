@@ -122,7 +122,6 @@ def test_tokens_at_once_leave_the_state_of_tokens_one_by_one(prefilter):
         np.testing.assert_allclose(one, two, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("prefilter", ["kv_head", pytest.param("global", marks=pytest.mark.thorough)])
 def test_every_step_of_a_long_generation_is_the_oracles(prefilter):
     """Mean keys, where sentences begin, and the sums over the open one decide what is attended."""
