@@ -194,17 +194,9 @@ class CountingConfig(ModelConfig):
 
 
 TINY = CountingConfig(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_q_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    qk_norm=True,
-    max_position_embeddings=160,
-    eos_token_ids=(60,),
-)
+    vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=8,
+    qk_norm=True, max_position_embeddings=160, eos_token_ids=(60,),
+)  # fmt: skip
 
 
 @functools.cache

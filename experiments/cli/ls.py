@@ -103,6 +103,9 @@ def _methods(command: LsCommand) -> str:
         if name not in known:
             more = f"known methods: {', '.join(sorted(known))}; or one of {', '.join(_OTHERS)}"
             raise ValueError(f"unknown method {name!r}{nearest(name, [*known, *_OTHERS])}; {more}")
+    for text in command.names:
+        if "(" in text:
+            registry.make(text)  # refuses what its brackets may not hold
     listed = [known[name] for name in names] if names else list(known.values())
     if command.json:
         return json.dumps(listed, indent=1)

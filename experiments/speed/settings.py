@@ -16,15 +16,9 @@ from models import ModelConfig, shapes
 from pallas_kernels.axes import DATA
 
 _SMALL = ModelConfig(
-    vocab_size=4096,
-    hidden_size=256,
-    intermediate_size=1024,
-    num_layers=4,
-    num_q_heads=8,
-    num_kv_heads=2,
-    head_dim=64,
+    vocab_size=4096, hidden_size=256, intermediate_size=1024, num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64,
     max_position_embeddings=1 << 20,
-)
+)  # fmt: skip
 MODELS: dict[str, Callable[[], ModelConfig]] = {
     "llama-3.1-8b": shapes.llama31_8b,
     # An eighth of the layers, for prompts that all layers would take minutes to prefill. A layer's time is the same in both.

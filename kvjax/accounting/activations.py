@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.accounting.temporaries import most_bytes
+from kvjax.accounting.temporaries import most_bytes, peak_bytes
 from kvjax.cache import Cache
-from kvjax.decoding.layer_bytes import by_shapes, each_device, placed_bytes
+from kvjax.decoding.layer_bytes import by_shapes, each_device, finish_program, placed_bytes
 from kvjax.decoding.layers import layer_methods, observe
 from kvjax.decoding.passes import Pass, reread
 from kvjax.decoding.shared_storage import Common
@@ -19,10 +19,13 @@ from kvjax.protocol.typing import Model, has_sinks, is_recurrent, layered
 
 
 @by_shapes
-def finishing(method: LayerMethod, state: Any, *, spec: LayerSpec, mesh: Any) -> tuple[int, Any]:
-    """Estimate what `LayerMethod.finish` takes besides ``state`` and the finished state; return also the latter's shapes."""
-    run = each_device(None if spec.parts == 1 else mesh, lambda method, state: method.finish(state, spec))
-    return most_bytes(run, method, state, consumed=(1,)), jax.eval_shape(run, method, state)
+def finishing(method: LayerMethod, state: Any, **sizes: Any) -> tuple[int, Any]:
+    """Estimate what `LayerMethod.finish` takes besides ``state`` and the finished state; return also the latter's shapes.
+
+    ``sizes`` are those of `finish_program`.
+    """
+    program, made, _ = finish_program(method, state, **sizes)
+    return peak_bytes(program, (method, state), consumed=(1,)), made
 
 
 @by_shapes

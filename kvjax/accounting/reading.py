@@ -99,7 +99,13 @@ class Reading:
         if self.params is not None and (padded := self.order.slots) and method.reread_tokens(padded):
             again, states = rereading(method, self.params, states, shared, specs=specs, padded=padded, **fixed)
         more = placed_bytes(states)[0] - sum(placed_bytes(begun[at])[0] for at in places)
-        ends = {at: finishing(methods[at], states[at], spec=specs[at], mesh=self.mesh) for at in begun}
+        ends = {
+            at: finishing(
+                methods[at], states[at], reading=reading_spec(specs[at], self.order), spec=specs[at],
+                mesh=None if specs[at].parts == 1 else self.mesh,
+            )
+            for at in begun
+        }  # fmt: skip
         ended = more + max(again, *(size for size, _ in ends.values()))
         if shared is None:
             return ended, 0, 0

@@ -185,5 +185,10 @@ def most_bytes(run: Callable[..., Any], *args: Any, consumed: Sequence[int] = ()
         *args: its arguments, or their shapes.
         consumed: indices of arguments that may be overwritten, as those that a program donates.
     """
+    return peak_bytes(jax.make_jaxpr(run)(*args).jaxpr, args, consumed)
+
+
+def peak_bytes(program: core.Jaxpr, args: Sequence[Any], consumed: Sequence[int] = ()) -> int:
+    """Estimate as `most_bytes`, for a function that was traced with ``args``."""
     leaves = (at in consumed for at, arg in enumerate(args) for _ in jax.tree.leaves(arg))
-    return _peak.__wrapped__(jax.make_jaxpr(run)(*args).jaxpr, tuple(leaves))
+    return _peak.__wrapped__(program, tuple(leaves))

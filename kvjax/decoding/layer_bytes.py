@@ -53,10 +53,10 @@ class LayerBytes:
         return self.kept.device - self.same
 
 
-def by_shapes[**P, Found](run: Callable[P, Found]) -> Callable[P, Found]:
+def by_shapes[**P, Found](run: Callable[P, Found], most: int = 1024) -> Callable[P, Found]:
     """Keep what a function finds for the shapes in its positional arguments, which are pytrees, and what else it is given."""
 
-    @functools.lru_cache(maxsize=1024)
+    @functools.lru_cache(maxsize=most)
     def known(kind: Any, leaves: tuple[Any, ...], machine: Machine, fixed: tuple[tuple[str, Any], ...]) -> Found:
         return cast("Any", run)(*jax.tree.unflatten(kind, leaves), **dict(fixed))
 
@@ -81,6 +81,26 @@ def layer_bytes(
         mesh: the devices if they divide the slots of a row, outside of `jax.shard_map`.
     """
     mesh = None if spec.parts == 1 else mesh
+    state = jax.eval_shape(each_device(mesh, lambda method: method.init(reading)), method)
+    _, made, (key, kept, same) = finish_program(method, state, reading=reading, spec=spec, mesh=mesh)
+    common = 0 if key is None else placed_bytes(state.cache)[0]
+    return LayerBytes(
+        reading=Stored(*placed_bytes(state), key, common),
+        kept=Stored(*placed_bytes(made), key if kept else None, common if kept else 0),
+        same=same,
+    )
+
+
+@functools.partial(by_shapes, most=64)  # they are large, and asked for again soon
+def finish_program(
+    method: LayerMethod, state: Any, *, reading: LayerSpec, spec: LayerSpec, mesh: Mesh | AbstractMesh | None
+) -> tuple[Any, Any, tuple[Hashable, bool, int]]:
+    """Trace `LayerMethod.finish`; arguments as in `layer_bytes`, and the shapes of the state that read the prompt.
+
+    Returns:
+        The program, the shapes of the finished state, and what both states have in common: the name of the storage
+        (`storage_key`), whether the finished state keeps it, and the bytes of the arrays on the device that are in both.
+    """
     found: list[tuple[Hashable, bool, int]] = []
 
     def finish(method: LayerMethod, state: Any) -> Any:
@@ -90,15 +110,8 @@ def layer_bytes(
         found.append((key, kept, placed_bytes([x for x in jax.tree.leaves(made) if id(x) in had])[0]))
         return made
 
-    state = jax.eval_shape(each_device(mesh, lambda method: method.init(reading)), method)
-    made = jax.eval_shape(each_device(mesh, finish), method, state)
-    key, kept, same = found[-1]
-    common = 0 if key is None else placed_bytes(state.cache)[0]
-    return LayerBytes(
-        reading=Stored(*placed_bytes(state), key, common),
-        kept=Stored(*placed_bytes(made), key if kept else None, common if kept else 0),
-        same=same,
-    )
+    program, made = jax.make_jaxpr(each_device(mesh, finish), return_shape=True)(method, state)
+    return program.jaxpr, made, found[-1]
 
 
 def each_device(mesh: Mesh | AbstractMesh | None, run: Callable[..., Any]) -> Callable[..., Any]:

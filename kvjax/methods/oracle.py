@@ -33,7 +33,7 @@ may cancel out, and the model's later layers correct or enlarge an error. So a m
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +61,6 @@ class Oracle(SlotMethod):
     by: str = static('"attention", "output" error, or "random"', default="attention", choices=READINGS)
     heads: str = static('a list by the "sum" over a group, or for "each" query head', default="sum", choices=("sum", "each"))
     mass: float | Array = traced("leave out what is beyond this share of attention; 1 = none", default=1.0, above=0, most=1)
-
-    PAPER: ClassVar[str] = "arXiv:2502.02770"
 
     lacks = ("sinks", "latent")
 

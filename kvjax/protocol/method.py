@@ -131,7 +131,7 @@ class Method(abc.ABC):
     """A method as the whole model sees it. Subclasses are abstract or final; no implemented function is overridden."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # every final subclass is a dataclass
-    PAPER: ClassVar[str] = "no paper"  # "arXiv:" and a number; all methods in `kvjax.methods` have it
+    PAPER: ClassVar[str] = "no paper"  # "arXiv:" and a number; all methods in `kvjax.methods` but Oracle have it
     TITLE: ClassVar[str] = ""  # the name as the paper writes it, for tables and figures; "": the name of the class
     composable: ClassVar[bool] = False  # True: a `SlotMethod`, which wrappers can compose
     slotted: ClassVar[bool] = False  # True: a `SlotMethod`, which may also estimate tokens or correct logits: see `compose`

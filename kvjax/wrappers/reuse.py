@@ -81,6 +81,7 @@ class Reuse(Around):
     PAPER: ClassVar[str] = "arXiv:2512.16391"
     composable = False
     spans_layers = True
+    slot_block = None  # a list stays in the state, and each device would have another one
 
     keeps = "what `method` keeps"
 
@@ -120,10 +121,6 @@ class Reuse(Around):
     def _across(self) -> bool:
         return self.every > 1 or self.anchors is not None
 
-    @property
-    def slot_block(self) -> int | None:
-        return self.method.slot_block if self.steps == 1 else None  # tokens since a selection may lie on another device
-
     def on_layers(self, layers: tuple[int, ...], num_layers: int) -> Method:
         if self.every == 1 or self.anchors is not None:
             return self
@@ -144,7 +141,7 @@ class Reuse(Around):
             return inner
         if self.source(layer, num_layers) is None:
             return Reuse(method=inner, every=1, steps=self.steps, join=self.join)
-        return Follower(method=inner, heads=None if self.head_map is None else self.head_map[layer])
+        return Follower(method=inner, heads=None if self.head_map is None or self.join else self.head_map[layer])
 
     def signal(self, state: SlotState) -> Selection | None:
         if state.aux.dense:
@@ -289,7 +286,7 @@ class Follower(Around):
 
     def _mapped(self, chosen: Selection) -> Selection:
         """Give each KV head the list of the anchor's head that it follows; heads may be on other devices."""
-        if self.heads is None or chosen.slots.shape[1] == 1:
+        if self.heads is None or chosen.slots.shape[1] * axes.size(axes.MODEL) < len(self.heads):  # one list for all heads
             return chosen
         first, size = axes.index(axes.MODEL) * chosen.slots.shape[1], chosen.slots.shape[1]
         own = lax.dynamic_slice_in_dim(jnp.asarray(self.heads, jnp.int32), first, size)

@@ -21,6 +21,7 @@ from pallas_kernels._mosaic_gpu.sizes import LINE, ROWS, Lists, Sizes
 from pallas_kernels._mosaic_gpu.steps import copier, meet_block, merger, multiplier
 from pallas_kernels._triton.quantised import check_codes
 from pallas_kernels.formats.quantised import Quantised
+from pallas_kernels.host import Rows
 from pallas_kernels.machine import current_machine
 
 # How many clusters of 1, 2, ... 8 programs an H200 runs at once (cudaOccupancyMaxActiveClusters). A cluster lies within a
@@ -33,18 +34,18 @@ MOST_ROWS = 64  # of a query
 JOIN = 2  # blocks that a program reads in the time of the launch that joins clusters
 
 
-def check_machine(query: Any, key: Any, value: Any) -> None:
+def check_machine(query: Any, key: Any, value: Any, rows: Rows | None = None) -> None:
     """Raise ``NotImplementedError`` for machines, dtypes and shapes that `attend` does not take."""
     if not (machine := current_machine()).has_kernels:
         raise NotImplementedError(f"got {machine}, expected an NVIDIA GPU of compute capability 8.0 or above")
-    check_codes(key, value)
+    check_codes(key, value, rows=rows)
     kinds = [x.kind if isinstance(x, Quantised) else None for x in (key, value)]
     if kinds[0] != kinds[1]:
         raise NotImplementedError(f"got keys in {kinds[0]} and values in {kinds[1]}, expected the same")
     dtypes = {str(x.dtype) for x in (query, key, value)}
     if dtypes not in ({"bfloat16"}, {"float16"}):
         raise NotImplementedError(f"got dtypes {sorted(dtypes)}, expected bfloat16 or float16 for all")
-    if key.shape != value.shape or key.shape[3] not in (64, 128, 256):
+    if key.shape[3] != value.shape[3] or key.shape[3] not in (64, 128, 256):
         raise NotImplementedError(f"got keys {key.shape} and values {value.shape}, expected head_dim 64, 128 or 256 of both")
     _, heads, slots, dim = key.shape
     if Sizes(heads=heads, group=1, dim=dim, slots=slots, dtype=key.dtype, shared=machine.shared_memory).stages < 2:
@@ -86,14 +87,14 @@ def divided(n: Sizes, lists: int, entries: int, programs: tuple[int, int] | None
 
 
 def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtype: Any, beside_dtype: Any):
-    """Return the kernel over refs: query, key, value; if any, positions, parts beside, lists, scales, frequencies."""
+    """Return the kernel over refs: query, key, value; if any, positions, parts beside, lists, scales, frequencies, host."""
 
     def body(query_ref, key_ref, value_ref, *refs):
         *refs, ring, keys, values, full, free = (*refs, *(None,) * (4 * (not n.tiled)))
         refs, logits = (refs[:-1], tuple(refs[-1:])) if n.logits else (refs, ())
         *refs, out_ref, lse_ref = refs
         ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-        position, asked_ref, beside, listed, scales, turning = (tuple(refs[i:j]) for i, j in itertools.pairwise(ends))
+        position, asked_ref, beside, listed, scales, turning, host = (tuple(refs[i:j]) for i, j in itertools.pairwise(ends))
         base, cluster = lax.axis_index("list"), lax.axis_index("cluster")
         split = lax.axis_index("split") if n.splits > 1 else 0 * base  # older cards have no clusters
         programs, program = n.clusters * n.splits, cluster * n.splits + split
@@ -114,7 +115,7 @@ def _body(n: Sizes, lists: Lists, scale: float, sizes: tuple[int, ...], out_dtyp
             return number(step * programs + program) * n.block
 
         def run():
-            stored, ahead = ((key_ref, value_ref), position, scales), n.stages - 1
+            stored, ahead = ((key_ref, value_ref), position, scales, host), n.stages - 1
             fetch, copy, arrive = copier(n, lists, bool(position))
             load_query, load_asked, load_frequencies, begin, add = multiplier(n, scale, lists.biased)
 
@@ -191,7 +192,7 @@ def attend(
 
     Args:
         query: [B, H, R, D], where R is G, or G * T in the order of heads with ``query_position``.
-        key: [B, H, S, D], or codes of 8 bits.
+        key: [B, H, S, D], or codes of 8 bits; copies of some rows where ``lists`` have the others.
         value: like ``key``.
         lists: which rows.
         entries: the most entries of a list.
@@ -222,7 +223,8 @@ def attend(
                 attend(part, key, value, lists, entries=entries, scale=scale, **options, programs=programs, first=first + i)
             )
         return tuple(jnp.concatenate(x, axis=-i) for i, x in zip((2, 1), zip(*done, strict=True), strict=True))
-    shape = {"heads": heads, "group": group, "dim": dim, "slots": key.shape[2], "queries": queries, "first": first}
+    shape = {"heads": heads, "group": group, "dim": dim, "queries": queries, "first": first}
+    shape |= {"slots": (key if lists.host is None else lists.host).shape[2]}
     scales, kind = (), None
     if isinstance(key, Quantised):
         kind, scales, key, value = key.kind, (key.scale, value.scale), key.codes, value.codes
@@ -231,7 +233,7 @@ def attend(
     if lists.tiled and tiled.fits and not n.width % LINE and (9, 0) <= current_machine().capability < (12, 0):
         n, key, value = tiled, *(x.reshape(-1, dim) for x in (key, value))
     n = divided(n, batch * heads, entries, programs)
-    given = position, query_position, beside, lists.operands, scales, inv_freq
+    given = position, query_position, beside, lists.operands, scales, inv_freq, lists.host
     groups = [() if x is None else x if isinstance(x, tuple) else (x,) for x in given]
     apart = parts or n.clusters > 1
     lead, made = (batch, heads, *(n.clusters,) * apart), jnp.float32 if apart else query.dtype

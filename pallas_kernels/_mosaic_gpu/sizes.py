@@ -32,6 +32,8 @@ class Lists:
             these; None: all are.
         tiled: whether the entries of a block are neighbouring rows, from the row of the block's first entry on.
         live: of refs, row and KV head to how many entries are enough: no later one is read. None: all are.
+        host: all rows, in host memory, where keys and values are copies of some; as in `pallas_kernels.host.Rows`.
+        copy: inside, of scalars and a row to the row of its copy, or -1 if there is none.
     """
 
     operands: tuple[jax.Array, ...]
@@ -44,6 +46,8 @@ class Lists:
     block_number: Callable[..., Any] | None = None
     tiled: bool = False
     live: Callable[..., Any] | None = None
+    host: jax.Array | None = None
+    copy: Callable[..., Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -73,20 +73,32 @@ def copier(n: Sizes, lists: Lists, position: bool):
             first = t.element(scalar(base), n.slots, t.number(0))
             write_tags(stored, place, row, loaded, first)
             if not n.tiled:
-                copy_rows(stored[0], place, row, first)
+                copy_rows(stored, place, row, lists.copy and lists.copy(scalars, row), scalar(base))
             w.end_step()
 
         run(stored, ring, loaded, scalars, base, stage)
 
-    def copy_rows(stored, place, row, first):
+    def copy_rows(stored, place, row, copy, base):
         chunks = n.width // 16  # of 16 bytes, which a lane copies at once
         at_once, chunk, lead = w.LANES // chunks, t.signed(w.lane() % chunks), t.signed(w.lane() // chunks)
-        sources = [t.at(t.at(t.address(x), first, n.width), chunk, 16) for x in stored]
+
+        def source(ref, vector):
+            """Return a function of a row to where this lane's chunk of it is; a row of the host may be a key and a value."""
+            *_, rows, channels = t.shape(ref)
+            many = channels // n.dim
+            first = t.at(t.address(ref), t.element(base, rows, t.number(0)), many * n.width)
+            first = t.at(first, chunk + min(vector, many - 1) * chunks, 16)
+            return lambda row: t.at(first, row, many * n.width)
+
+        near, far = ([source(x, i) for i, x in enumerate(refs)] for refs in (stored[0], stored[3] * 2))
         to = place + lead * n.pitch + chunk * 16
         for step in range(0, ENTRIES, at_once):
-            taken = w.lane_value(row, lead + step)
-            for offset, source in zip((step, ENTRIES + step), sources, strict=True):
-                w.copy_async(to, t.at(source, taken, n.width), 16, taken >= 0, offset * n.pitch)
+            taken, copied = (x if x is None else w.lane_value(x, lead + step) for x in (row, copy))
+            for i, at in enumerate(near):
+                where = at(taken)
+                if t.shape(stored[0][i])[-2] < n.slots:
+                    where = arith.select(t.value(copied >= 0), at(copied), far[i](taken))
+                w.copy_async(to, where, 16, taken >= 0, (i * ENTRIES + step) * n.pitch)
 
     def write_tags(stored, place, row, loaded, first):
         """Write what is not negative for an entry that holds a token: its position, or without positions its row."""

@@ -97,6 +97,11 @@ def address(ref):
     return arith.addi(llvm.ptrtoint(i64, start), offset)
 
 
+def shape(ref):
+    """Return the shape of a ref."""
+    return ir.MemRefType(ref.type).shape
+
+
 def at(base, index, size):
     """Return the global address of element ``index``, a number, of elements of ``size`` bytes; it has 64 bits."""
     i64 = ir.IntegerType.get_signless(64)

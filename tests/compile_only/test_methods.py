@@ -6,6 +6,7 @@ skipped, saying so, elsewhere. Nothing is run.
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -37,16 +38,9 @@ pytestmark = pytest.mark.xdist_group("compile_only")  # one worker has the compi
 
 # Heads as in Llama-3.1-8B; the rest is small, since it is not what is looked at.
 CONFIG = ModelConfig(
-    vocab_size=512,
-    hidden_size=512,
-    intermediate_size=1024,
-    num_layers=2,
-    num_q_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position_embeddings=1 << 20,
-    dtype="bfloat16",
-)
+    vocab_size=512, hidden_size=512, intermediate_size=1024, num_layers=2, num_q_heads=32, num_kv_heads=8, head_dim=128,
+    max_position_embeddings=1 << 20, dtype="bfloat16",
+)  # fmt: skip
 PROMPT = 32 * 1024  # tokens of the cache that is decoded from
 STORE = PROMPT * CONFIG.num_kv_heads * CONFIG.head_dim * 2  # bytes of all keys of one layer: 64 MiB
 NAMES = sorted(registry.classes())
@@ -196,15 +190,16 @@ def test_kernels_of_offloaded_codes_compile_for_an_h100(kind):
     host, newest = shape((1, heads, PROMPT, width), copies[0].codes.dtype), shape((1,), "int32")
     query, position = shape((1, heads, 4, dim), "bfloat16"), shape((1, heads, PROMPT), "int32")
 
-    def attend(page, query, key, value, slots, mask, host, newest, position):
+    def attend(page, name, query, key, value, slots, mask, host, newest, position):
         rows, held = Rows(host=host, newest=newest, sinks=64), position if page > 1 else None
-        options = {"scale": 0.1, "page_size": page, "position": held, "implementation": "pallas_triton"}
+        options = {"scale": 0.1, "page_size": page, "position": held, "implementation": f"pallas_{name}"}
         return gather_attention(query, key, value, slots, mask, rows=rows, **options)
 
-    for page in (1, 16):
+    names = ("triton", "mosaic_gpu") if kind in ("int8", "float8") else ("triton",)
+    for page, name in itertools.product((1, 16), names):
         lists = shape((1, heads, 2048 // page), "int32"), shape((1, heads, 2048 // page), bool)
-        given = query, *copies, *lists, host, newest, position
-        assert "triton" in machine.compile(functools.partial(attend, page), *given).as_text()
+        compiled = machine.compile(functools.partial(attend, page, name), query, *copies, *lists, host, newest, position)
+        assert name in compiled.as_text() and compiled.memory_analysis().temp_size_in_bytes < STORE / 4
 
     def store(key, query, inv_freq, place, copies, position, cursor, host):
         caches = {"cache_key": copies[0], "cache_value": copies[1], "cache_position": position, "cursor": cursor}

@@ -56,7 +56,8 @@ def test_ls_names_and_explains_every_method_and_wrapper(capsys):
     listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
     assert listed.keys() == {*registry.classes(), *registry.WRAPPERS, *PATTERNS}
     for entry in listed.values():
-        assert entry["idea"] and (entry["paper"].startswith("arXiv:") or entry["wrapper"]) and isinstance(entry["keeps"], str)
+        assert entry["idea"] and isinstance(entry["keeps"], str)
+        assert entry["paper"].startswith("arXiv:") or entry["wrapper"] or entry["name"] == "oracle"
         assert entry["wrapper"] == (entry["name"] not in registry.classes())
         assert all(knob["doc"] for knob in entry["knobs"]), entry["name"]
     (budget,) = [knob for knob in listed["quest"]["knobs"] if knob["name"] == "budget"]
@@ -215,6 +216,8 @@ ASKED = "generate --model {directory} --prompt a"
         ("generat", "unknown command 'generat' (did you mean 'generate'?)"),
         ("", "a command is missing"),
         ("ls qest", "unknown method 'qest' (did you mean 'quest'?)"),
+        ("ls snapkv(budget=", "got 'snapkv(budget='"),
+        ("ls snapkv(budgt=3)", "no knob 'budgt'"),
         ("ls tasks niah_singel_1", "unknown task 'niah_singel_1', did you mean 'niah_single_1'?"),
         ("ls tasks qa_1", "squad file"),
         ("ls kvpress:nowhere", "nowhere"),

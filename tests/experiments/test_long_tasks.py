@@ -207,15 +207,6 @@ def test_problems_of_one_operation_have_one():
         assert eval(left) == int(right) == int(answer)
 
 
-def test_lines_in_order_are_the_longest_common_subsequence():
-    score = SCORE["lookup"]
-    assert [score("\n".join(text), "abcd") for text in ("abcd", "xaxbxcxdx", "acbd", "dcba", "bd", "aaaa", "")] == [
-        1.0, 1.0, 0.75, 0.25, 0.5, 0.25, 0.0,
-    ]  # fmt: skip
-    assert score("a\tb\n```\nc", ["a b", "c"]) == 1.0
-    assert procedures.score_steps("x\na\nb", ["a", "b"]) == 0.0 and score("x\na\nb", ["a", "b"]) == 1.0
-
-
 @given(st.lists(st.sampled_from("abcd"), max_size=12), st.lists(st.sampled_from("abcd"), min_size=1, max_size=9))
 def test_what_is_in_order_is_a_longest_common_subsequence(written, wanted):
     @functools.cache

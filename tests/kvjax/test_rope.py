@@ -11,15 +11,13 @@ import kvjax
 from kvjax import rope
 from kvjax.decoding.checks import check_border, check_room
 from kvjax.decoding.passes import layer_inputs
-from kvjax.methods import Full, MosaicKV, Quest, StreamingLLM, TokenSelect
+from kvjax.methods import Full, MosaicKV, StreamingLLM, TokenSelect
 from kvjax.methods.chess.method import Chess
 from kvjax.protocol.typing import Rope
 from kvjax.testing.model import TinyModel
-from kvjax.wrappers import PerLayer
 from models import DynamicScaling, LongRopeScaling, ModelConfig, YarnScaling
 from tests import goldens, tape
 from tests.harness import small
-from tests.oracles import mosaickv
 from tests.oracles import rope as plain
 
 CASES = json.loads((goldens.FOLDER / "models" / "rope.json").read_text())
@@ -157,24 +155,6 @@ def test_chess_refuses_to_undo_a_rotation_that_it_does_not_know():
     method = Chess(page_vec_rope="pre", page_size=4, trigger="never")
     with pytest.raises(ValueError, match="page_vec_rope='pre' needs frequencies that do not change.*got rope_type 'dynam"):
         tape.read(model, params, [8], method, 4)
-
-
-@pytest.mark.thorough
-def test_every_way_of_rotating_has_the_attention_factor():
-    """A model with the factor 1.3 is a model whose queries and keys are 1.3 times as long, whoever rotates them."""
-    rng = np.random.default_rng(5)
-    own = (small(StreamingLLM, budget=12, chunk=8), TokenSelect(budget=6, num_sink=2, num_local=4, chunk=4))
-    others = (MosaicKV(**mosaickv.KNOBS), Quest(budget=12, page_size=4, num_dense_layers=0))
-    method = PerLayer(layers=dict(enumerate(own + others)), default=Full())
-    q = rng.normal(size=(4, 1, 1, 2, 36, 16)).astype(np.float32)
-    k, v = (rng.normal(size=(4, 1, 1, 36, 16)).astype(np.float32) for _ in range(2))
-    logits = np.zeros((1, 36, 36), np.float32)
-    outputs = []
-    for factor, rule in ((1.3, None), (1.0, FACTOR)):
-        model, params = tape.record(q * factor, k * factor, v, logits, rope_scaling=rule)
-        cache = tape.read(model, params, [30], method, 6)
-        outputs.append(np.asarray(tape.decode(params, cache, np.ones((6, 1), bool))[1]))
-    np.testing.assert_allclose(*outputs, rtol=0, atol=2e-5)
 
 
 def test_an_unknown_rule_is_refused():

@@ -110,6 +110,8 @@ VARIANTS = {
     "chess printed": lambda: example("chess", **PRINTED),
     "sentencekv kv_head": lambda: example("sentencekv", prefilter="kv_head"),
     "mosaickv dynamic": lambda: example("mosaickv", strategy="dynamic", buffer=16, segment=32, lifetime=4.0),
+    "reuse join": lambda: dataclasses.replace(WRAPPERS["reuse"], join=True),
+    "reuse by head": lambda: dataclasses.replace(WRAPPERS["reuse"], head_map=(tuple(reversed(range(8))),) * LAYERS),
     "prefill by head": lambda: dataclasses.replace(WRAPPERS["prefill"], pattern=(_HEADS,) * CONFIG.num_layers),
 }
 # The keys of `CONFIG` are normalised without weights, so rounding decides which of them are Knorm's shortest.
@@ -323,7 +325,8 @@ def laws(name, text):
     found = collectives(program)
     gathered, summed = CROSSES.get(name, (0, 0)) if slots else (0, 0)
     if plan.shards > 1:  # logits; embedding, and what heads and parts of F compute
-        gathered, summed = gathered + 1, summed + 2 * LAYERS + 1 + OF_HEADS.get(name, 0)
+        lists = 2 * (name in ("reuse join", "reuse by head"))  # slots and mask of an anchor
+        gathered, summed = gathered + 1 + lists, summed + 2 * LAYERS + 1 + OF_HEADS.get(name, 0)
     expected = {kind: count for kind, count in (("all-gather", gathered), ("all-reduce", summed)) if count}
     assert {kind: len(sizes) for kind, sizes in found.items()} == expected, found
     if slots:
@@ -645,8 +648,8 @@ def check_refusals():
         kvjax.mesh.sharding.plan_of(jax.device_put(params(), NamedSharding(foreign, PartitionSpec())))
 
     given = spread("slots=4")
-    for name in ("expectedattention", "mosaickv", "twilight", "prefill", "periodic"):
-        method = any_example(name)
+    for name in ("expectedattention", "mosaickv", "twilight", "prefill", "periodic", "reuse every token"):
+        method = dataclasses.replace(WRAPPERS["reuse"], steps=1) if " " in name else any_example(name)
         with refused("cannot run over the mesh's axis 'slots'.*Full, Quest"):
             kvjax.prefill(given, [[1, 2]], config=CONFIG, method=method, max_new_tokens=8)
     with refused("KVgrad cannot run where a mesh divides the heads"):

@@ -13,10 +13,11 @@ from tests.mesh.eight_devices import CONFIG, READS_CHUNKS, STEPS, params, read
 from tests.mesh.processes import found_in, run_two
 
 # The checks of a program that the slow line runs, and the mark of the others. TokenSelect decides by sums over all heads,
-# and by all slots in two ways.
+# and by all slots in two ways; the one head of a device follows another device's.
+_DECIDING = "tokenselect on slots=2 model=4", "reuse by head on data=1 model=8"
 PROGRAMS = {
     "eight_devices": (
-        ("check_refusals", "tokenselect on slots=2 model=4", "check_eval", "check_sums", "check_layers_first"),
+        ("check_refusals", *_DECIDING, "check_eval", "check_sums", "check_layers_first"),
         pytest.mark.thorough,
     ),
     "eight_devices_models": ((), pytest.mark.slow),

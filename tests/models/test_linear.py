@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.layers.linear.delta import gated_delta, unit_lower_inverse
+from models.layers.linear.delta import gated_delta
 from models.layers.linear.layer import causal_convolution
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -57,16 +57,6 @@ def test_chunks_equal_a_loop_over_tokens(total, chunk):
     assert got[0].dtype == got[1].dtype == jnp.float32
     for row in range(ROWS):
         check(got, given, row, total)
-
-
-@pytest.mark.parametrize("size", [1, 9, 64, *(pytest.param(x, marks=pytest.mark.thorough) for x in (5, 8, 23))])
-def test_the_inverse_of_a_triangular_matrix(size):
-    rng = np.random.default_rng(size)
-    below = np.tril(np.stack([rng.uniform(-1, 1, (size, size)), np.ones((size, size))]), -1).astype(np.float32)
-    expected = np.linalg.inv(np.eye(size) + below.astype(np.float64))
-    got = jax.jit(unit_lower_inverse)(below)
-    for one, other in zip(got, expected, strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-6 * np.abs(other).max())
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 9, 23])

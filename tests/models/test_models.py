@@ -13,8 +13,7 @@ import pytest
 import models
 from models import LinearLayers, ModelConfig
 from models.files.tables.checkpoint import checkpoint_table
-from models.layers.modules import layer_norm, multiplied
-from models.layers.transformer import Table, wide_qk_norm
+from models.layers.modules import multiplied
 from models.sizes.experts import Experts
 from models.sizes.latent import Latent
 from models.sizes.parts import LayerRope
@@ -24,23 +23,6 @@ from tests.tiny_models import FAMILIES, SCALING, TINY, dense_attend, run, vivid_
 pytestmark = pytest.mark.usefixtures("quick_compile")  # tests/models/test_parity.py compiles as users do
 
 TOKENS = jax.random.randint(jax.random.key(1), (2, 24), 0, TINY["vocab_size"], jnp.int32)
-
-
-def test_config_is_a_static_argument():
-    config = FAMILIES["qwen3"]
-    assert config == dataclasses.replace(config) and hash(config) == hash(dataclasses.replace(config))
-    assert config.group_size == 2
-    params = vivid_params(config)
-    traces = []
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def step(config, params):
-        traces.append(config)
-        return run(config, params, TOKENS)
-
-    step(config, params)
-    step(dataclasses.replace(config), params)
-    assert len(traces) == 1
 
 
 # Fields whose effect is elsewhere: the cache's capacity check and the end of generation.
@@ -256,40 +238,3 @@ def test_parts_at_their_defaults_add_no_operation():
     assert sum(ends.values()) <= 12 and not {"tanh", "erf", "concatenate"} & set(two), ends
     bias = operations(FAMILIES["qwen2"], 3) - operations(FAMILIES["qwen2"], 2)
     assert bias - collections.Counter(PLAIN) == {"add": 1, "reshape": 1}
-
-
-def test_layer_norm_equals_numpy():
-    rng = np.random.default_rng(0)
-    x, scale = rng.normal(3, 2, (2, 5, 8)), rng.normal(1, 0.2, 8)
-    norm = jax.jit(layer_norm, static_argnums=2)
-    got = norm(jnp.asarray(x, jnp.float32), jnp.asarray(scale, jnp.float32), 1e-5)
-    expected = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * scale
-    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
-    assert jax.eval_shape(layer_norm, jnp.asarray(x, jnp.bfloat16), scale, 1e-5).dtype == jnp.bfloat16
-
-
-def wide_norm(qkv, of_query, of_key, eps):
-    """The norm of all query heads together, and of all key heads, in float64."""
-    made = qkv.copy()
-    for part, scale in ((slice(0, -2), of_query), (slice(-2, -1), of_key)):
-        flat = qkv[..., part, :].reshape(*qkv.shape[:2], -1)
-        flat = flat / np.sqrt((flat**2).mean(-1, keepdims=True) + eps) * scale
-        made[..., part, :] = flat.reshape(made[..., part, :].shape)
-    return made
-
-
-def test_the_norm_over_all_heads_equals_numpy():
-    rng = np.random.default_rng(1)
-    qkv, of_query, of_key = rng.normal(size=(2, 3, 4, 4, 6)), rng.normal(1, 0.2, 4 * 2 * 6), rng.normal(1, 0.2, 4 * 6)
-    given = [jnp.asarray(x, jnp.float32) for x in (qkv, of_query, of_key)]
-    np.testing.assert_allclose(
-        jax.jit(wide_qk_norm, static_argnums=3)(*given, 1e-6), wide_norm(qkv, of_query, of_key, 1e-6), rtol=0, atol=2e-6
-    )
-
-
-def test_final_logits_are_scaled_and_capped():
-    plain, table = FAMILIES["llama"], jax.random.normal(jax.random.key(0), (FAMILIES["llama"].vocab_size, 32))
-    config = dataclasses.replace(plain, logits_multiplier=0.5, logit_softcap=4.0)
-    x = jax.random.normal(jax.random.key(1), (2, 32))
-    logits, capped = (Table(each).apply({"params": {"embedding": table}}, x, method="logits") for each in (plain, config))
-    np.testing.assert_allclose(capped, 4 * np.tanh(np.asarray(logits) * 0.5 / 4), rtol=1e-6)

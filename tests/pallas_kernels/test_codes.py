@@ -17,7 +17,9 @@ from pallas_kernels.host import Rows
 from pallas_kernels.machine import assume_machine
 from pallas_kernels.store.store_token import store_token
 from tests.pallas_kernels.cases import (
+    MOSAIC,
     NAMES,
+    ON_HOPPER,
     SCALE,
     alike,
     close,
@@ -26,6 +28,7 @@ from tests.pallas_kernels.cases import (
     joined,
     name_and_marks,
     near,
+    on_hopper,
     softmax_attention,
 )
 from tests.pallas_kernels.test_quantised import levels_of, normal, numbers_of
@@ -202,16 +205,17 @@ def test_keys_rotated_when_read_are_dequantised_before(kind):
         close(run(query, *pair), run(query, *plain), "float32")
 
 
+HOSTED = [("int8", 8, False), ("int8", 1, True), ("float8", 1, False), ("k8v4", 1, False), ("int4", 8, False)]
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "page", "values_only"),
-    bodies(
-        ("int8", 8, False), ("int8", 1, True), ("float8", 1, False), ("k8v4", 1, False), ("int4", 8, False), quick=("k8v4",)
-    ),
+    bodies(*HOSTED, quick=("k8v4",)) + [pytest.param(MOSAIC, *x, marks=ON_HOPPER) for x in HOSTED[:3]],
 )
 def test_gather_attention_of_rows_in_host_memory(name, kind, page, values_only):
     """The numbers of a resident cache, whose codes are where they are read: elsewhere are the largest ones."""
-    slots, dim, sinks, ring = 64, 32, 4, 16
-    query, (pair, _) = normal(2, 2, 2, 3, dim), stored(kind, slots, dim, "float32")
+    (dim, dtype), slots, sinks, ring = (64, "bfloat16") if name == MOSAIC else (32, "float32"), 64, 4, 16
+    query, (pair, _) = normal(2, 2, 2, 3, dim).astype(dtype), stored(kind, slots, dim, dtype)
     rng, newest, every = np.random.default_rng(6), np.asarray([slots, 45], np.int32), np.arange(slots)
     held = np.broadcast_to(every < newest[:, None, None], (2, 2, slots))
     pair = [soiled(x, ~held) for x in pair]
@@ -219,7 +223,7 @@ def test_gather_attention_of_rows_in_host_memory(name, kind, page, values_only):
     mask = jnp.asarray((rng.random(listed.shape) < 0.8) & (listed * page < newest[:, None, None]))
     fixed, arguments = {"scale": SCALE, "page_size": page}, (jnp.asarray(listed), mask)
     rest = {"position": jnp.asarray(np.where(held, every, -1), jnp.int32)} if page > 1 else {}
-    run = compiled(GATHER[name], **fixed)
+    run = compiled((GATHER | on_hopper(gather_attention))[name], **fixed)
     want = run(query, *pair, *arguments, **rest)
     hosted = np.concatenate([np.asarray(x.codes) for x in pair[values_only:]], axis=3)
     fill = np.asarray(largest(pair[1]), hosted.dtype)

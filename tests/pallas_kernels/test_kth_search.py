@@ -1,4 +1,4 @@
-"""The steps of a search for the k-th largest: keys, the search, its first step by bins, ranks."""
+"""The search for the k-th largest: keys, how often it counts, and the threshold that it finds."""
 
 import functools
 
@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels._triton.kth_best import threshold_of
-from pallas_kernels._triton.kth_histogram import narrowed
-from pallas_kernels._triton.kth_search import INFINITE, NEVER, bounds_of, find, hits_of, order_key, pair_of, rank
+from pallas_kernels._triton.kth_search import NEVER, find, hits_of, order_key, pair_of
 
 
 @pytest.mark.slow
@@ -62,14 +61,6 @@ def test_order_keys_sort_as_floats_do():
     assert order_key(jnp.asarray([np.nan], jnp.float32))[0] == NEVER
 
 
-def test_rank_takes_ties_from_the_front():
-    key = jnp.asarray([5, 3, 7, 5, 5, 9], jnp.int32)
-    keep, place, over, equal = rank(key, 5, 3, 10, 1)
-    np.testing.assert_array_equal(keep, [True, False, True, True, False, True])
-    np.testing.assert_array_equal(np.asarray(place)[np.asarray(keep)], [11, 12, 13, 14])
-    assert (over, equal) == (12, 4)
-
-
 SCORES = {
     "random": lambda rng, n: rng.normal(size=n),
     "small": lambda rng, n: 1e-38 * rng.normal(size=n),
@@ -81,30 +72,6 @@ SCORES = {
     "both signs, all sizes": lambda rng, n: rng.choice([-1, 1], n) * np.exp(rng.uniform(-80, 80, n)),
     "largest": lambda rng, n: np.where(rng.random(n) < 0.5, -1e-30, 3.4e38) * rng.uniform(0.9, 1, n),
 }
-
-
-@pytest.mark.parametrize("kind", SCORES)
-def test_bins_hold_the_wanted_key(kind):
-    """The interval that a search begins with: of any scores, for any number of keys wanted."""
-    rng, size = np.random.default_rng(0), 256
-    score = SCORES[kind](rng, size).astype(np.float32)
-
-    @jax.jit
-    @functools.partial(jax.vmap, in_axes=(None, 0))
-    def begin(key, wanted):
-        low, high, held, _ = bounds_of(key)
-        return narrowed(key, low, high, held, wanted, 32, True)
-
-    key = order_key(jnp.asarray(score))
-    wanted = np.arange(1, int(np.sum(np.asarray(key) > NEVER)) + 1)
-    key, found = np.asarray(key, np.int64), np.stack(begin(key, jnp.asarray(wanted, jnp.int32)), axis=1)
-    for k, (low, high, reach, over) in zip(wanted, found.tolist(), strict=True):
-        kth = np.sort(key)[::-1][k - 1]
-        if kth >= INFINITE:
-            assert over == np.sum(key >= INFINITE)
-        else:
-            assert low <= kth < high
-            assert reach == np.sum(key >= low) and over == np.sum(key >= high) and over < k <= reach
 
 
 @pytest.mark.parametrize("repeated", [False, True])

@@ -43,6 +43,7 @@ COPIES = {"key": normal("B H 64 D"), "value": normal("B H 64 D"), "rows": rows}
 TABLES = {"ids": full("B H N R", 0, jnp.uint8), "planes": normal("60 4 D", jnp.float32)}
 CASES = [
     ("bucket_score", SLOTS),
+    ("causal_attention", {"T": 4096}),
     ("cluster_estimate", SLOTS),
     ("cluster_rank", FEW),
     ("code_select", {"S": 2**20}),
@@ -76,6 +77,8 @@ CASES = [
     ("page_score", {"N": 65536}),
     ("partial_score", SLOTS),
     ("partial_select", SLOTS),
+    ("past_attention", SLOTS | {"T": 64}),
+    ("prefix_attention", {"P": 65472, "T": 64}),
     ("rerank", SLOTS),
     ("rotated_rows", SLOTS),
     ("rotated_rows", SLOTS | {"key": codes, "value": codes}),
@@ -144,10 +147,9 @@ def large(name, sizes, back_end):
 
 def tried_here():
     for name, sizes in CASES:
-        marks = () if ON_GPU or name in QUICK else thorough
-        yield pytest.param(name, sizes, "pallas_triton", marks=marks, id=f"{name} {named(sizes)}"[:60])
-        if ON_GPU and MOSAIC in table(name).implementations:
-            yield pytest.param(name, sizes, MOSAIC, marks=ON_HOPPER, id=f"{name} {named(sizes)}"[:60] + f" {MOSAIC}")
+        for back_end, marks in (("pallas_triton", () if ON_GPU or name in QUICK else thorough), (MOSAIC, ON_HOPPER)):
+            if back_end in table(name).implementations and (ON_GPU or back_end != MOSAIC):
+                yield pytest.param(name, sizes, back_end, marks=marks, id=f"{name} {named(sizes)}"[:60] + f" {back_end}")
 
 
 @pytest.mark.parametrize(("name", "sizes", "back_end"), [*tried_here()])

@@ -45,9 +45,15 @@ class Warp:
     """The functions of `warps`, and of `threads` those that make numbers; ``memory``: shared memory, an array of bytes."""
 
     def __init__(self, size):
-        self.memory, self.stores = np.zeros(size, np.uint8), []
+        self.memory, self.stores, self.arrays = np.zeros(size, np.uint8), [], []
 
-    number = staticmethod(lambda x: Number(np.int64(x)))
+    number = staticmethod(lambda x, signed=True: x if isinstance(x, Number) else Number(np.int64(x)))
+    value = numbers_of = made_of = staticmethod(lambda x: x)
+    thread, warp = staticmethod(lambda: Number(_LANE)), staticmethod(lambda: Number(0))
+    shape, end_step = staticmethod(np.shape), staticmethod(lambda: None)
+    at = staticmethod(lambda base, index, size: base + index * size)
+    element = staticmethod(lambda row, width, column: row * width + column)
+    lane_value = staticmethod(lambda x, lane: Number(x.each[lane.each]))
     float_number = staticmethod(lambda x: Number(np.float32(x)))
     lane = staticmethod(lambda: Number(_LANE))
     signed = staticmethod(lambda x: x)
@@ -131,7 +137,22 @@ class Warp:
         self.stores.clear()
 
     def store_shared(self, to, numbers, where, offset=0):
-        self.stores.append((to.each + offset, np.stack([x.each for x in numbers], 1).astype(np.int32)))
+        mine = slice(None) if where is None else where.each
+        self.stores.append(((to.each + offset)[mine], np.stack([x.each for x in numbers], 1).astype(np.int32)[mine]))
+
+    def address(self, x):  # each array has a terabyte of global memory
+        self.arrays.append(np.asarray(x).tobytes())
+        return Number(np.int64(len(self.arrays)) << 40)
+
+    def _bytes(self, place, size):
+        return np.frombuffer(self.arrays[(place >> 40) - 1], np.uint8, size, place & ((1 << 40) - 1))
+
+    def load_int(self, place, kind="b32"):
+        return Number(np.array([int.from_bytes(self._bytes(x, 4 if kind == "b32" else 1), "little") for x in place.each]))
+
+    def copy_async(self, to, source, size, where, offset=0):
+        for lane in np.flatnonzero(where.each):
+            self.memory[to.each[lane] + offset :][:size] = self._bytes(source.each[lane], size)
 
     def store_half(self, to, x, offset):
         self.stores.append((to.each + offset, np.ascontiguousarray((x.each & 0xFFFF).astype(np.uint16)[:, None])))

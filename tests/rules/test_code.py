@@ -66,7 +66,7 @@ def test_methods_have_a_docstring_in_five_parts_and_explained_knobs():
         at = pathlib.Path(inspect.getfile(cls)).relative_to(ROOT / "kvjax" / "methods")
         assert at.as_posix() in (f"{name}.py", f"{name}/method.py") and text.startswith(f"{cls.__name__}: ")
         assert all(part in text for part in ("Stored", "**Source**", "**Departures**")), name
-        assert cls.PAPER.removeprefix("arXiv:") in text or name == "full"
+        assert cls.PAPER.removeprefix("arXiv:") in text or name in ("full", "oracle")
     for cls in [*registry.builtin().values(), *registry.WRAPPERS.values()]:
         assert idea_of(cls) and all(knob.doc for knob in registry.knobs(cls)), cls
 

@@ -65,7 +65,7 @@ def gather_attention(
         partials: N parts of attention to other tokens, which enter the same softmax, and the logs of their denominators.
         logits: True: the result has the logits too. Only with ``page_size`` 1.
         implementation: "pallas_triton" takes D a power of two. "pallas_mosaic_gpu" takes D 64, 128 or 256, 16 bits or codes
-            of 8, G at most 64, without rows, logits and a bias of each query head, and place without codes and bias.
+            of 8, G at most 64, without logits and a bias of each query head, and place without codes and bias.
             "jax_triton" is the kernel of "pallas_triton" through the package of that name, for comparison, without bias,
             place, parts beside and logits. "pallas_tpu" takes lists of pages with ``position``, whole tiles.
 

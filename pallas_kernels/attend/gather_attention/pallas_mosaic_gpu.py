@@ -17,21 +17,22 @@ MOST_SEEN = 1024  # loads of a warp, in which it finds the last entry before its
 
 def gather_attention(
     query, key, value, slots, mask, *, scale, page_size=1, position=None, bias=None, place=None, inv_freq=None, partials=None,
-    programs=None, **_,
+    rows=None, programs=None, **_,
 ):  # fmt: skip
     """Attend to the listed slots only; see `check` for what it does not take."""
-    last, items, shared = key.shape[2], slots.shape[2], slots.shape[1] == 1
+    hosted = () if rows is None else (rows.newest,)
+    last, items, shared = (rows.host if hosted else key).shape[2], slots.shape[2], slots.shape[1] == 1
     heads = query.shape[1]
 
     def entries(refs, b, h):
-        return items * page_size, ((b if shared else b * heads + h) * items,)
+        return items * page_size, ((b if shared else b * heads + h) * items, *(refs[-1][b] for _ in hosted))
 
     def divided(entry):
         return t.signed(t.number(t.value(entry), signed=False) // page_size)
 
     def load(refs, scalars, entry):
         item = scalars[0] + t.least(divided(entry), items - 1)
-        kinds = (4, "b32"), (1, "u8"), (4, "b32")  # of slots, mask, and bias or place
+        kinds = ((4, "b32"), (1, "u8"), (4, "b32"))[:loads]  # of slots, mask, and bias or place
         return [t.load_int(t.at(t.address(ref), item, size), kind) for ref, (size, kind) in zip(refs, kinds, strict=False)]
 
     def row(scalars, entry, loaded):
@@ -39,6 +40,11 @@ def gather_attention(
         slot = (slot < 0).select(t.number(0), t.least(slot, (last - 1) // page_size)) * page_size
         slot = slot + (entry - divided(entry) * page_size)
         return ((entry < items * page_size) & (listed > 0) & (slot < last)).select(slot, t.number(-1))
+
+    def copy(scalars, slot):
+        ring, later = value.shape[2] - rows.sinks, t.number(t.value(slot - rows.sinks), signed=False)
+        at = (slot < rows.sinks).select(slot, t.signed(later % ring) + rows.sinks)
+        return ((slot < rows.sinks) | (slot >= scalars[1] - ring)).select(at, t.number(-1))
 
     pack = next(x for x in (16, 8, 4, 1) if items % x == 0)  # entries of the mask that a lane loads together
     number = items // pack
@@ -61,25 +67,27 @@ def gather_attention(
         return find(refs[1], b if shared else b * heads + h)
 
     operands = slots, mask, *(x for x in (bias, place) if x is not None)
+    loads = len(operands)
     seen = live if 1 < number <= MOST_SEEN else None
-    lists = Lists(operands, entries, row, load, len(operands), bias is not None, place is not None, live=seen)
+    away = {"host": rows.host, "copy": copy} if hosted else {}
+    lists = Lists((*operands, *hosted), entries, row, load, loads, bias is not None, place is not None, live=seen, **away)
     where = {"entries": items * page_size, "scale": scale, "position": position, "beside": partials, "programs": programs}
     return attend(query, key, value, lists, **where, inv_freq=inv_freq)
 
 
 def check(query, key, value, slots, mask, *, bias=None, place=None, rows=None, logits=False, **_):
     """Raise ``NotImplementedError`` for dtypes and widths, codes of 4 bits, empty lists, and options of `pallas_triton`."""
-    check_machine(query, key, value)
+    check_machine(query, key, value, rows)
     if not slots.shape[2]:
         raise NotImplementedError("got an empty list, expected at least one entry")
-    if logits or rows is not None or (bias is not None and bias.ndim > 3):
-        raise NotImplementedError("got host rows, logits or a bias for each query head, expected none of them")
+    if logits or (bias is not None and bias.ndim > 3):
+        raise NotImplementedError("got logits or a bias for each query head, expected none of them")
     if place is not None and (bias is not None or isinstance(key, Quantised)):
         raise NotImplementedError("got place with a bias or codes, expected neither")
     if bias is not None and bias.shape != slots.shape:
         raise NotImplementedError(f"got a bias {bias.shape}, expected {slots.shape}")
 
 
-def first(query, *_, **__):
-    """Tell whether this is faster than Triton's kernel and its merge."""
-    return many_lists(query)
+def first(query, *_, rows=None, **__):
+    """Tell whether this is faster than Triton's kernel and its merge; of rows in host memory that is not known."""
+    return rows is None and many_lists(query)

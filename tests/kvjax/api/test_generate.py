@@ -12,7 +12,7 @@ from kvjax.decoding.decode import padding_token
 from kvjax.decoding.sampling import Sampler
 from kvjax.methods import Full, SnapKV
 from tests import harness
-from tests.harness import TINY, TRACES, padded, prompts, stored, tiny_params
+from tests.harness import TINY, TRACES, padded, prompts, tiny_params
 from tests.kvjax.cases import ONE, ended
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -63,16 +63,6 @@ def test_rows_end_at_any_of_several_eos():
     np.testing.assert_array_equal(got.tokens, want)
     assert got.num_tokens.tolist() == counts and min(counts) < N
     np.testing.assert_array_equal(got.cache.length, np.array([len(p) for p in prompts()]) + counts)
-
-
-def test_ended_rows_stand_still():
-    """The cache of a row that met its EOS holds exactly its own tokens, the EOS included."""
-    stop = int(free_run()[0, 1])
-    got = run([stop])
-    layer = stored(got.cache.layers[0])
-    for row, prompt in enumerate(prompts()):
-        size = len(prompt) + int(got.num_tokens[row])
-        assert int(layer.valid[row].sum(axis=-1).max()) == size == int(got.cache.length[row])
 
 
 def test_eos_of_the_model_is_the_default():

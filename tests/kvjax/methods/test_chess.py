@@ -172,19 +172,6 @@ def test_centring_finds_the_page_that_resembles_the_newest():
     assert [np.flatnonzero(pages[0]).tolist() for pages in found] == [[39], [5]]
 
 
-def test_candidates_alone_are_counted_and_ranked():
-    """Chunks and grids without a candidate take no place, whatever their scores."""
-    rng = np.random.default_rng(9)
-    scores = [rng.normal(size=(20, n)) for n in (3, 9, 27)]
-    candidate = rng.uniform(size=(20, 27)) < np.linspace(0, 1, 20)[:, None]
-    run = jax.jit(page_tree.cascade, static_argnums=(5, 6))
-    got = run(*(jnp.asarray(x, jnp.float32) for x in scores), jnp.asarray(candidate), (0.6, 0.5, 0.4), 3, 3)
-    for row in range(20):
-        want = oracle.cascade(*(x[row] for x in scores), (0.6, 0.5, 0.4), 3, 3, set(np.flatnonzero(candidate[row])))
-        assert set(np.flatnonzero(got[row]).tolist()) == want
-    assert not got[0].any() and got[-1].any()
-
-
 @pytest.mark.slow
 def test_what_a_reconstruction_reads_is_counted():
     """The mean reads the vectors of pages once more."""
@@ -360,30 +347,36 @@ def test_refuses_an_event_trigger_without_thresholds():
                 tape.read(player, params, LENGTHS, method(trigger=trigger, **tau), STEPS)
 
 
-def cascade(score_grids, score_chunks, score_pages, counts, ratios, pages_per_chunk, chunks_per_grid):
-    """The method's own cascade on NumPy arrays: bool [B, P]."""
+def cascade(score_grids, score_chunks, score_pages, candidate, ratios, pages_per_chunk, chunks_per_grid):
+    """The method's own cascade on NumPy arrays, over ``candidate`` bool [B, P] or the first so many pages: bool [B, P]."""
     run = jax.jit(page_tree.cascade, static_argnums=(5, 6))
     scores = [jnp.asarray(x, jnp.float32) for x in (score_grids, score_chunks, score_pages)]
-    candidate = jnp.arange(scores[2].shape[1])[None] < jnp.asarray(counts, jnp.int32)[:, None]
-    return np.asarray(run(*scores, candidate, ratios, pages_per_chunk, chunks_per_grid))
+    if np.ndim(candidate) == 1:
+        candidate = np.arange(scores[2].shape[1]) < np.asarray(candidate)[:, None]
+    return np.asarray(run(*scores, jnp.asarray(candidate), ratios, pages_per_chunk, chunks_per_grid))
 
 
 @pytest.mark.parametrize("ratios", [(0.6, 0.5, 0.4), (1.0, 1.0, 1.0), (1e-9, 1e-9, 1e-9)])
 def test_the_cascade_keeps_the_best_of_every_count(ratios):
-    """Every count up to 50, scores of both signs with many ties, and high scores where there is nothing."""
+    """Every count up to 50, first pages or any; scores of both signs with many ties, and high ones where there is nothing."""
     rng, pages = np.random.default_rng(3), 50
     counts = np.arange(pages + 1)
+    candidate = np.concatenate(
+        [counts[:-1] < counts[:, None], rng.uniform(size=(20, pages)) < np.linspace(0, 1, 20)[:, None]]
+    )
     scores = []
     for per in (6, 3, 1):
-        score = rng.integers(-4, 5, (len(counts), -(-pages // per))).astype(np.float64)
-        score[np.arange(score.shape[1])[None] >= -(-counts // per)[:, None]] = 1e9
-        scores.append(score)
-    got = cascade(*scores, counts, ratios, 3, 2)
-    assert got.shape == scores[2].shape and not got[0].any()
-    for count in counts[1:]:
-        present = [score[count, : -(-count // per)] for score, per in zip(scores, (6, 3, 1))]
-        want = oracle.cascade(*present, ratios, 3, 2)
-        assert set(np.flatnonzero(got[count]).tolist()) == want, f"{count} pages"
+        score = rng.integers(-4, 5, (len(candidate), -(-pages // per))).astype(np.float64)
+        some = np.pad(candidate, [(0, 0), (0, -pages % per)]).reshape(len(candidate), -1, per).any(axis=2)
+        scores.append(np.where(some, score, 1e9))
+    got = cascade(*scores, candidate, ratios, 3, 2)
+    for row, some in enumerate(candidate):
+        want = (
+            oracle.cascade(*(score[row] for score in scores), ratios, 3, 2, set(np.flatnonzero(some)))
+            if some.any()
+            else set()
+        )
+        assert set(np.flatnonzero(got[row]).tolist()) == want, f"{some.sum()} pages"
 
 
 def test_share_that_the_presets_keep():

@@ -2,16 +2,14 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache import PlainCache
 from kvjax.methods import FreeKV
-from kvjax.protocol.method import Prompt, Step
 from kvjax.protocol.typing import EMPTY
 from tests.harness import example, random_tokens
+from tests.kvjax.cases import feed_layer, prefill_layer
 from tests.oracles.freekv import cosine
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -23,38 +21,18 @@ def test_the_share_of_corrected_heads():
     """Only steps that could choose count; the query before comes from a step, or from the last of several tokens."""
     q, k, v = random_tokens(1, 3, 2, 2, SLOTS, 8)
     q[:, :, :, 1::2] = 0.7 * q[:, :, :, ::2] + 0.3 * q[:, :, :, 1::2]
-    q, k, v = (jnp.asarray(x) for x in (q, k, v))
-    questions = np.array([ASKED, ASKED - 1, 0])
-
-    def step(method, carry, position):
-        cache, aux = carry
-        query, key, value = (
-            jnp.take_along_axis(x, jnp.maximum(position, 0).reshape(3, *(1,) * (x.ndim - 3), -1, 1), axis=-2)
-            for x in (q, k, v)
-        )
-        cache = cache.append(key, value, position)
-        return method.update(cache, aux, Step(query=query, position=position, tokens=position, shared=None), None)
+    questions, order = np.array([ASKED, ASKED - 1, 0]), np.arange(ASKED)
+    asked = np.where(order < questions[:, None], LENGTHS[:, None] + order, EMPTY)
+    steps = [(LENGTHS + questions)[:, None] + step for step in range(STEPS)]
 
     def share(tau):
-        method = dataclasses.replace(example("freekv"), tau=tau)
-        at = jnp.arange(SLOTS, dtype=jnp.int32)[None, None]
-        stored = jnp.broadcast_to(at < LENGTHS[:, None, None], k.shape[:3])
-        cache = PlainCache(key=k, value=v, position=jnp.where(stored, at, EMPTY), cursor=jnp.asarray(LENGTHS, jnp.int32))
-        nothing = jnp.zeros((3, 0), jnp.int32)
-        prompt = Prompt(query=q[:, :, :, :0], query_position=nothing, mass=jnp.zeros((3, 2, 0)), tokens=nothing)
-        order = jnp.arange(ASKED, dtype=jnp.int32)[None]
-        asked = jnp.where(order < questions[:, None], LENGTHS[:, None].astype(np.int32) + order, EMPTY)
-        carry = step(method, method.compress(cache, prompt, SLOTS), asked)
-        active = jnp.arange(STEPS + 1) < STEPS  # the last step changes nothing
+        method = dataclasses.replace(example("freekv"), tau=jnp.float32(tau))
+        state = prefill_layer(method, (q, k, v), LENGTHS, prompt=30, room=SLOTS - 30)
+        for at in (asked, *steps, np.full((3, 1), EMPTY)):  # the last step changes nothing
+            _, state = feed_layer(method, state, (q, k, v), at)
+        return np.asarray(method.counters(state.aux, None)["corrected"]), np.asarray(state.aux.compared)
 
-        def one(carry, active):
-            return step(method, carry, jnp.where(active, carry[0].cursor[:, None], EMPTY)), None
-
-        aux = jax.lax.scan(one, carry, active)[0][1]
-        return method.counters(aux, None)["corrected"], aux.compared
-
-    taus = np.array([-2, 0.5, 2], np.float32)
-    shares, compared = jax.jit(jax.vmap(share))(taus)
+    shares, compared = map(np.stack, zip(*map(share, (-2, 0.5, 2)), strict=True))
     np.testing.assert_array_equal(compared, [[STEPS, 0, STEPS - 1]] * 3)
     np.testing.assert_array_equal(shares[:, [0, 2]], [[0, 0], shares[1, [0, 2]], [1, 1]])
     np.testing.assert_array_equal(shares[:, 1], 0)

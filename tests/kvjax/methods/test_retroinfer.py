@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from kvjax.cache.storage import empty_cache
-from kvjax.methods import Full, RetroInfer
+from kvjax.methods import RetroInfer
 from kvjax.methods.retroinfer.kmeans import centroids_of
 from kvjax.methods.retroinfer.method import Clusters
 from kvjax.protocol.method import Step
 from pallas_kernels.numerics import merge_partials
 from tests import goldens
-from tests.harness import drive, frequencies, random_tokens, small
 from tests.oracles import retroinfer as oracle
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -67,19 +66,6 @@ def test_clusters_without_room_are_estimated():
         assert np.asarray(slots[row, 0])[np.asarray(mask[row, 0])].tolist() == want
         assert np.flatnonzero(partials[row, 0, 0]).tolist() == estimated
         assert select_aux[row, 0] == len(want)
-
-
-@pytest.mark.thorough
-def test_estimates_of_equal_keys_are_exact():
-    """Keys without rotation, of four kinds, a cluster for each. Hardly any is attended exactly, and it is as Full."""
-    q, _, v = random_tokens(0, 2, 2, 2, 40 + 10, 16)
-    kinds = np.eye(16, dtype=np.float32)[:4] * 3
-    k = np.broadcast_to(kinds[np.arange(50) % 4], v.shape)
-    knobs = {"num_sink": 2, "num_local": 3, "cluster_size": 1, "segment": 32, "buffer": 8, "iterations": 2}
-    method = small(RetroInfer, fraction=0.01, estimated=1.0, **knobs)
-    still = np.zeros_like(frequencies(16))
-    got, full = (drive(x, q, k, v, [40, 37], prompt=40, inv_freq=still) for x in (method, Full()))
-    np.testing.assert_allclose(got.outputs, full.outputs, atol=1e-5)
 
 
 def test_wrong_sizes_are_refused():

@@ -9,12 +9,11 @@ import pytest
 
 import kvjax
 from kvjax import registry
-from kvjax.decoding.decode import run_decode, run_step
+from kvjax.decoding.decode import run_step
 from kvjax.decoding.prefill import run_prefill
-from kvjax.decoding.sampling import Sampler
 from kvjax.decoding.settle import settle_due
 from kvjax.methods import RKV, AdaKV, ExpectedAttention, Full, HeadKV, Knorm, PyramidKV, Quest, SnapKV
-from kvjax.protocol.method import LayerSpec, num_bytes
+from kvjax.protocol.method import LayerSpec
 from kvjax.protocol.typing import EMPTY
 from kvjax.testing.layer import stored
 from kvjax.testing.model import TinyModel
@@ -194,27 +193,6 @@ def test_storage_does_not_depend_on_how_many_tokens_follow(method, slots):
     short, long = after(10_000), after(1_000_000)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), short) == jax.tree.map(lambda x: (x.shape, x.dtype), long)
     assert stored(short).num_slots == slots
-
-
-def test_a_long_generation_keeps_its_bytes():
-    """Budget and interval bound what is held, however many tokens were generated: one program for prompt and loop."""
-    tiny, steps = TinyModel(num_layers=1, num_q_heads=2, num_kv_heads=1), 610
-    method = Periodic(evict=SnapKV(budget=9, obs_window=3), interval=4)
-    tokens, length = jnp.full((2, 20), 5, jnp.int32), jnp.array([20, 3], jnp.int32)
-
-    @jax.jit
-    def run(params):
-        cache = run_prefill(params, tokens, length, method, model=tiny, max_new_tokens=10_000, chunk_size=20)
-        nobody, eos = jnp.zeros((2,), bool), jnp.zeros((0,), jnp.int32)
-        end = run_decode(params, cache, Sampler(), None, eos, nobody, steps=steps, stop_early=False)
-        return cache.layers, end.cache.layers
-
-    before, after = run(tiny.random_params())
-    assert num_bytes(before) == num_bytes(after) and stored(after).num_slots == 9 + 2 * 4 - 1
-    held = np.asarray(stored(after).valid.sum(axis=2))
-    np.testing.assert_array_equal(held, 9 + steps % 4)
-    np.testing.assert_array_equal(stored(after).cursor, held[:, 0])
-    np.testing.assert_array_equal(stored(after).position.max(axis=2)[:, 0], length + steps - 1)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from tests.pallas_kernels.cases import (
     every_body,
     implementations,
     joined,
-    one_shape,
     positioned_cache,
     softmax_attention,
     thorough,
@@ -94,16 +93,3 @@ def test_parts_partials_and_a_gap_with_several_queries(name):
     assert parts[0].shape == (2, 2, parts[1].shape[2], 3, 5, 32) and parts[0].dtype == jnp.float32
     for result in (got, jax.jit(merge_partials)(*(np.moveaxis(x, 2, 0) for x in parts))):
         close(result, want, "float32")
-
-
-@pytest.mark.parametrize("length", one_shape(3, *range(4, 9), 1, 2))
-def test_queries_together_equal_queries_one_by_one(length):
-    """Each query sees what a decode step at its position would find in the cache."""
-    (query, key, value), rest, _ = cache(length, 2, length, dim=16, slots=40)
-    asked = rest.pop("query_position")
-    together = compiled(RUN["xla"], scale=SCALE)(query, key, value, **rest, query_position=asked)
-    for t in range(length):
-        position = jnp.where(rest["position"] <= asked[:, None, t, None], rest["position"], -1)
-        one = compiled(RUN["xla"], scale=SCALE)(query[..., t, :], key, value, position=position, limit=rest["limit"])
-        for a, b in zip(together, one, strict=True):
-            np.testing.assert_allclose(a[:, :, :, t], b, rtol=1e-6, atol=1e-6)

@@ -16,6 +16,9 @@ from pallas_kernels.attend.gather_attention import gather_attention, jax_triton,
 from pallas_kernels.attend.gather_attention.reference import rotate_rows
 from pallas_kernels.host import Rows
 from tests.pallas_kernels.cases import (
+    MOSAIC,
+    NAMES,
+    ON_HOPPER,
     SCALE,
     alike,
     close,
@@ -25,6 +28,7 @@ from tests.pallas_kernels.cases import (
     every_kernel,
     implementations,
     near,
+    on_hopper,
     one_shape,
     softmax_attention,
     thorough,
@@ -231,12 +235,12 @@ def test_default_config_gives_every_program_work():
 
 
 @pytest.mark.slow
-@every_body
+@pytest.mark.parametrize("name", [*NAMES, pytest.param(MOSAIC, marks=ON_HOPPER)])
 @pytest.mark.parametrize("values_only", [False, True])
 @pytest.mark.parametrize(("sinks", "recent", "page"), one_shape((16, 32, 8), (8, 24, 1), (0, 16, 1), (5, 91, 1)))
 def test_rows_in_host_memory_equal_resident_rows(name, values_only, sinks, recent, page):
     """The numbers of a resident cache: a row with a copy is read on the device, and every other row in host memory."""
-    query, key, value, slots, mask, _ = lists(9, slots=96)
+    query, key, value, slots, mask, _ = lists(9, slots=96, **({"dim": 128, "dtype": "bfloat16"} if name == MOSAIC else {}))
     key, value = np.nan_to_num(key), np.nan_to_num(value)
     every, newest = np.arange(96), np.asarray([96, 61], np.int32)  # a ring that is full, and one that has begun again
     mask = np.asarray(mask & (slots < newest[:, None, None]))
@@ -245,7 +249,7 @@ def test_rows_in_host_memory_equal_resident_rows(name, values_only, sinks, recen
         slots, mask = slots[..., :5] % (96 // page), mask[..., :5]
         held = np.broadcast_to(every < newest[:, None, None], key.shape[:3])
         arrays["position"] = np.where(held, every, -1).astype(np.int32)
-    run = compiled(GATHER[name], **static)
+    run = compiled((GATHER | on_hopper(gather_attention))[name], **static)
     expected = run(query, key, value, slots, mask, **arrays)
     copies = [near(x, newest, sinks + recent, sinks) for x in (key, value)]
     hosted = [value] if values_only else [key, value]

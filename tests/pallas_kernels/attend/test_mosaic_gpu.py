@@ -5,6 +5,8 @@ a warp does in a step.
 """
 
 import functools
+import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels import dispatch
-from pallas_kernels._mosaic_gpu import attention_step
+from pallas_kernels._mosaic_gpu import attention_step, steps, threads, warps
 from pallas_kernels._mosaic_gpu.decode import ROOM, default_programs
 from pallas_kernels._mosaic_gpu.sizes import ENTRIES, LINE, Sizes
 from pallas_kernels.attend.dense_decode import Rotation, dense_decode
@@ -21,12 +23,13 @@ from pallas_kernels.attend.dense_decode import pallas_mosaic_gpu as dense_kernel
 from pallas_kernels.attend.gather_attention import gather_attention
 from pallas_kernels.attend.gather_attention import pallas_mosaic_gpu as gather_kernel
 from pallas_kernels.formats.quantised import dequantise, quantise
+from pallas_kernels.host import Rows
 from pallas_kernels.machine import PALLAS_TRITON, assume_machine, current_machine
 from pallas_kernels.numerics import LOG2_E, merge_partials
 from tests.pallas_kernels.attend import test_dense_decode as dense
 from tests.pallas_kernels.attend import test_dense_decode_queries as queries
 from tests.pallas_kernels.attend import test_gather_attention as gather
-from tests.pallas_kernels.cases import SCALE, close, compiled, joined, one_by_one, rotated, softmax_attention
+from tests.pallas_kernels.cases import SCALE, close, compiled, joined, near, one_by_one, rotated, softmax_attention
 from tests.pallas_kernels.operations import choose
 from tests.pallas_kernels.warp import Number, Warp
 
@@ -37,10 +40,10 @@ GATHER = functools.partial(gather_attention, scale=SCALE, implementation=NAME)
 H100 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", None, "cuda"))
 
 
-def lowered(run, *args, **kwargs):
+def lowered(run, *args, call="mosaic_gpu", **kwargs):
     with jax.sharding.use_abstract_mesh(H100), assume_machine("gpu", (9, 0)):
         text = jax.jit(run).trace(*args, **kwargs).lower(lowering_platforms=("cuda",)).as_text()
-    return text.count("custom_call @mosaic_gpu")
+    return text.count(f"custom_call @{call}")
 
 
 def test_all_arguments_lower_for_an_h100():
@@ -56,6 +59,19 @@ def test_all_arguments_lower_for_an_h100():
     beside = jnp.zeros((2, 2, 4, 3, 128), jnp.float32), jnp.zeros((2, 2, 4, 3), jnp.float32)
     run = jax.vmap(functools.partial(GATHER, bias=bias, partials=beside), (None, None, None, 0, None))
     assert lowered(run, *args[:3], args[3][None], args[4]) == 1
+
+
+def test_rows_in_host_memory_lower_for_an_h100_and_stay_there():
+    query, *stored, slots, mask, _ = gather.lists(1, 3, 128, dtype="bfloat16")
+    host = jax.device_put(jnp.concatenate(stored, 3), jax.memory.Space.Host)
+
+    def run(host, slots):
+        rows = Rows(host=host, newest=jnp.full((2,), 96), sinks=4)
+        return GATHER(query, *(x[:, :, :20] for x in stored), slots, mask, rows=rows)
+
+    for attend, lists in ((run, slots), (jax.vmap(run, (None, 0)), slots[None])):
+        assert lowered(attend, host, lists) == 1
+        assert lowered(attend, host, lists, call="annotate_device_placement") == 2  # of the results
 
 
 @pytest.mark.parametrize("tiled", [False, True])
@@ -126,6 +142,44 @@ def test_a_step_of_a_warp_equals_float64(group, dim, dtype, biased, asked, kind,
     )
     got = out / np.where(total > 0, total, 1), (maximum + np.log2(total / 2))[:, 0] / LOG2_E
     close(got, want, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("kind", "page", "away", "sinks"), [(None, 1, "both", 5), ("int8", 8, "values", 0), (None, 3, "one", 8)]
+)
+def test_a_warp_copies_rows_from_where_they_are(kind, page, away, sinks, monkeypatch):
+    """Host memory has other bits where a row has a copy on the device, and so has the ring where there is none."""
+    warp, rng, every, newest = Warp(1 << 16), np.random.default_rng(page), np.arange(64), np.asarray([64, 45], np.int32)
+    for module, name in itertools.product((threads, warps), (x for x in dir(Warp) if x[0] != "_")):
+        monkeypatch.setattr(module, name, getattr(warp, name), raising=False)
+    monkeypatch.setattr(steps.plgpu, "inline_mgpu", lambda **_: lambda run: functools.partial(run, None))
+    monkeypatch.setattr(steps, "arith", types.SimpleNamespace(select=Number.select))
+    monkeypatch.setattr(gather_kernel, "attend", lambda *args, **_: args[3])
+    n = Sizes(heads=2, group=4, dim=64, slots=64, dtype=jnp.dtype("bfloat16"), shared=1 << 16, kind=kind)
+    monkeypatch.setattr(Sizes, "place", lambda n, _, stage: stage * n.stage)
+    both = rng.integers(0, 255, (2, 2, 2, 64, 64), np.uint8 if kind else np.uint16)
+    both[1] = both[int(away != "one")]
+    host = np.concatenate(both, 3) if away == "both" else both[1].copy()
+    host[np.broadcast_to(((every < sinks) | (every >= newest[:, None] - 16))[:, None], host.shape[:3])] = 255
+    stored = [
+        x if i < (away == "values") else np.asarray(near(x, newest, sinks + 16, sinks, 255)) for i, x in enumerate(both)
+    ]
+    listed = np.argsort(rng.random((2, 2, 64 // page)))[..., : 40 // page].astype(np.int32)
+    mask = (rng.random(listed.shape) < 0.7) & ((listed + 1) * page <= newest[:, None, None])
+    rows = Rows(host=host, newest=newest, sinks=sinks)
+    lists = gather_kernel.gather_attention(both[0], *stored, listed, mask, scale=1, page_size=page, rows=rows)
+    fetch, copy, _ = steps.copier(n, lists, False)
+    for b, h, start in itertools.product(range(2), range(2), range(0, 48, ENTRIES)):
+        count, scalars = lists.entries(lists.operands, b, h)
+        given, stage = [Number(np.int64(x)) for x in (start, *scalars)], start // ENTRIES % 2
+        copy((stored, (), (), (host,)), None, fetch(lists.operands, given), given, Number(2 * b + h), Number(stage))
+        warp.meet_warp()
+        ring, entry = warp.memory[stage * n.stage :][: n.stage], start + np.arange(ENTRIES)
+        item = np.minimum(entry, count - 1) // page
+        slot, seen = listed[b, h, item] * page + entry % page, mask[b, h, item] & (entry < count)
+        assert (ring[n.tags :][: 4 * ENTRIES].view(np.int32) == np.where(seen, slot, -1)).all()
+        found = ring[: n.tags].reshape(2, ENTRIES, n.pitch)[..., : n.width].view(both.dtype)
+        assert (found[:, seen] == both[:, b, h, slot[seen]]).all()
 
 
 def test_programs_of_all_lists_run_at_once():

@@ -7,18 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels._triton.split import Config
-from tests.pallas_kernels.cases import (
-    SCALE,
-    alike,
-    close,
-    compiled,
-    every_body_and_dtype,
-    every_kernel,
-    implementations,
-    one_by_one,
-    one_shape,
-    thorough,
-)
+from tests.pallas_kernels.cases import SCALE, alike, compiled, every_body_and_dtype, implementations, one_shape
 
 RUN = implementations("page_logits", config=Config(block=16, splits=3))
 RUN = {name: functools.partial(run, scale=SCALE) for name, run in RUN.items()}
@@ -56,13 +45,3 @@ def test_logits_and_denominators_equal_float64(name, dtype, group, dim, pages):
     with np.errstate(divide="ignore"):
         np.testing.assert_allclose(np.log(np.exp(np.float64(lse)).sum(axis=2)), whole, rtol=2e-5, atol=2e-5)
     alike((logits, lse), run(query, vector, limit, held=held))
-
-
-@thorough
-@every_kernel
-def test_pages_equal_float64_also_when_mapped(name):
-    calls, run = [problem(seed)[0] for seed in (1, 2)], compiled(RUN[name])
-    one_by_one(run, *calls)
-    for query, vector, limit in calls:
-        seen = (np.arange(90) < np.asarray(limit)[:, None, None]) & ~np.isnan(vector).any(axis=3)
-        close(run(query, vector, limit)[0], oracle(query, vector, seen)[0], "float32")
