@@ -58,7 +58,7 @@ def guarded(job: Callable[[], int | None]) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal in ASCII or Latin-1 must not end an answer
     try:
         code = job()
-        sys.stdout.flush()
+        print(end="", flush=True)  # standard output may be closed
     except KeyboardInterrupt:
         return _say("interrupted", 130)
     except ModuleNotFoundError as error:

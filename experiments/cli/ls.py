@@ -76,6 +76,8 @@ def _other(command: LsCommand) -> str:
             kv_dtype=command.kv_dtype, weight_dtype=command.weight_dtype, as_json=command.json,
         )  # fmt: skip
     first, *rest = command.names or ("",)
+    if rest and first in _OTHERS and first != "tasks":
+        raise ValueError(f"kvjax ls {first} takes no further name, got {rest[0]!r}")
     if first == "cache":
         return kept.clear(command.clear) if command.clear else kept.show()
     if first == "tasks":

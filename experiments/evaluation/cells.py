@@ -20,6 +20,9 @@ def make_cells(settings: EvaluationSettings) -> list[Cell]:
     """Make the cells of the settings in the order of the tasks; read the files.
 
     A group's tasks that need a file are left out if the file is not given. Depths are left out for tasks that take none.
+
+    Raises:
+        ValueError: there is no cell.
     """
     cells = []
     for spec in settings.tasks:
@@ -39,6 +42,8 @@ def make_cells(settings: EvaluationSettings) -> list[Cell]:
                 questions = min(settings.questions, task.max_questions or settings.questions)
                 for depth in (settings.depths if task.takes_depth else ()) or (None,):
                     cells.append(Cell(name, length, settings.samples, settings.seed, kind, depth, questions))
+    if not cells:
+        raise ValueError(f"expected tasks and lengths, got {settings.tasks} and {settings.lengths}")
     return list({tuple(cell.identity.values()): cell for cell in cells}.values())
 
 

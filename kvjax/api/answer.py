@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -201,7 +201,7 @@ def answer(
 
 def _asked(context: str, questions: str | Sequence[str]) -> list[str]:
     """List the questions; refuse a context or questions that are no texts, with a ValueError."""
-    asked = [questions] if isinstance(questions, str) else list(questions)
+    asked = list(questions) if isinstance(questions, Iterable) and not isinstance(questions, str) else [questions]
     for name, texts in (("context", [context]), ("questions", asked)):
         if not texts or not all(isinstance(text, str) and text for text in texts):
             expected = "a text" if name == "context" else "a text, or a list of at least one text"

@@ -81,6 +81,7 @@ class Reuse(Around):
     PAPER: ClassVar[str] = "arXiv:2512.16391"
     composable = False
     spans_layers = True
+    slot_block = None  # a list stays in the state, and each device would have another one
 
     keeps = "what `method` keeps"
 
@@ -119,10 +120,6 @@ class Reuse(Around):
     @property
     def _across(self) -> bool:
         return self.every > 1 or self.anchors is not None
-
-    @property
-    def slot_block(self) -> int | None:
-        return self.method.slot_block if self.steps == 1 else None  # tokens since a selection may lie on another device
 
     def on_layers(self, layers: tuple[int, ...], num_layers: int) -> Method:
         if self.every == 1 or self.anchors is not None:

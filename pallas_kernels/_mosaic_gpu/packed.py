@@ -1,10 +1,11 @@
 """Packed vectors on Mosaic GPU: 16 at a time become the left operand of a product on tensor cores, in registers.
 
-Four lanes of a warp share a vector, as `mma` wants it: each has a quarter of its channels, and of two vectors. The values lie
-in shared memory as words of two neighbours, one word for each value. So one load brings what any two channels may need, and
-a permutation of bytes puts a value, or zero, in either half. Which permutation, and how far to go on, are looked up by a
-permutation too, for four pairs of channels at once; sums of four bytes are one instruction. That takes 2.7 instructions a
-channel, kept or not, where one of them is a load.
+Four lanes of a warp share a key, as `mma` wants it: each has a quarter of its channels, and of two keys. Eight lanes share a
+value, and each has an eighth of four values, of which permutations make columns. What vectors keep lies in shared memory as
+words of two neighbours, one word for each. So one load brings what any two channels may need, and a permutation of bytes puts
+a number, or zero, in either half. Which permutation, and how far to go on, are looked up by a permutation too, for four pairs
+of channels at once; sums of four bytes are one instruction. Nothing is loaded for two channels that are not kept: the other
+lanes meet in fewer banks of shared memory.
 """
 
 import dataclasses
@@ -107,6 +108,11 @@ def quad():
     return t.signed(w.lane() % 4)
 
 
+def eighth():
+    """Return which eighth of a value this lane has."""
+    return t.signed(w.lane() // 4)
+
+
 def load_queries(n: Vectors, parts, head):
     """Load the terms of all heads in one basis: int32 [128 * N].
 
@@ -154,56 +160,85 @@ def load_vectors(n: Vectors, values, bitmap, row, seen):
     return found
 
 
-def load_whole(n: Vectors, ref, row, seen):
-    """List this lane's channels of two vectors that are not packed, two in a word; zeros of one that is not ``seen``."""
+def load_whole(n: Vectors, ref, row, first, channels: int):
+    """List ``channels`` of vectors that are not packed, from ``first`` on, two in a word; zeros where ``row`` is negative."""
     found = []
-    for x, held in zip(row, seen, strict=True):
-        place = t.at(t.address(ref), t.element(held.select(x, t.number(0)), n.dim, quad() * n.channels), 2)
-        for at in range(0, n.channels // 2, 4):
-            found += [held.select(y, t.number(0)) for y in t.load_words(place, 4 * at, min(n.channels // 2, 4))]
+    for x in row:
+        held = x >= 0
+        place = t.at(t.address(ref), t.element(held.select(x, t.number(0)), n.dim, first), 2)
+        for at in range(0, channels // 2, 4):
+            found += [held.select(y, t.number(0)) for y in t.load_words(place, 4 * at, min(channels // 2, 4))]
     return found
 
 
-def placed(n: Vectors, loaded, place):
-    """Put the values of two vectors into a warp's shared memory at ``place``; list bits and place of this lane's channels."""
-    each, found, firsts = 4 * n.loads + n.bits, [], []
+def placed(n: Vectors, loaded, place, lay):
+    """Put the values of two vectors into a warp's shared memory at ``place``, and ``lay`` their channels out in lanes."""
+    each, firsts = 4 * n.loads + n.bits, []
     w.meet_warp()
     for vector in (0, 1):
         to, one = place + 16 + t.signed(w.lane() // 4) * n.pitch + vector * 8 * n.pitch, loaded[vector * each :][:each]
         for load in range(n.loads):
             chunk, pairs = to + t.least(quad() + 4 * load, n.rank // 8 - 1) * 32, one[4 * load : 4 * load + 4]
-            between = [w.neighbours(x, y) for x, y in zip(pairs, [*pairs[1:], pairs[-1]], strict=True)]
+            between = [w.permuted(x, y, w.MIDDLE) for x, y in zip(pairs, [*pairs[1:], pairs[-1]], strict=True)]
             for half in (0, 2):
                 w.store_shared(chunk, [pairs[half], between[half], pairs[half + 1], between[half + 1]], None, 8 * half)
             firsts.append((chunk, pairs[0]))
-        count = functools.reduce(operator.add, map(t.popcount, one[-n.bits :]))
-        behind = count
-        for step in (1, 2):
-            behind = behind + (quad() >= step).select(t.shuffle_up(behind, step), t.number(0))
-        found.append((one[-n.bits :], to + (behind - count) * 4))
     w.meet_warp()
     for chunk, x in firsts:
         w.store_half(chunk, x, -2)  # the successor of the last value of the lane before
     w.meet_warp()
-    return found
+    return lay(n, [loaded[each - n.bits : each], loaded[-n.bits :]], place + 16)
+
+
+def in_rows(n: Vectors, bits, place):
+    """List bits and first value of this lane's quarter of each of its two vectors."""
+    before, place = _before(bits, quad(), 1, (1, 2)), place + t.signed(w.lane() // 4) * n.pitch
+    return [(x, y + place + i * (8 * n.pitch)) for i, (x, y) in enumerate(zip(bits, before, strict=True))]
+
+
+def in_columns(n: Vectors, bits, place):
+    """List bits and first value of this lane's `eighth` of each of four vectors, see `of_columns`."""
+    share, second = n.channels // 2, eighth() & 1
+    words = [of_columns(x) for x in zip(*bits, strict=True)]
+    if n.bits == 1:
+        mine = [[(x >> second * share) & ((1 << share) - 1)] for x in words[0]]
+    else:
+        mine = [[(second > 0).select(y, x)] for x, y in zip(*words, strict=True)]
+    before, place = _before(mine, eighth(), 4, (1, 2, 4)), place + quad() * (2 * n.pitch)
+    return [(x, y + place + (i % 2 + i // 2 * 8) * n.pitch) for i, (x, y) in enumerate(zip(mine, before, strict=True))]
+
+
+def of_columns(rows):
+    """Return what lanes of this lane's quarter have for vectors 2 q, 2 q + 1, and 8 behind each, of a number of each row."""
+    source = quad() * 8 + (eighth() >> 1)
+    return [w.lane_value(x, source + 4 * i) for x in rows for i in (0, 1)]
+
+
+def _before(bits, index, distance: int, steps):
+    """Count the bytes of what lanes of lower ``index`` have of each vector; the next index is ``distance`` lanes behind."""
+    count = functools.reduce(operator.add, [t.popcount(x) << 8 * i for i, words in enumerate(bits) for x in words])
+    behind = count
+    for step in steps:
+        behind = behind + (index >= step).select(t.shuffle_up(behind, distance * step), t.number(0))
+    return [((behind - count) >> 8 * i & 255) * 4 for i in range(len(bits))]
 
 
 def unpacked(n: Vectors, vectors):
-    """Unpack two vectors that are `placed`, 16 of this lane's channels or all at a time: a list of pairs for each."""
-    for first in range(0, n.channels, HALF):
-        both, later = [], []
+    """Unpack vectors that are `placed`, 16 of this lane's channels or all at a time: a list of pairs for each."""
+    channels = 2 * n.channels // len(vectors)
+    for first in range(0, channels, HALF):
+        each, later = [], []
         for bits, place in vectors:
-            *words, place = w.unpack(bits[first // WORD] >> first % WORD, place, min(HALF, n.channels - first))
-            both.append(words)
+            *words, place = w.unpack(bits[first // WORD] >> first % WORD, place, min(HALF, channels - first))
+            each.append(words)
             later.append((bits, place))
-        yield first // 2, both
+        yield first // 2, each
         vectors = later
 
 
-def whole(n: Vectors, loaded):
-    """Yield two vectors that are not packed as `unpacked` does."""
-    words = n.channels // 2
-    yield 0, [loaded[:words], loaded[words:]]
+def whole(loaded, vectors: int):
+    """Yield vectors that are not packed as `unpacked` does."""
+    yield 0, list(itertools.batched(loaded, len(loaded) // vectors))
 
 
 def multiplied(n: Vectors, pieces, query):
@@ -255,12 +290,11 @@ def weighed(n: Vectors, pieces, query, seen, scale: float, maximum, total):
 
 
 def added(n: Vectors, pieces, right, decays, sums):
-    """Add 16 values, weighed, to the sums of channels of each head: four for each 16 channels of the head."""
+    """Add 16 values `in_columns`, weighed, to the sums of channels of each head: four for each two channels of a lane."""
     sums = [x * decays[i % 2 % n.groups] for i, x in enumerate(sums)]
-    for first, both in pieces:
-        turned = [[w.transposed(x) for x in words] for words in both]
-        for at in range(0, len(both[0]), 2):
-            mine = slice(2 * (first + at), 2 * (first + at) + 4)
-            left = [turned[i][at + j] for i in (0, 1) for j in (0, 1)]
+    for first, four in pieces:
+        for at, words in enumerate(zip(*four, strict=True)):
+            mine = slice(4 * (first + at), 4 * (first + at) + 4)
+            left = [w.permuted(*words[i : i + 2], halves) for i in (0, 2) for halves in (w.LOWER, w.UPPER)]
             sums[mine] = w.multiply(sums[mine], left, right, n.dtype)
     return sums

@@ -190,9 +190,12 @@ def meet_block():
     _meet("barrier.sync 0;")
 
 
-def neighbours(x, y):
-    """Return the second half of ``x`` and the first half of ``y``, two numbers of 16 bits."""
-    return t.number(mgpu.utils.inline_ptx("prmt.b32 $0, $1, $2, 0x5432;", t.value(x), t.value(y), result_types=t.i32()))
+LOWER, MIDDLE, UPPER = 0x5410, 0x5432, 0x7632  # halves of two words: both first ones, the inner ones, both second ones
+
+
+def permuted(x, y, order):
+    """Return the bytes of two int32 that the four digits of ``order`` number, the last digit first."""
+    return t.number(mgpu.utils.inline_ptx(f"prmt.b32 $0, $1, $2, {order};", t.value(x), t.value(y), result_types=t.i32()))
 
 
 def store_half(to, x, offset):
@@ -227,20 +230,22 @@ def unpacking(channels):
     """Return the PTX of `unpack`."""
     words = channels // 2
     lines = [f"and.b32 e, ${words + 1}, 0x33333333; shr.u32 o, ${words + 1}, 2; and.b32 o, o, 0x33333333;"]
-    lines.append(f"mov.b32 b, ${words + 2}; mov.b32 p, b;")  # a result may have the register of an operand
+    lines.append(f"mov.b32 b, ${words + 2};")  # a result may have the register of an operand
+    lines.append(f"shr.u32 y, ${words + 1}, 1; or.b32 y, y, ${words + 1};")  # of a pair, bit 0: whether it has a value
     for kind in "eo":  # pairs of even numbers, and of odd ones; each has four bits
         tables = {"x": PAST, "s": FIRST, "t": SECOND}
         lines += [f"prmt.b32 {name}{kind}, {table}, 0, {kind};" for name, table in tables.items()]
     lines.append("add.u32 a, xe, xo;")
+    for pair in range(words):  # the place of its values
+        at = pair // 2
+        even = f"dp4a.u32.u32 w{pair}, a, {(1 << 8 * at) // 255}, b;" if at else "mov.b32 w0, b;"
+        lines.append(f"dp4a.u32.u32 w{pair}, xe, {1 << 8 * at}, w{pair - 1};" if pair % 2 else even)
     for pair in range(words):
         at, kind = pair // 2, "eo"[pair % 2]
-        if kind == "o":
-            lines.append(f"dp4a.u32.u32 p, xe, {1 << 8 * at}, p;")
-        elif at:
-            lines.append(f"dp4a.u32.u32 p, a, {(1 << 8 * at) // 255}, b;")
-        # A pair without a value loads, too, and takes nothing of the register: a predicate for each load costs more.
-        lines.append(f"ld.shared.b32 w{pair}, [p];")
+        # The register keeps the place where nothing is loaded, of which the permutation takes nothing. Tests of single bits
+        # become one instruction for four predicates.
+        lines.append(f"and.b32 q, y, {1 << 2 * pair}; setp.ne.u32 z{pair}, q, 0; @z{pair} ld.shared.b32 w{pair}, [w{pair}];")
         lines.append(f"prmt.b32 q, s{kind}, t{kind}, {64 + 17 * at}; prmt.b32 ${pair}, w{pair}, 0, q;")
     lines.append(f"dp4a.u32.u32 ${words}, a, {(1 << 4 * words) // 255}, b;")
-    registers = "e, o, a, b, p, q, xe, xo, se, so, te, to"
-    return f"{{ .reg .b32 w<{words}>, {registers}; {' '.join(lines)} }}"
+    registers = "e, o, y, a, b, q, xe, xo, se, so, te, to"
+    return f"{{ .reg .b32 w<{words}>, {registers}; .reg .pred z<{words}>; {' '.join(lines)} }}"

@@ -340,6 +340,7 @@ def test_ls_says_what_fits_a_device(capsys, tmp_path, fails):
         (("--fits", "24GB", "--model", "qwen3-8b", "quets"), "did you mean 'quest'?"),
         (("--fits", "24GB", "--model", "qwen3-8b", "quest(budget=1.0)"), "or a share between 0 and 1, got 1.0"),
         (("--fits", "24GB", "--model", "qwen3-8b", "--length", "0"), "expected a whole number of at least 1, got 0"),
+        (("models", "qwen"), "kvjax ls models takes no further name, got 'qwen'"),
         (("--length", "100"), "--length belongs to kvjax ls --fits"),
     ):
         assert expected in fails("ls", *words), words

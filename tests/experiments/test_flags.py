@@ -238,13 +238,14 @@ def test_a_job_ends_with_its_exit_code(capsys):
     for bug in (RuntimeError("a bug"), ImportError("no symbol"), argparse.ArgumentTypeError("of no flag")):
         with pytest.raises(type(bug)):  # an error of the program keeps its traceback
             ends(bug)
-    assert guarded(lambda: 4) == 4
 
 
 def test_a_terminal_that_lacks_a_character_shows_its_escape(monkeypatch):
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
     assert guarded(lambda: print("café \u2018")) == 0
     assert sys.stdout.buffer.getvalue() == b"caf\xe9 \\u2018\n"
+    monkeypatch.setattr("sys.stdout", None)
+    assert guarded(lambda: 4) == 4
 
 
 def test_commands_that_run_models_have_a_switch_to_plain_jax_for_their_own_time(capsys):

@@ -648,8 +648,8 @@ def check_refusals():
         kvjax.mesh.sharding.plan_of(jax.device_put(params(), NamedSharding(foreign, PartitionSpec())))
 
     given = spread("slots=4")
-    for name in ("expectedattention", "mosaickv", "twilight", "prefill", "periodic"):
-        method = any_example(name)
+    for name in ("expectedattention", "mosaickv", "twilight", "prefill", "periodic", "reuse every token"):
+        method = dataclasses.replace(WRAPPERS["reuse"], steps=1) if " " in name else any_example(name)
         with refused("cannot run over the mesh's axis 'slots'.*Full, Quest"):
             kvjax.prefill(given, [[1, 2]], config=CONFIG, method=method, max_new_tokens=8)
     with refused("KVgrad cannot run where a mesh divides the heads"):

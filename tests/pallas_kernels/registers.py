@@ -368,7 +368,7 @@ def attention_step(n, scale, packed):
         sums, maximum, total = state
         shared.x[: sums.size], edges.x[: 2 * total.size] = sums.reshape(-1), np.stack([maximum, total], -1).reshape(-1)
 
-    return load, begin, weigh, add, publish
+    return load, load, begin, weigh, add, publish
 
 
 def address(ref):

@@ -7,7 +7,7 @@ themselves, one instruction each, are left to a GPU. Layouts of `mma` and `ldmat
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels._mosaic_gpu.warps import unpacking
+from pallas_kernels._mosaic_gpu import warps
 
 LANES = 32
 _LANE = np.arange(LANES)
@@ -37,7 +37,7 @@ def _operator(name):
     return apply
 
 
-for _name in ("add", "radd", "sub", "mul", "floordiv", "mod", "and", "or", "xor", "rshift", "lt", "le", "gt", "ge"):
+for _name in ("add", "radd", "sub", "mul", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift", "lt", "le", "gt", "ge"):
     setattr(Number, f"__{_name}__", _operator(f"__{_name}__"))
 
 
@@ -47,6 +47,7 @@ class Warp:
     def __init__(self, size):
         self.memory, self.stores, self.arrays = np.zeros(size, np.uint8), [], []
 
+    LOWER, MIDDLE, UPPER = warps.LOWER, warps.MIDDLE, warps.UPPER
     number = staticmethod(lambda x, signed=True: x if isinstance(x, Number) else Number(np.int64(x)))
     value = numbers_of = made_of = staticmethod(lambda x: x)
     thread, warp = staticmethod(lambda: Number(_LANE)), staticmethod(lambda: Number(0))
@@ -118,8 +119,9 @@ class Warp:
         return Number(np.bitwise_count(x.each.astype(np.uint32)).astype(np.int64))
 
     @staticmethod
-    def neighbours(x, y):
-        return Number((x.each >> 16 & 0xFFFF) | (y.each & 0xFFFF) << 16)
+    def permuted(x, y, order):
+        both = np.stack([z.each.astype(np.uint32) for z in (x, y)], 1).view(np.uint8)
+        return _packed(np.stack([both[:, order >> 4 * i & 7] for i in range(4)], 1).view(np.uint16))
 
     @staticmethod
     def transposed(x):
@@ -159,7 +161,8 @@ class Warp:
 
     def unpack(self, bits, place, channels):
         """Run the program of `warps.unpack`, see `computed`."""
-        return [Number(x) for x in computed(unpacking(channels), [bits.each, place.each], channels // 2 + 1, self.memory)]
+        operands = [bits.each, place.each]
+        return [Number(x) for x in computed(warps.unpacking(channels), operands, channels // 2 + 1, self.memory)]
 
     @staticmethod
     def multiply(sums, left, right, dtype):
@@ -194,6 +197,7 @@ def computed(text, operands, results, memory):
         "and": np.bitwise_and,
         "shr": np.right_shift,
         "add": np.add,
+        "or": np.bitwise_or,
         "setp": np.not_equal,
         "prmt": permuted,
         "dp4a": lambda x, y, z: (bytes_of(x) * bytes_of(y)).sum(axis=0) + z,

@@ -4,6 +4,7 @@ Nothing is read twice, and no candidate leaves the registers: each step of the s
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from pallas_kernels.machine import current_machine
 from pallas_kernels.numerics import finite_or_zero
 
 TAKES = f"{arrays.HOPPER}, rows and lists of up to {arrays.MOST_PARTS * MOST} entries"
-SHORT = 2**14
+SHORT, FEW = 2**14, 16  # entries of a row; so many rows may be twice as long, since their clusters run at once
 
 
 def _body(*refs, joining, budget, traced, most, capacity, heads, team):
@@ -108,5 +109,6 @@ def check(score, budget, capacity, lse=None):
 
 
 def first(score, *_, **__):
-    """Tell whether rows are so short that Triton's three kernels take longer."""
-    return current_machine().capability == (9, 0) and score.shape[-1] <= SHORT
+    """Tell whether rows are so short, or few, that Triton's three kernels take longer."""
+    most = SHORT * (1 + (math.prod(score.shape[:2]) <= FEW))
+    return current_machine().capability == (9, 0) and score.shape[-1] <= most

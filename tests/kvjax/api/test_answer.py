@@ -111,6 +111,7 @@ def test_a_call_that_takes_long_says_what_it_does(speaker, monkeypatch, capsys):
     ("given", "told"),
     [
         ({"questions": []}, "questions must be a text, or a list of at least one text, got"),
+        ({"questions": None}, "questions must be a text"),
         ({"questions": ["Who?", 3]}, "questions must be a text"),
         ({"questions": ""}, "questions must be a text"),
         ({"context": ""}, "context must be a text, got ''"),

@@ -44,6 +44,8 @@ def test_an_evaluation_is_a_table(model, tmp_path):
 
 
 def test_what_cannot_be_evaluated_is_named(model):
+    with pytest.raises(ValueError, match=r"expected tasks and lengths, got \(\) and \(4096,\)"):
+        kvjax.evaluate("builtin", ["quest"], tasks=[])
     with pytest.raises(ValueError, match="kvjax.evaluate: unknown setting 'lenghts'.*'lengths'"):
         kvjax.evaluate(model, "quest", lenghts=512)
     with pytest.raises(ValueError, match="unknown method 'qest'"):

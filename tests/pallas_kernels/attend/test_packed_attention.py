@@ -206,17 +206,18 @@ def test_a_step_of_a_warp_equals_float64(dim, rank, group, dtype, monkeypatch):
     maximum, total = ([warp.float_number(x)] * n.groups for x in (-np.inf, 0.0))
     sums = [warp.float_number(0.0)] * n.channels
 
-    def pieces(x):
-        return packed.unpacked(n, packed.placed(n, x, warp.number(0)))
+    def pieces(x, lay):
+        return packed.unpacked(n, packed.placed(n, x, warp.number(0), lay))
 
     for _ in range(2):
-        maximum, total, decays, right = packed.weighed(n, pieces(loaded[0]), asked, seen, SCALE, maximum, total)
-        sums = packed.added(n, pieces(loaded[1]), right, decays, sums)
+        keys = pieces(loaded[0], packed.in_rows)
+        maximum, total, decays, right = packed.weighed(n, keys, asked, seen, SCALE, maximum, total)
+        sums = packed.added(n, pieces(loaded[1], packed.in_columns), right, decays, sums)
     logits = np.where(hidden, -np.inf, SCALE * query.astype(np.float64) @ want[0].T)
     weight = np.exp(logits - logits.max(axis=1, keepdims=True))
     got = np.zeros((8, dim))
     for i, g in np.ndindex(dim // 8, n.groups):
-        channel = (row >> 1) * n.channels + (row & 1) + 2 * i
+        channel = row * (dim // 8) + i
         got[quarter + 4 * g, channel] = sums[4 * (i // 2) + 2 * (i % 2) + g].each
     totals = np.concatenate([x.each.reshape(8, 4).sum(axis=0) for x in total])
     np.testing.assert_allclose(totals[:group] / 2, weight.sum(axis=1), rtol=1e-4)

@@ -22,9 +22,13 @@ from pallas_kernels._mosaic_gpu.packed import (
     VECTORS,
     Vectors,
     added,
+    eighth,
+    in_columns,
+    in_rows,
     load_queries,
     load_vectors,
     load_whole,
+    of_columns,
     over_rows,
     placed,
     quad,
@@ -42,7 +46,7 @@ WARPS = t.THREADS // w.LANES
 TOKENS = WARPS * VECTORS  # of a step of a program
 TERMS = 2  # of a query that meet keys: they have twice the bits that weights keep
 PROGRAMS, GROUPS = 132, 4  # blocks that run on an H200 at once, and programs of each
-JOINED = 16  # partials, or rows of a basis, that a thread reads together
+JOINED = 32  # partials, or rows of a basis, that a thread reads together
 LEAST = 128  # programs that should join
 BUFFER = 4  # steps in the time in which a program attends to a buffer
 AHEAD = 16 << 20  # bytes of bases that the level-2 cache keeps until they are read
@@ -59,15 +63,22 @@ def step_functions(n: Vectors, scale: float, packed: bool):
     counts = 4 * tiles, n.groups, n.groups  # sums, maximum, total
     shares = n.groups * n.terms // 2 * (n.channels // 2)
 
-    @plgpu.inline_mgpu(arg_types=((t.ref(),) * (1 + packed), t.own(2)), return_type=numbers(loaded, jnp.int32))
-    def load(ctx, refs, rows):
-        rows = t.numbers_of(rows)
-        return t.made_of((load_vectors if packed else load_whole)(n, *refs, rows, [x >= 0 for x in rows]))
+    def loader(columns):
+        @plgpu.inline_mgpu(arg_types=((t.ref(),) * (1 + packed), t.own(2)), return_type=numbers(loaded, jnp.int32))
+        def load(ctx, refs, rows):
+            rows, share = t.numbers_of(rows), n.channels // 2
+            if packed:
+                return t.made_of(load_vectors(n, *refs, rows, [x >= 0 for x in rows]))
+            where = (of_columns(rows), eighth() * share, share) if columns else (rows, quad() * n.channels, n.channels)
+            return t.made_of(load_whole(n, *refs, *where))
 
-    def pieces(shared, given):
+        return load
+
+    def pieces(shared, given, columns):
         if not packed:
-            return whole(n, t.numbers_of(given))
-        return unpacked(n, placed(n, t.numbers_of(given), t.number(t.address(shared)) + warp() * n.room))
+            return whole(t.numbers_of(given), 4 if columns else 2)
+        place = t.number(t.address(shared)) + warp() * n.room
+        return unpacked(n, placed(n, t.numbers_of(given), place, in_columns if columns else in_rows))
 
     def begin():
         starts = zip(counts, (0.0, -math.inf, 0.0), strict=True)
@@ -81,7 +92,7 @@ def step_functions(n: Vectors, scale: float, packed: bool):
     )
     def weigh(ctx, shared, key, query, rows, maximum, total):
         seen, state = [x >= 0 for x in t.numbers_of(rows)], (t.numbers_of(x, True) for x in (maximum, total))
-        maximum, total, decays, right = weighed(n, pieces(shared, key), t.numbers_of(query), seen, scale, *state)
+        maximum, total, decays, right = weighed(n, pieces(shared, key, False), t.numbers_of(query), seen, scale, *state)
         return *(t.made_of(x, floats=True) for x in (maximum, total, decays)), t.made_of(right)
 
     @plgpu.inline_mgpu(
@@ -89,7 +100,7 @@ def step_functions(n: Vectors, scale: float, packed: bool):
     )
     def add(ctx, shared, value, right, decays, sums):
         sums, decays = t.numbers_of(sums, floats=True), t.numbers_of(decays, floats=True)
-        return t.made_of(added(n, pieces(shared, value), t.numbers_of(right), decays, sums), floats=True)
+        return t.made_of(added(n, pieces(shared, value, True), t.numbers_of(right), decays, sums), floats=True)
 
     @plgpu.inline_mgpu(arg_types=(t.ref(), t.ref(), tuple(map(t.own, counts))))
     def publish(ctx, shared, edges, state):
@@ -103,33 +114,32 @@ def step_functions(n: Vectors, scale: float, packed: bool):
                 edge, [maximum[group], over_rows(total[group], lambda x, y: x + y)], (column < 1) & (head < n.group)
             )
             for i in range(2 * tiles):  # rows of the products
-                channel = (column >> 1) * n.channels + (column & 1) + 2 * i
+                channel = column * (n.dim // 8) + i
                 x = sums[4 * (i // 2) + 2 * (i % 2) + group]
                 w.store_shared(place + (head * n.dim + channel) * 4, [x], head < n.group)
 
-    return load, begin, weigh, add, publish
+    return loader(False), loader(True), begin, weigh, add, publish
 
 
 def _attend(functions, keys, values, query, rows_of, used, shared, edges, ahead):
     """Attend to the rows of all steps, and leave sums and ends of each warp in shared memory.
 
-    With ``ahead`` keys and rows are loaded a step before.
+    With ``ahead`` keys, values and rows are loaded a step before; without, in fewer registers.
     """
-    load, begin, weigh, add, publish = functions
+    load_keys, load_values, begin, weigh, add, publish = functions
 
     def follow(step, carry):
-        rows, key, later, (sums, maximum, total) = carry
-        if ahead:  # values arrive while keys are multiplied, and the next keys while values are added
-            value = load(values, rows)
-            maximum, total, decays, right = weigh(shared, key, query, rows, maximum, total)
-            key, after = load(keys, later), rows_of(step + 2)
-        else:  # in fewer registers
-            maximum, total, decays, right = weigh(shared, load(keys, rows), query, rows, maximum, total)
-            value, later, after = load(values, rows), rows_of(step + 1), later
-        return later, key, after, (add(shared, value, right, decays, sums), maximum, total)
+        rows, now, later, (sums, maximum, total) = carry
+        key, value = now or (load_keys(keys, rows), None)
+        if ahead:
+            now, after = (load_keys(keys, later), load_values(values, later)), rows_of(step + 2)
+        maximum, total, decays, right = weigh(shared, key, query, rows, maximum, total)
+        if not ahead:
+            value, later, after = load_values(values, rows), rows_of(step + 1), None
+        return later, now, after, (add(shared, value, right, decays, sums), maximum, total)
 
     rows = rows_of(0)
-    first = (load(keys, rows), rows_of(1)) if ahead else (None, None)
+    first = ((load_keys(keys, rows), load_values(values, rows)), rows_of(1)) if ahead else (None, None)
     *_, state = lax.fori_loop(0, used, follow, (rows, *first, begin()))
     arrays.meet()
     publish(shared, edges, state)

@@ -1,7 +1,6 @@
 """Estimates of the candidates, the best of them and the list, in one kernel for Mosaic GPU: a cluster of programs has a list.
 
-1. Each warp has a quarter of the channels, 32, and a register for each channel: lane i has the product of the query with the
-   level of code i % 16. A thread has a candidate, and looks its products up in other lanes, one instruction a channel.
+1. Warps estimate their candidates, each for itself (`lookup`).
 2. The best are found digit by digit: the keys are counted by their highest seven bits, those at the cut by the next seven.
    Where programs share a list that takes few, each finds its own best alone; then all meet once, and each of those counts the
    better ones of all programs, which is its place. A digit costs a barrier of the cluster and reads of all programs.
@@ -12,71 +11,23 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays, assembly, bins
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._triton.kth_search import NEVER, order_key
-from pallas_kernels.formats.key_codes import LEVEL, LEVELS, SLICE
+from pallas_kernels.choose.pariskv.rerank.lookup import estimate, room_for, width_of
+from pallas_kernels.formats.key_codes import LEVEL
 from pallas_kernels.machine import current_machine
 
-LANES = 32  # channels of a warp
-WORDS = LANES // 4  # of their codes: of each slice one of levels, and one with its weight
-PIECE = 16  # bytes that a thread copies at once; it copies two in a round
 DIGIT = 7  # bits of a key that are counted together
 MANY = 2**30  # more than any list has
 FEW = 128  # best candidates that programs of a cluster find alone; they have as many places for keys, for slots and for ranks
 MOST = 2**14  # candidates of a program of 512 threads, 32 each
-ROOM = 9 * 2**12  # words of a program's estimates, beside the codes that are on their way
+ROOM = 7 * 2**12  # words of a program's estimates, beside the codes that are on their way
 LEAST = float(jnp.finfo(jnp.float32).min)
-TAKES = f"{arrays.HOPPER}, D of 32 to 256, lists of up to 73,728 candidates, or less"
-
-
-def _products(query_ref, line):
-    """Multiply 32 channels of the query with the level of each code: a register for each, float32 [128]."""
-    dim = query_ref.shape[1]
-    lines = [".reg .pred p; .reg .b64 at; .reg .b32 x, code; .reg .f32 level, y, a, b, c, d; mov.f32 level, 0f00000000;"]
-    lines.append(f"mov.u32 x, %tid.x; shr.u32 x, x, 5; and.b32 x, x, {dim // LANES - 1}; mov.u32 code, %laneid;")
-    lines.append(
-        f"mad.wide.s32 at, x, {4 * LANES}, ${LANES}; mad.wide.s32 at, ${LANES + 1}, {4 * dim}, at; and.b32 x, code, 7;"
-    )
-    for i, level in enumerate(LEVELS):
-        lines.append(f"setp.eq.s32 p, x, {i}; @p mov.f32 level, 0f{np.float32(level).view(np.uint32):08X};")
-    lines.append("and.b32 x, code, 8; setp.eq.s32 p, x, 0; neg.f32 y, level; @p mov.f32 level, y;")
-    for i in range(0, LANES, 4):
-        lines.append(f"ld.global.nc.v4.f32 {{a, b, c, d}}, [at + {4 * i}];")
-        lines += [f"mul.f32 ${i + j}, level, {x};" for j, x in enumerate("abcd")]
-    return assembly.run(lines, [query_ref], [line], [jnp.float32] * LANES)
-
-
-def _copy(rows_ref, codes, to, row, inside):
-    """Begin to copy a piece of each ``row``, if not negative, from byte ``inside`` on to shared memory: all int32 [N]."""
-    lines = [".reg .pred p; .reg .b64 from; .reg .b32 to; setp.ge.s32 p, $3, 0; add.s32 to, $1, $2;"]
-    lines.append(f"mad.wide.s32 from, $3, {rows_ref.shape[1]}, $0; mad.wide.s32 from, $4, 1, from;")
-    assembly.run([*lines, f"@p cp.async.cg.shared.global [to], [from], {PIECE};"], [rows_ref, codes], [to, row, inside])
-    assembly.run(["cp.async.commit_group;"])
-
-
-def _codes(codes, at):
-    """Load this thread's part of the codes of a candidate from shared memory: 8 words, int32 [128] each."""
-    lines = [f".reg .b32 at; add.s32 at, ${WORDS}, ${WORDS + 1}; ld.shared.v4.b32 {{$0, $1, $2, $3}}, [at];"]
-    lines.append(f"xor.b32 at, at, {PIECE}; ld.shared.v4.b32 {{$4, $5, $6, $7}}, [at];")
-    return assembly.run(lines, [codes], [at], [jnp.int32] * WORDS)
-
-
-def _estimate(products, words):
-    """Sum up weight times (levels . query) over 32 channels, of `_products` and `_codes`: float32 [N]."""
-    lines = [".reg .b32 at, x; .reg .f32 v, sum, total; mov.f32 total, 0f00000000;"]
-    for i in range(LANES):
-        levels, weight = (f"${1 + LANES + i // SLICE * 2 + j}" for j in (0, 1))
-        number = i % SLICE
-        lines.append(f"shr.u32 at, {levels}, {4 * number}; mov.b32 x, ${1 + i}; shfl.sync.idx.b32 x, x, at, 31, -1;")
-        lines.append("mov.b32 v, x; " + ("add.f32 sum, sum, v;" if number else "mov.f32 sum, v;"))
-        if number == SLICE - 1:
-            lines.append(f"shl.b32 x, {weight}, 16; mov.b32 v, x; fma.rn.f32 total, sum, v, total;")
-    return assembly.run([*lines, "mov.f32 $0, total;"], (), [*products, *words], [jnp.float32])[0]
+TAKES = f"{arrays.HOPPER}, D of 32 to 256, lists of up to 131,072 candidates, or less"
 
 
 def _count(tally, keys, low, width, shift, first, n):
@@ -104,48 +55,6 @@ def _list(refs, bits, at, entry, place, n):
     bins.for_each(bits, refs, [at, entry, place], ".reg .b64 to, mask, from, at; .reg .b32 one;", begin, step)
 
 
-def _estimates(n, query_ref, slots_ref, rows_ref, sums, codes, live, stored):
-    """Write the parts of the estimates of this program's first ``live`` candidates to ``sums`` int32 [Q, N], as bits.
-
-    Loads of each thread's own candidate would touch 32 rows each. So warps copy whole rows to a ring in shared memory.
-    """
-    dim, candidates, line = query_ref.shape[1], slots_ref.shape[1], lax.axis_index("x")
-    entries, quarters, products = n.begin(), dim // LANES, _products(query_ref, line)
-    step, stages, stage = n.threads // quarters, codes.shape[0] // (WORDS * n.threads), 4 * WORDS * n.threads
-    thread = arrays.counted(t.THREADS)
-    warp = n.group() * 4 + lax.shift_right_logical(thread, 5)
-    quarter, place = warp & (quarters - 1), lax.div(warp, quarters) * LANES + (thread & (LANES - 1))
-    copied = n.group() * (4 * WORDS * t.THREADS) + arrays.counted(2 * t.THREADS) * PIECE
-    candidate, piece = lax.div(copied, dim), copied & (dim - 1)
-    # Pieces of 128 bytes change places, so that eight neighbouring rows have a piece in different banks.
-    mine, to = (x ^ ((lax.shift_right_logical(x, 7) & 7) * PIECE) for x in (place * dim + quarter * LANES, copied))
-
-    def slots(number):
-        at = number * step + candidate
-        inside = (at < n.keys) & (entries + at < candidates)  # so that the load need not wait for the number of candidates
-        return arrays.load(slots_ref, jnp.where(inside, line * candidates + entries + at, -1), -1)
-
-    def copy(number, slot):
-        row = jnp.where(number * step + candidate < live, line * stored + jnp.clip(slot, 0, stored - 1), -1)
-        _copy(rows_ref, codes, lax.rem(number, stages) * stage + to, row, piece)
-
-    def add(number, slot):
-        assembly.run([f"cp.async.wait_group {stages - 2};"])
-        meet()
-        copy(number + stages - 1, slot)
-        ahead = slots(number + stages)
-        estimate = _estimate(products, _codes(codes, lax.rem(number, stages) * stage + mine))
-        arrays.store_shared(sums, quarter * n.size + number * step + place, lax.bitcast_convert_type(estimate, jnp.int32))
-        return ahead
-
-    meet = arrays.meet if quarters <= 4 else functools.partial(bins.meet_all, 1)  # of the threads that share candidates
-    *begins, begin = [slots(jnp.int32(i)) for i in range(stages)]
-    for i, slot in enumerate(begins):
-        copy(jnp.int32(i), slot)
-    lax.fori_loop(0, lax.div(live + step - 1, step), add, begin)
-    bins.meet_all(1)
-
-
 def _for_each(n, sums, live, scale, write):
     """Call ``write`` with candidates int32 [128] of the program and their estimates float32 [128], -inf from ``live`` on."""
 
@@ -170,7 +79,7 @@ def _live(n, slots_ref, count_ref):
 def _body_estimates(query_ref, slots_ref, count_ref, rows_ref, out_ref, sums, codes, *, n, stored, scale):
     # query [L, D]; slots [L, C]; count [L]; rows [L * S, D]; out [L, C]. In shared memory: parts of the estimates, codes.
     live, most, line, begin = _live(n, slots_ref, count_ref), slots_ref.shape[1], lax.axis_index("x"), n.begin()
-    _estimates(n, query_ref, slots_ref, rows_ref, sums, codes, live, stored)
+    estimate(n, query_ref, slots_ref, rows_ref, sums, codes, live, stored)
 
     def write(number, total):
         arrays.store(out_ref, jnp.where((number < n.keys) & (begin + number < most), line * most + begin + number, -1), total)
@@ -298,7 +207,7 @@ def _body(
     dense = (cursor < arrays.scalar(limits_ref, line * 0 + 1)) | (stop <= regions.sinks)
     wanted = jnp.where(~dense, jnp.clip(arrays.scalar(limits_ref, line * 0), 0, regions.best), 0)
     live = jnp.where(~dense, _live(n, slots_ref, count_ref), 0)
-    _estimates(n, query_ref, slots_ref, rows_ref, keys, codes, live, stored)
+    estimate(n, query_ref, slots_ref, rows_ref, keys, codes, live, stored)
     _for_each(n, keys, live, scale, lambda number, total: arrays.store_shared(keys, number, order_key(total) ^ NEVER))
     bins.meet_all(1)
     # The chosen stand behind the sinks. All programs share out the rest: sinks, the tail, entries that nothing fills. What
@@ -331,7 +240,7 @@ def _body(
 
 def _most(dim):
     """Return how many candidates a program can have."""
-    return min(MOST, LANES * ROOM // dim // 1024 * 1024)
+    return min(MOST, ROOM * width_of(dim) // dim // 1024 * 1024)
 
 
 def share_of(lists, candidates, dim, parts=None, groups=None):
@@ -340,8 +249,8 @@ def share_of(lists, candidates, dim, parts=None, groups=None):
         parts = next((n for n in (8, 4, 2) if n * lists <= bins.BLOCKS and candidates >= n * 256), 1)
         parts = max(parts, next(n for n in (1, 2, 4, 8) if candidates <= n * _most(dim)))
     keys = -(-candidates // parts)
-    words = arrays.size_of(keys) * dim // LANES + 3 * WORDS * t.THREADS + 3 * bins.BINS
-    groups = max(groups or bins.groups_of(lists * parts, words, most=2 if keys <= 1024 else 4), dim // (4 * LANES))
+    words = arrays.size_of(keys) * dim // width_of(dim) + room_for(1, dim) + 3 * bins.BINS
+    groups = groups or bins.groups_of(lists * parts, words, most=2 if keys <= 1024 else 4)
     return bins.Share(parts, groups, keys, -(-keys // (groups * t.THREADS * 2)) * 2)
 
 
@@ -349,16 +258,16 @@ def _launch(body, query, slots, count, rows, *operands, out, more=(), **options)
     """Run a kernel of programs that share the lists."""
     lists, dim = slots.shape[0] * slots.shape[1], rows.shape[3]
     n = share_of(lists, slots.shape[2], dim)
-    stages = 3 if n.groups == 1 else 4  # rounds for whose codes there is room; four small programs fit a multiprocessor
     if more and n.parts > 1 and options["regions"].best <= FEW:
         more = *more, 4 * FEW, n.parts * FEW
+    sizes = dim // width_of(dim) * n.size, room_for(n.groups, dim), *more
     results = arrays.program(
         functools.partial(body, n=n, **options),
         [jax.ShapeDtypeStruct((lists, size), dtype) for size, dtype in out],
         grid=(lists,),
         parts=n.parts,
         groups=n.groups,
-        scratch=[plgpu.SMEM((x,), jnp.int32) for x in (dim // LANES * n.size, stages * WORDS * n.threads, *more)],
+        scratch=[plgpu.SMEM((x,), jnp.int32) for x in sizes],
     )(query.reshape(lists, dim), slots.reshape(lists, -1), count.reshape(-1), rows.reshape(-1, dim), *operands)
     return tuple(x.reshape(*slots.shape[:2], -1) for x in results)
 

@@ -15,6 +15,7 @@ from pallas_kernels._mosaic_gpu.packed import (
     SIZES,
     VECTORS,
     Vectors,
+    in_rows,
     load_queries,
     load_vectors,
     multiplied,
@@ -29,6 +30,7 @@ from pallas_kernels._mosaic_gpu.steps import numbers, scalar
 
 WARPS = t.THREADS // w.LANES
 PROGRAMS, GROUPS = 132, 4  # blocks that run on an H200 at once, and programs of each
+AHEAD = 3  # steps before which vectors are loaded
 TAKES = SIZES
 
 
@@ -59,7 +61,7 @@ def step_functions(n: Vectors, blocks: int, reduce):
     def score(ctx, ref, shared, loaded, query, mine, where):
         line, begin, count = map(scalar, where)
         place = t.number(t.address(shared)) + warp() * n.room
-        found = multiplied(n, unpacked(n, placed(n, t.numbers_of(loaded), place)), t.numbers_of(query))
+        found = multiplied(n, unpacked(n, placed(n, t.numbers_of(loaded), place, in_rows)), t.numbers_of(query))
         heads = [HEADS * group + quad() for group in range(n.groups)]
         for i, (row, held) in enumerate(zip(rows(begin), t.numbers_of(mine), strict=True)):
             score, held = [x[i] for x in found], held > 0
@@ -121,15 +123,17 @@ def _body(
         query = load_queries(n, parts_ref, (line * segments + s) * (n.group * n.stored))
         refs = values_ref, words_ref
 
-        def follow(step, loaded):
+        def follow(step, carry):
+            loaded, *others = carry
             now = begin + step * (WARPS * VECTORS)
-            later = load(refs, (line, now + WARPS * VECTORS, jnp.minimum(count, end)))
+            later = load(refs, (line, now + AHEAD * WARPS * VECTORS, jnp.minimum(count, end)))
             at = now + row
             mine = ((owner_of(at, arrays.load) == s) & (at < blocks)).astype(jnp.int32)
             score(score_ref, shared, loaded, query, mine, (line, now, count))
-            return later
+            return *others, later
 
-        lax.fori_loop(0, steps, follow, load(refs, (line, begin, count)))
+        first = [load(refs, (line, begin + i * WARPS * VECTORS, jnp.minimum(count, end))) for i in range(AHEAD)]
+        lax.fori_loop(0, steps, follow, tuple(first))
         return carry
 
     lax.fori_loop(owner_of(begin, arrays.scalar), owner_of(end - 1, arrays.scalar) + 1, of_segment, 0)

@@ -18,6 +18,7 @@ from pallas_kernels._mosaic_gpu.threads import THREADS
 from pallas_kernels.formats.packed_vectors import check_format
 from pallas_kernels.machine import current_machine
 
+PARTS = 2  # of a basis, so that registers are enough for three programs at once
 TOGETHER = 8  # channels that are compared in one step of a loop
 ALONE = Team(groups=1, parts=1, share=THREADS)
 TAKES = f"{CARDS}, D of 64 or 128 in one dtype"
@@ -50,16 +51,21 @@ def _body(
         return total / granule
 
     def write(x, basis_ref, values_ref, words_ref, row):  # x float32 [128]
-        n = Products(1, dim, dim * (dim // CHUNK) // THREADS)
-        entry = arrays.counted(THREADS * CHUNK)
+        n = Products(1, dim, dim * (dim // CHUNK) // THREADS // PARTS)
+        entry, (place_of, _, mine) = arrays.counted(THREADS * CHUNK), n.entries()
         held = (entry & (n.lanes - 1)) * CHUNK + lax.shift_right_logical(entry, 7)
         arrays.store_shared(numbers, channel, x)
         arrays.meet()
         query = arrays.load_shared(numbers, held)
-        chunks = n.chunks((basis_ref,), (line * segments + last) * dim + n.step_rows())
-        projected, (place_of, _, mine) = n.multiply(query, chunks, [basis_ref.dtype]), n.entries()
         arrays.meet()
-        arrays.store_shared(numbers, jnp.where(mine, place_of, THREADS), projected)
+
+        def multiply(part, carry):
+            rows = (line * segments + last) * dim + part * n.rows + n.step_rows()
+            projected = n.multiply(query, n.chunks((basis_ref,), rows), [basis_ref.dtype])
+            arrays.store_shared(numbers, jnp.where(mine, part * n.rows + place_of, THREADS), projected)
+            return carry
+
+        lax.fori_loop(0, PARTS, multiply, 0)
         arrays.meet()
         y = arrays.load_shared(numbers, channel)
         arrays.meet()
