@@ -271,14 +271,9 @@ class InfLLM(LayerMethod):
         near_key, last = rotate(near_key, slot, inputs.inv_freq), jnp.where(real, window - 1 + shift, EMPTY)
         near_place = _of_heads(jnp.where(places.near_used, slot, EMPTY), heads)
         near = dense_attention(
-            query,
-            near_key,
-            near_value,
-            query_position=last,
-            key_position=near_place,
-            query_first=jnp.broadcast_to(shift, real.shape),
-            scale=scale,
-        )
+            query, near_key, near_value, query_position=last, key_position=near_place,
+            query_first=jnp.broadcast_to(shift, real.shape), scale=scale,
+        )  # fmt: skip
         out, lse = with_sinks(*merge_pair(*near, *far), inputs.sinks)
         mass = [_mass(query, near_key[:, :, leaving:], lse, last, near_place[..., leaving:])]
         if leaving:  # a query sees of these tokens its own and all later ones: in the other order, a causal mask

@@ -11,8 +11,10 @@ import math
 from collections.abc import Callable, Hashable
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.extend import core
 
 from kvjax.cache import LayerCache
 from kvjax.protocol.families import AppendOnly
@@ -22,7 +24,7 @@ from kvjax.protocol.typing import EMPTY, Model, method_layers, not_none, pytree,
 from kvjax.selection import best_of_heads, compact, floor_share, top_slots
 from pallas_kernels import axes
 from pallas_kernels.attend.past_attention import past_attention
-from pallas_kernels.numerics import product_precision
+from pallas_kernels.numerics import bounded_loop, product_precision
 from pallas_kernels.score.column_mass import column_mass
 
 _TEXTS = {  # of the released code
@@ -102,7 +104,17 @@ class Rereading(AppendOnly):
         if rest <= self.chunk:
             return read(0, size, carry)
         longest = axes.most(jnp.max(reading.length), axes.DATA)
-        return lax.fori_loop(0, -((self.num_sink - longest) // size), lambda index, given: read(index, size, given), carry)
+        count, most = (-((self.num_sink - tokens) // size) for tokens in (longest, rest + self.num_sink))
+        if not self.packs:  # scores choose, and a choice has no slope
+            return lax.fori_loop(0, count, lambda index, given: read(index, size, given), carry)
+        # A loop with a derivative closes over no traced array, so what `read` closes over becomes an argument.
+        whole = jax.make_jaxpr(lambda index, given: read(index, size, given))(jnp.int32(0), carry)
+
+        def body(index: Array, given: Carry, held: list[Array]) -> Carry:
+            run = core.jaxpr_as_fun(whole.replace(consts=held))
+            return jax.tree.unflatten(jax.tree.structure(given), run(index, *jax.tree.leaves(given)))
+
+        return bounded_loop(body, most, count, carry, whole.consts)
 
     def raised(
         self,

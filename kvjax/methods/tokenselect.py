@@ -251,15 +251,9 @@ class TokenSelect(LayerMethod):
         # A short row, or a row that reuses its selection, has no candidates and wants none. Its kernel programs end at once.
         fresh = self._best(cache, step.mean, step.stop, step.wanted)
         chosen, token, used = token_list(
-            fresh,
-            cache.cursor,
-            position,
-            budget=self.budget,
-            miss=step.miss,
-            chosen=state.chosen,
-            num_sink=sinks,
+            fresh, cache.cursor, position, budget=self.budget, miss=step.miss, chosen=state.chosen, num_sink=sinks,
             num_local=local,
-        )
+        )  # fmt: skip
         state = TokenState(
             cache=cache, query=step.last, chosen=chosen, ready=step.ready, hits=step.hits, refreshes=step.refreshes
         )

@@ -96,15 +96,9 @@ def _drive(method, q, k, v, lengths, inv_freq, poison, *, prompt, chunk, kv_dtyp
     chunk = chunk if most is None else min(chunk, most)
     slots = -(-prompt // chunk) * chunk
     spec = LayerSpec(
-        batch=batch,
-        num_kv_heads=heads,
-        group_size=groups,
-        head_dim=dim,
-        dtype="float32",
-        prompt_slots=slots,
-        max_new_tokens=steps,
-        kv_dtype=kv_dtype,
-    )
+        batch=batch, num_kv_heads=heads, group_size=groups, head_dim=dim, dtype="float32", prompt_slots=slots,
+        max_new_tokens=steps, kv_dtype=kv_dtype,
+    )  # fmt: skip
 
     def soil(state):
         def one(x):
@@ -129,15 +123,9 @@ def _drive(method, q, k, v, lengths, inv_freq, poison, *, prompt, chunk, kv_dtyp
             return jnp.take_along_axis(x, index, axis=-2)
 
         return Inputs(
-            query=pick(q),
-            key=pick(k),
-            value=pick(v),
-            position=position,
-            tokens=at,
-            inv_freq=inv_freq,
-            shared=None,
+            query=pick(q), key=pick(k), value=pick(v), position=position, tokens=at, inv_freq=inv_freq, shared=None,
             start=start,
-        )
+        )  # fmt: skip
 
     def piece(index, carry):
         state, outs = carry

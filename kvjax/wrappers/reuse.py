@@ -50,11 +50,11 @@ class Reuse(Around):
     With ``steps`` above 1 an anchor selects in its first step and in every ``steps``-th step after it, and attends in between
     to its last list and to all tokens that came since. A row that gets several tokens at once (`kvjax.extend`) selects anew.
 
-    Anchors and a map of heads belong to a model, and ``every`` alone may lose most needles. With ``join`` the heads of a
-    layer attend to the lists of all of the anchor's KV heads, up to H times as many tokens, which forgives badly placed
-    anchors: ``every=4`` then is 1 ± 2 points below Quest (docs/quality.md). ``python -m experiments.heads.sharing`` searches
-    for anchors by what answers lose, prints them, and writes a file, which commands take for ``head_map`` and
-    `read_head_map` reads.
+    Anchors and a map of heads belong to a model, and ``every`` alone may lose most needles. ``python -m
+    experiments.heads.sharing`` searches for anchors by what answers lose, prints them, and writes a file, which commands take
+    for ``head_map`` and `read_head_map` reads. With a quarter of a model's layers so found the score is Quest's
+    (docs/quality.md). With ``join`` the heads of a layer attend to the lists of all of the anchor's KV heads, up to H times
+    as many tokens, which forgives badly placed anchors in part: ``every=4`` then is 3 points below Quest.
 
     ``method`` selects slots in each step and keeps every token: `Quest`, `ParisKV`, `RetrievalAttention`, `PQCache`,
     `SOCKET`, `InfiniGen`, `Oracle`, or `Twilight` and `DenseBelow` around them. Other methods are refused when the wrapper is

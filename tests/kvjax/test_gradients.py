@@ -25,7 +25,9 @@ PROMPT = 40
 TOKENS = np.random.default_rng(5).integers(0, MODEL.vocab_size, PROMPT + 2)
 RUN = ("quest", "h2o")  # one of each kind; other methods under --thorough
 # Their oracles do not attend as a layer of this model does: budgets and scores of two layers, sentences, a given basis.
-OTHERS = ("duoattention", "headkv", "kvzip", "oracleeviction", "pyramidkv", "sentencekv", "shadowkv")
+OTHERS = (
+    "attentionmatching", "duoattention", "headkv", "kvgrad", "kvzip", "oracleeviction", "pyramidkv", "sentencekv", "shadowkv",
+)  # fmt: skip
 
 
 def float64_loss(params, name):

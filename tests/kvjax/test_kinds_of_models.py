@@ -137,8 +137,8 @@ def test_laws_hold(kind, name):
 @pytest.mark.parametrize("name", [x for x in ALL if x.values[0] not in CHOICE])
 @pytest.mark.parametrize("kind", ["window", "ropes", "recurrent", "sinks", "cap"])
 def test_every_other_method_keeps_everything_and_runs_ragged_rows_as_alone(kind, name):
-    if (kind, name) == ("ropes", "ntk"):
-        pytest.skip("it is refused where a part of each head rotates")
+    if (kind, name) in (("ropes", "ntk"), ("recurrent", "kvgrad")):
+        pytest.skip("it is refused where a part of each head rotates, or where not all layers have heads")
     if kind in CAPS and "sinks" in any_example(name).lacks:
         pytest.skip("it has an attention of its own without sink logits")
     if generous(name) is not None:

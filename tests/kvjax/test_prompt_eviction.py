@@ -86,11 +86,6 @@ def model(directory):
     return models.from_pretrained(directory)
 
 
-def after_the_prompt(name, directory):
-    budget = {} if name == "duoattention" else {"budget": 24}
-    return compressed(small(registry.builtin()[name], **budget, **KVPRESS[name]), directory)
-
-
 def compressed(method, directory):
     params, config = model(directory)
     tokens = np.array(golden()["tokens"][: golden()["prompt"]])[None]
@@ -98,24 +93,19 @@ def compressed(method, directory):
 
 
 @pytest.mark.parametrize("name", repeated([pytest.param(name) for name in KVPRESS], but=["expectedattention"]))
-def test_kvpress_keeps_the_same_tokens(name, tmp_path_factory):
-    cache = after_the_prompt(name, tmp_path_factory.getbasetemp())
-    for layer, heads in enumerate(golden()["methods"][GOLDENS.get(name, name)]["kept"]):
-        for head, want in enumerate(heads):
-            position = np.asarray(stored(cache.layers[layer]).position[0, head])
-            assert sorted(position[position >= 0].tolist()) == want, f"layer {layer}, head {head}"
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", KVPRESS)
-def test_kvpress_has_the_same_logits(name, tmp_path_factory):
+def test_kvpress_keeps_the_same_tokens_and_has_the_same_logits(name, tmp_path_factory):
     params, _ = model(tmp_path_factory.getbasetemp())
-    cache = after_the_prompt(name, tmp_path_factory.getbasetemp())
-    logits = golden()["methods"][GOLDENS.get(name, name)]["logits"]
-    steps = list(zip(golden()["tokens"][golden()["prompt"] :], logits, strict=True))
-    for token, want in steps[: 1 if name in EVICT_AGAIN else None]:
+    budget = {} if name == "duoattention" else {"budget": 24}
+    cache = compressed(small(registry.builtin()[name], **budget, **KVPRESS[name]), tmp_path_factory.getbasetemp())
+    want = golden()["methods"][GOLDENS.get(name, name)]
+    for layer, heads in enumerate(want["kept"]):
+        for head, kept in enumerate(heads):
+            position = np.asarray(stored(cache.layers[layer]).position[0, head])
+            assert sorted(position[position >= 0].tolist()) == kept, f"layer {layer}, head {head}"
+    steps = list(zip(golden()["tokens"][golden()["prompt"] :], want["logits"], strict=True))
+    for token, logits in steps[: 1 if name in EVICT_AGAIN else None]:
         cache = kvjax.decode_step(params, cache, np.array([token]))
-        np.testing.assert_allclose(cache.logits[0], want, atol=2e-4, rtol=0)
+        np.testing.assert_allclose(cache.logits[0], logits, atol=2e-4, rtol=0)
 
 
 @pytest.mark.thorough

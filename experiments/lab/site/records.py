@@ -60,7 +60,7 @@ def rows(path: pathlib.Path) -> list[dict[str, Any]]:
         {
             **mean,
             **{kind: f"{score:.1f}" for kind, score in kinds[mean["method"], mean["question"], mean["length"]].items()},
-            "setting": re.sub(r"\[[^][]*\]", "[...]", re.sub(r"=[^ ,=]*/([^ ,/]*)\.json", r"=\1", mean["method"])),
+            "setting": re.sub(r"answer=\[.*?\]", "answer=[...]", re.sub(r"=[^ ,=]*/([^ ,/]*)\.json", r"=\1", mean["method"])),
             "method": method_title(mean["method"]),
             "score": f"{mean['score']:.1f}",
             "against Full": "" if mean["method"] == "full" else against(mean),

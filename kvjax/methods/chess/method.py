@@ -202,21 +202,10 @@ class Chess(Method):
         listed = min(most + self.num_sink_pages + self.window + 1 + grown, self._shape.counts(slots)[0])
         whole, real = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), jnp.float32)
         return Pages(
-            nodes=None,
-            active=jnp.zeros((batch, listed), jnp.int32),
-            count=whole,
-            complete=whole,
-            seen=whole,
-            tokens=whole,
-            mean=real,
-            square=real,
-            since=whole,
-            steps=whole,
-            generated=whole,
-            reconstructions=whole,
-            num_layers=len(specs),
+            nodes=None, active=jnp.zeros((batch, listed), jnp.int32), count=whole, complete=whole, seen=whole, tokens=whole,
+            mean=real, square=real, since=whole, steps=whole, generated=whole, reconstructions=whole, num_layers=len(specs),
             centred=self.centred,
-        )
+        )  # fmt: skip
 
     def observe(self, cache: Cache, decoding: bool) -> Cache:
         pages = cache.shared

@@ -172,16 +172,9 @@ class RetroInfer(SlotMethod):
             room=room,
         )
         slots, mask = cluster_tokens(
-            listed,
-            ends,
-            aux.start,
-            aux.order,
-            aux.end,
-            cache.cursor,
-            first=self.num_sink,
-            most=min(room, cache.num_slots),
+            listed, ends, aux.start, aux.order, aux.end, cache.cursor, first=self.num_sink, most=min(room, cache.num_slots),
             newest=self.num_local + self.buffer,
-        )
+        )  # fmt: skip
         partials = cluster_estimate(capped(logits), considered, exact, aux.size, aux.value_sum)
         return Selection(slots=slots, mask=mask, partials=partials, select_aux=ends[:, :, -1])
 

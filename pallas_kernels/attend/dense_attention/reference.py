@@ -26,17 +26,9 @@ def dense_attention(query, key, value, *, query_position, key_position, query_fi
         """Add one more block of keys to the running softmax: earlier sums are rescaled to the new maximum."""
         (total, maximum, out), (flat, key, value, query_position, key_position, query_first, turn) = carry, operands
         start, logits, visible = block_logits(
-            index,
-            flat,
-            key,
-            query_position,
-            key_position,
-            scale=scale,
-            block=block,
-            group=group,
-            query_first=query_first,
+            index, flat, key, query_position, key_position, scale=scale, block=block, group=group, query_first=query_first,
             turn=turn,
-        )
+        )  # fmt: skip
         logits = jnp.where(visible, logits, -jnp.inf)
         risen = jnp.maximum(maximum, jnp.max(logits, axis=-1))
         shift = finite_or_zero(risen)

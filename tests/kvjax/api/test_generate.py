@@ -185,16 +185,6 @@ def test_rows_and_texts_have_no_padding():
     assert run(limits=[2, 0, N]).rows() == [free[0, :2].tolist(), [], free[2].tolist()]
 
 
-def test_stream_leaves_eos_out_of_text():
-    free = free_run()
-    stop = int(free[0, 3])
-    pieces = stream(Names(), stop)
-    want, counts = ended(free[:, :-1], [stop])
-    for row in range(3):
-        shown = [token for token in want[row, : counts[row]].tolist() if token != stop]
-        assert "".join(piece[row] for piece in pieces) == Names().decode(shown)
-
-
 def test_a_stop_string_ends_its_row():
     """It may begin and end within tokens; the other rows go on."""
     free, names = free_run()[:, :-1], Names()

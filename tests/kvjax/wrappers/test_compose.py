@@ -5,7 +5,6 @@ import inspect
 import typing
 
 import jax
-import numpy as np
 import pytest
 
 import kvjax
@@ -14,20 +13,16 @@ from kvjax.methods import H2O, Full, KVzip, Quest, SnapKV, StreamingLLM
 from kvjax.protocol.method import Method, declarations
 from kvjax.protocol.slots import SlotMethod
 from kvjax.protocol.typing import pytree
-from kvjax.wrappers import DenseBelow, PerLayer, Prefill, Stages, Twilight
+from kvjax.wrappers import PerLayer, Prefill, Stages, Twilight
 from kvjax.wrappers.compose import Answer, answers, passes
 from kvjax.wrappers.reuse import Follower
 from tests.harness import WRAPPERS, read, small, stored, tiny_params
-from tests.kvjax.cases import ONE, go_on
+from tests.kvjax.cases import ONE
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 SNAP = SnapKV(budget=20, obs_window=5)
 QUEST = Quest(budget=8, page_size=4, num_dense_layers=0)
-
-
-def tokens(method, **options):
-    return np.asarray(go_on(read(method, **options)).tokens)
 
 
 def shapes(run):
@@ -52,12 +47,6 @@ def test_per_layer_reaches_into_wrappers():
     assert dense_first.for_layer(0, 2) == Full() and dense_first.for_layer(1, 2).page_size == 4
     stages = Stages(evict=SNAP, retrieve=Quest(budget=8, page_size=4, num_dense_layers=1))
     assert stages.for_layer(0, 2).retrieve == Full() and stages.for_layer(1, 2).retrieve.page_size == 4
-
-
-@pytest.mark.thorough
-def test_dense_below_everything_is_full_and_below_one_is_the_method():
-    np.testing.assert_array_equal(tokens(DenseBelow(length=1000, method=QUEST)), tokens(Full()))
-    np.testing.assert_array_equal(tokens(DenseBelow(length=1, method=QUEST)), tokens(QUEST))
 
 
 def test_stages_hold_the_compressed_cache_only():
