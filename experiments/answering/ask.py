@@ -109,6 +109,7 @@ def ask_in_turn(
     clock: CompileClock | None = None,
     kv_dtype: str | None = None,
     tell: Callable[[str], None] = lambda _: None,
+    parts: Sequence[int] = (),
 ) -> Iterator[Asked]:
     """Generate greedy answers under each of several methods, which prefill the contexts together.
 
@@ -121,6 +122,7 @@ def ask_in_turn(
             limits do not compile another program.
         clock: counts compilation; without it compilation counts as running.
         tell: is called with a text that says what is done next: which contexts are read, or asked under which method.
+        parts: how many methods each have caches at one time, and share `inputs` of `kvjax.prefill_each`; empty means all.
 
     Yields:
         Answers and accounting of each method, as soon as the method has answered the last context. Each method gets an equal
@@ -137,13 +139,16 @@ def ask_in_turn(
         tell(f"reading {prompts}")
         at = [start + (row if row < real else 0) for row in range(shape.rows)]
         tokens, lengths = pad([contexts[i] for i in at], shape.length)
-        with Timer(clock) as reading:
-            sizes: dict[str, Any] = {"lengths": lengths, "max_new_tokens": shape.room, "kv_dtype": kv_dtype}
-            sizes |= {"share_storage": True, "chunk_size": shape.chunk}
-            caches = kvjax.prefill_each(params, tokens, config=config, methods=methods, **sizes)
-            if len(caches) > 1:  # otherwise the time of all caches would count for the first method
-                jax.block_until_ready(caches)
+        sizes: dict[str, Any] = {"lengths": lengths, "max_new_tokens": shape.room, "kv_dtype": kv_dtype}
+        sizes |= {"share_storage": True, "chunk_size": shape.chunk, "inputs": [] if len(parts) > 1 else None}
+        caches, left = list[kvjax.Cache](), iter(parts or [len(methods)])
         for number, asked in enumerate(results):
+            if not caches:
+                part = methods[number : number + next(left)]
+                with Timer(clock) as reading:
+                    caches = kvjax.prefill_each(params, tokens, config=config, methods=part, **sizes)
+                    if len(caches) > 1:  # otherwise the time of all caches would count for the first method
+                        jax.block_until_ready(caches)
             tell(f"asking {prompts}" + f" under method {number + 1} of {len(methods)}" * (len(methods) > 1))
             with Timer(clock) as answering:
                 answers, stats, decoding = _answer(
@@ -152,9 +157,9 @@ def ask_in_turn(
             results[number] = Asked(
                 asked.ids + answers,
                 asked.stats + stats,
-                asked.run_seconds + answering.run + reading.run / len(results),
+                asked.run_seconds + answering.run + reading.run / len(part),
                 asked.decode_seconds + decoding,
-                asked.compile_seconds + answering.compile + reading.compile / len(results),
+                asked.compile_seconds + answering.compile + reading.compile / len(part),
             )
             if start + shape.rows >= len(contexts):
                 yield results[number]
@@ -221,17 +226,20 @@ def _turn(values: Sequence[Any], turn: int) -> Any:
 
 
 def programs(
-    params: Any, config: Any, methods: Sequence[Method], shape: Shape, kv_dtype: str | None = None
+    params: Any, config: Any, methods: Sequence[Method], shape: Shape, kv_dtype: str | None = None, parts: Sequence[int] = ()
 ) -> Iterator[jax.stages.Lowered]:
     """Lower the programs that `ask_in_turn` runs, one after the other; see `kvjax.api.programs.lower_programs`.
 
     With an offloaded method no program is lowered: its arrays in host memory cannot be described before they exist.
     """
-    if not any(method.offload for method in methods):
+    inputs: list[Any] | None = [] if len(parts) > 1 else None
+    for part in () if any(method.offload for method in methods) else parts or [len(methods)]:
+        now, methods = methods[:part], methods[part:]
         yield from lower_programs(
             params,
             config=config,
-            methods=methods,
+            methods=now,
+            inputs=inputs,
             rows=shape.rows,
             length=shape.length,
             room=shape.room,

@@ -11,13 +11,15 @@ model needs all cores, nothing is compiled ahead; a method's own programs are co
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Hashable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 from jax.stages import Lowered
 
 _MOST = 8  # threads; each holds the memory of a compilation
+_TURN = 5e-4  # seconds of Python's lock for the thread that traces, if another waits: it waits after each call of a program
 
 
 class CompileAhead:
@@ -35,20 +37,30 @@ class CompileAhead:
         self._tracer = ThreadPoolExecutor(1, "trace")
         self._compilers = ThreadPoolExecutor(threads or min(_MOST, (os.cpu_count() or 1) // 2 + 1), "compile")
         self._traced: dict[Hashable, Future[list[Future]]] = {}
+        self._turn = sys.getswitchinterval()
 
     def __enter__(self) -> CompileAhead:
+        sys.setswitchinterval(_TURN)
         return self
 
     def __exit__(self, *error: object) -> None:
+        sys.setswitchinterval(self._turn)
         for pool in (self._tracer, self._compilers):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def add(self, key: Hashable, programs: Callable[[], Iterable[Lowered]]) -> None:
         """Add the programs that ``programs`` traces and lowers to the queue, unless ``key`` is queued already."""
         if key not in self._traced:
-            self._traced[key] = self._tracer.submit(
-                lambda: [self._compilers.submit(lowered.compile) for lowered in programs()]
-            )
+
+            def trace(again: bool = True) -> list[Future]:
+                try:
+                    return [self._compilers.submit(lowered.compile) for lowered in programs()]
+                except Exception:  # once more: kernels are lowered by libraries that another thread may use at the same time
+                    if not again:
+                        raise
+                    return trace(False)
+
+            self._traced[key] = self._tracer.submit(trace)
 
     def done(self, key: Hashable) -> bool:
         """Tell whether the programs of an added ``key`` have compiled or failed."""
@@ -56,7 +68,7 @@ class CompileAhead:
         return traced.done() and (traced.exception() is not None or all(one.done() for one in traced.result()))
 
     def wait(self, key: Hashable) -> BaseException | None:
-        """Wait until the programs of an added ``key`` have compiled or failed; return the error of lowering them."""
-        if (error := self._traced[key].exception()) is None:
-            wait(self._traced[key].result())
-        return error
+        """Wait until the programs of an added ``key`` have compiled or failed; return the first error."""
+        if error := self._traced[key].exception():
+            return error
+        return next(filter(None, [one.exception() for one in self._traced[key].result()]), None)

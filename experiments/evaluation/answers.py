@@ -142,6 +142,7 @@ def answer_cell(
     clock: CompileClock,
     new_tokens: int | None = None,
     tell: Callable[[str], None] = lambda _: None,
+    parts: Sequence[int] = (),
 ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Answer and score a cell.
 
@@ -150,7 +151,7 @@ def answer_cell(
         question: where the question stands.
         batches: see `make_batches`.
         clock: counts compilation.
-        tell: see `experiments.answering.ask_in_turn`.
+        tell, parts: see `experiments.answering.ask_in_turn`.
 
     Yields:
         For each method a metric for `experiments.records.make_record`, and a prediction for each example, as soon as the
@@ -170,6 +171,7 @@ def answer_cell(
             clock=clock,
             kv_dtype=model.kv_dtype,
             tell=tell,
+            parts=parts,
         )
         for mine, one in zip(asked, answered, strict=True):
             mine.append(one)

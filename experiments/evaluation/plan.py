@@ -1,8 +1,9 @@
 """Plans an evaluation: the batches of every cell, and the methods that prefill its contexts together.
 
 Methods that attend to a prompt densely read it together (`kvjax.prefill_each`): the model runs once for all of them. As many
-do as fit into half of the free memory. A pass has two tokens for each MiB of that half, rounded down to a power of two, and
-8,192 at least, so several rows: methods end their prompts together, in as many launches as one would take.
+do as fit into half of the free memory; others begin with the hidden states of that reading, if these fit besides. A pass has
+two tokens for each MiB of that half, rounded down to a power of two, and 8,192 at least, so several rows: methods end their
+prompts together, in as many launches as one would take.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 
 from experiments.answering import LoadedModel, Setting, Shape
 from experiments.benchmarks import Cell, Encoded, placeholder
@@ -40,6 +43,7 @@ class Job:
         question: where the question stands.
         cell: the cell.
         identity: the fields that tell the row from all others.
+        part: where not all caches of a group fit at once: which come one after the other.
     """
 
     label: str
@@ -47,6 +51,7 @@ class Job:
     question: str
     cell: Cell
     identity: Mapping[str, Any]
+    part: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +69,11 @@ class Group:
     def methods(self) -> tuple[Method, ...]:
         """The methods of the jobs."""
         return tuple(job.setting.method for job in self.jobs)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """How many of the methods have caches at one time."""
+        return tuple(len(list(same)) for _, same in itertools.groupby(self.jobs, lambda job: job.part))
 
 
 class Plan:
@@ -119,7 +129,18 @@ class Plan:
                 continue
             groups.append([job])
             near += [groups[-1]] * (not alone)
-        return [Group(group, self._tokens(group)) for group in groups]
+        joined: list[Group] = []
+        for group in (Group(jobs, self._tokens(jobs)) for jobs in groups):
+            for at, first in enumerate(joined):
+                if self._follows(first, group):
+                    part = 1 + max(job.part for job in first.jobs)
+                    both = [*first.jobs, *(dataclasses.replace(job, part=part) for job in group.jobs)]
+                    # Last what has one program of all layers: it is traced longest.
+                    joined[at] = dataclasses.replace(first, jobs=sorted(both, key=lambda job: not self._kinds(job)))
+                    break
+            else:
+                joined.append(group)
+        return joined
 
     def batches(self, group: Group) -> list[Batch]:
         """Sort the examples of a group's cell that are not answered into batches."""
@@ -154,6 +175,18 @@ class Plan:
         copied = max(one.after.alone for one in each) if copies else 0
         self._needed[at] = max(needed.peak, needed.after + copied)
         return self._needed[at]
+
+    def _follows(self, first: Group, group: Group) -> bool:
+        """Tell whether a group of the same cell begins with the hidden states of the first, if these fit besides."""
+        job, other = first.jobs[0], group.jobs[0]
+        if (job.cell, job.question, first.tokens) != (other.cell, other.question, group.tokens):
+            return False
+        if self._settings.together == 1 or self._model.mesh is not None or self._alone(job) or self._alone(other):
+            return False
+        config = self._model.config
+        tokens = max(batch.shape.rows * batch.shape.length for batch in self.batches(first))
+        hidden = tokens * config.hidden_size * jnp.dtype(config.dtype).itemsize * (config.num_layers + 1)
+        return self._kinds(job) and hidden <= self._bytes // 2
 
     def _alone(self, job: Job) -> bool:
         return bool(job.setting.method.offload) or not shares_prefill(job.setting.method, self._model.config)

@@ -278,10 +278,10 @@ class Runner:
         with Timer(clock) as waiting:
             for key in self._add(ahead, group):
                 if error := ahead.wait(key):
-                    self._say(f"{name}: compiled only now, because it could not be lowered ahead: {error!r:.200}")
+                    self._say(f"{name}: compiled only now, because it failed ahead: {error!r:.200}")
         together = {"read_together": len(jobs)} if len(jobs) > 1 else {}
         encoded, batches, limit = self.store[cell], self._plan.batches(group), self.settings.max_new_tokens
-        asked = encoded.after(group.answered), group.methods, jobs[0].question, batches, clock, limit, tell
+        asked = encoded.after(group.answered), group.methods, jobs[0].question, batches, clock, limit, tell, group.parts
         for job, (row, predictions) in zip(jobs, answer_cell(self.model, *asked), strict=True):
             row["compile_seconds"] = round(row["compile_seconds"] + (waiting.run + waiting.compile + idle) / len(jobs), 2)
             if group.answered:
@@ -301,8 +301,9 @@ class Runner:
         for batch in (plan or self._plan).batches(group):
             shape, config = batch.shape, with_room(self.model.config, batch.shape, methods)
             # The questions are asked one after the other: their number can change the program only through the room.
-            keys.append((jax.tree.structure(methods), shape.length, shape.rows, shape.room, shape.question_length, config))
-            kind = {"kv_dtype": self.model.kv_dtype}
+            sizes = shape.length, shape.rows, shape.room, shape.question_length
+            keys.append((jax.tree.structure(methods), group.parts, *sizes, config))
+            kind = {"kv_dtype": self.model.kv_dtype, "parts": group.parts}
             ahead.add(keys[-1], functools.partial(programs, self.model.params, config, methods, shape, **kind))
         return keys
 

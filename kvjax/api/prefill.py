@@ -101,6 +101,7 @@ def prefill_each(
     kv_dtype: str | None = None,
     share_storage: bool = False,
     order: By | None = None,
+    inputs: list[Array] | None = None,
 ) -> list[Cache]:
     """Prefill prompts once for several methods, and return the cache of each method.
 
@@ -117,6 +118,9 @@ def prefill_each(
             hold the same keys and values, which then exist once. The first call that consumes a cache
             (`generate`, `extend`) then consumes all caches that share its arrays: `kvjax.fork` each cache before, except
             the last. Each kind of layer is then a program of its own. On a mesh nothing is shared.
+        inputs: with ``share_storage``, a list that calls on the same prompts share when not all caches fit at once. The first
+            call fills it with the hidden states before each layer and behind the last, [B, S, E] each; the others take them,
+            and run of each layer only what caches need. A call whose layers are one program leaves it empty.
 
     See `prefill` for the other arguments and the errors.
     """
@@ -151,10 +155,11 @@ def prefill_each(
     args = params, padded, length, on_device(tuple(chosen))
     static |= {"kv_dtype": kv_dtype, "order": order}
     once = share_storage and plan is None
-    if once and not tracing() and (found := read_by_layer(run_of_layers, *args, **static)) is not None:
+    if once and not tracing() and (found := read_by_layer(run_of_layers, *args, **static, inputs=inputs)) is not None:
         return found
     static["plan"] = plan  # as in `lower_programs`: an argument that is left out makes another program
-    caches = prefill_once_program(*args, **static).caches if once else prefill_program(*args, **static)
+    known = tuple(inputs or ())
+    caches = prefill_once_program(*args, **static, inputs=known).caches if once else prefill_program(*args, **static)
     # A program's results have memory of their own from its start. So what waits in host memory comes back behind its end.
     return [brought_back(cache) for cache in caches]
 

@@ -40,8 +40,8 @@ repeat_program = jax.jit(shard_map.repeat, static_argnames="copies")
 _OF_LAYERS = {  # the programs of `one_layer.read_by_layer`, by what they compute
     one_layer.each_layer: jax.jit(one_layer.each_layer, static_argnames="model"),
     one_layer.begin: jax.jit(one_layer.begin, static_argnames=("model", "slots")),
-    one_layer.read: jax.jit(one_layer.read, static_argnames="layer"),
-    one_layer.end: jax.jit(one_layer.end, static_argnames="model"),
+    one_layer.read: jax.jit(one_layer.read, static_argnames=("layer", "onward")),
+    one_layer.last_logits: jax.jit(one_layer.last_logits, static_argnames="model"),
     one_layer.observed: jax.jit(one_layer.observed),
 }
 _KEEP = {  # the same programs, which do not consume their cache
@@ -81,6 +81,7 @@ def lower_programs(
     kv_dtype: str | None = None,
     share_storage: bool = False,
     order: By | None = None,
+    inputs: list[Any] | None = None,
 ) -> Iterator[Lowered]:
     """Trace and lower, one by one, the programs of `kvjax.prefill_each`, `kvjax.extend` and greedy `kvjax.generate`.
 
@@ -102,6 +103,7 @@ def lower_programs(
         kv_dtype: as in `kvjax.prefill`.
         share_storage: as in `kvjax.prefill_each`.
         order: as in `kvjax.prefill`.
+        inputs: as in `kvjax.prefill_each`, of shapes.
     """
     padded = -(-length // pad_multiple) * pad_multiple
     plan = plan_of(params)
@@ -123,11 +125,12 @@ def lower_programs(
             found[kind] = _lower(_OF_LAYERS[function], *args, **static)
         return found[kind][0]
 
-    caches = one_layer.read_by_layer(lower, *given, **static) if once else None
+    caches = one_layer.read_by_layer(lower, *given, **static, inputs=inputs) if once else None
     yield from (lowered for _, lowered in found.values())
     if caches is None:
-        shapes, lowered = _lower(prefill_once_program if once else prefill_program, *given, **static, plan=plan)
-        caches = shapes.caches if once else shapes
+        known = {"inputs": tuple(inputs or ())} if once else {}
+        caches, lowered = _lower(prefill_once_program if once else prefill_program, *given, **static, **known, plan=plan)
+        caches = caches.caches if once else caches
         yield lowered
     for cache in caches:
         cache = _placed(cache)

@@ -92,11 +92,12 @@ def prefill_each(
     plan: Plan | None = None,
     kv_dtype: str | None = None,
     order: By | None = None,
+    inputs: tuple[Array, ...] = (),
 ) -> tuple[Cache, ...]:
     """Run `run_prefill_each` on the devices of ``plan``; on one device without a plan."""
     parts = 1 if plan is None else plan.parts
     sizes: dict[str, Any] = {"max_new_tokens": max_new_tokens, "chunk_size": chunk_size, "parts": parts, "kv_dtype": kv_dtype}
-    run = functools.partial(run_prefill_each, order=order, **sizes)
+    run = functools.partial(run_prefill_each, order=order, inputs=inputs, **sizes)
     if plan is None:
         return run(params, tokens, length, methods, model=model)
     weights, part = fingerprint(params), plan.part(model)

@@ -17,7 +17,8 @@ from jax import Array, lax
 
 from kvjax.cache import Cache, LayerSpec
 from kvjax.decoding.layers import fingerprint, init_shared, layer_methods, layer_specs, observe
-from kvjax.decoding.prefill import Run, Sized, put_rows
+from kvjax.decoding.passes import last_logits, put_rows
+from kvjax.decoding.prefill import Run, Sized
 from kvjax.decoding.reading_order import By, Order, chosen_order, why_chunks
 from kvjax.decoding.shared_storage import Common, common_storage, finish
 from kvjax.protocol.method import Method
@@ -74,15 +75,18 @@ def begin(params: Any, tokens: Array, length: Array, *, model: Model, slots: int
 
 
 def read(
-    params: Any, hidden: Array, tokens: Array, length: Array, methods: tuple, shared: tuple, *, layer: OneLayer
-) -> tuple[Array, tuple]:
-    """Run a layer on hidden states [B, S, E], group by group; return those behind it, and finished states [method]."""
+    params: Any, hidden: Array, tokens: Array, length: Array, methods: tuple, shared: tuple, *, layer: OneLayer, onward: bool
+) -> tuple[Array | None, tuple]:
+    """Run a layer on hidden states [B, S, E], group by group; return those behind it, and finished states [method].
+
+    ``onward`` is that of `Run.read_layer`.
+    """
     order = layer.order
     run, sized = layer.of(params, methods, shared, order.rows)
     blank, kept = layer.blank(methods)
 
-    def group(hidden: Array, tokens: Array, length: Array) -> tuple[Array, tuple]:
-        hidden, begun = run.read_layer(0, hidden, tokens, length, sized, embeds=False)
+    def group(hidden: Array, tokens: Array, length: Array) -> tuple[Array | None, tuple]:
+        hidden, begun = run.read_layer(0, hidden, tokens, length, sized, embeds=False, onward=onward)
         begun = zip(methods, sized.common.restore_layer(0, begun), sized.specs, strict=True)
         return hidden, kept.strip_layer(0, tuple(finish(method, state, spec) for method, state, (spec,) in begun))
 
@@ -95,15 +99,8 @@ def read(
         if order.groups == 1:
             return group(hidden, tokens, length)
         by_length = jnp.argsort(length, descending=True).astype(jnp.int32)
-        room = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (hidden, blank))
+        room = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (hidden if onward else None, blank))
         return lax.fori_loop(0, order.groups, body, room)
-
-
-def end(params: Any, hidden: Array, length: Array, *, model: Model) -> Array:
-    """Compute the logits behind the last tokens, float32 [B, V]."""
-    last = jnp.maximum(length - 1, 0)[:, None, None]
-    logits = not_none("model", layered(model)).head(params, jnp.take_along_axis(hidden, last, axis=1)[:, 0])
-    return jnp.where((length > 0)[:, None], logits, 0)
 
 
 def observed(cache: Cache) -> Cache:
@@ -135,11 +132,13 @@ def read_by_layer(
     chunk_size: int,
     kv_dtype: str | None,
     order: By | None,
+    inputs: list[Array] | None = None,
 ) -> list[Cache] | None:
     """Do what `kvjax.decoding.prefill.run_prefill_each` does, by a program for each kind of layer.
 
     Args:
         call: runs a program of this module on arguments; or returns the shapes of its results, to compile it ahead.
+        inputs: of `kvjax.api.prefill.prefill_each`.
 
     Returns:
         The caches, which have the arrays in common that are equal; None where one program must read all layers: in another
@@ -161,10 +160,17 @@ def read_by_layer(
         for rows in (plan.order.rows, batch)
     )
     whole = []
+    known = list(inputs or ())
+    known = known if known and known[0].shape == hidden.shape else []
     for at, own in enumerate(zip(*each, strict=True)):
-        hidden, made = call(read, alone(params, at)[1], hidden, tokens, length, own, shared, layer=plan.layers[at])
+        if inputs is not None and not known:
+            inputs.append(hidden)
+        given = alone(params, at)[1], known[at] if known else hidden, tokens, length, own, shared
+        hidden, made = call(read, *given, layer=plan.layers[at], onward=not known)
         whole.append(plan.kept[at].restore_layer(0, made))
-    logits = call(end, params, hidden, length, model=model)
+    if inputs is not None and not known:
+        inputs.append(hidden)
+    logits = call(last_logits, params, known[-1] if known else hidden, length, model=model)
     caches = []
     for at, method in enumerate(methods):
         layers = tuple(layer[at] for layer in whole)

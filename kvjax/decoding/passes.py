@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from kvjax.decoding.recurrent import run_recurrent
 from kvjax.decoding.shared_storage import Common, stores_only
 from kvjax.protocol.method import Inputs, LayerMethod, Method, Reading
-from kvjax.protocol.typing import EMPTY, Model, is_recurrent, layer_ropes, method_layers, position_option
+from kvjax.protocol.typing import EMPTY, Model, is_recurrent, layer_ropes, layered, method_layers, not_none, position_option
 from kvjax.rope import frequencies, prepare
 from pallas_kernels.dispatch import run_shared
 
@@ -107,6 +108,30 @@ def checked(model: Model, rows: int, layers: int, made: tuple[Array, tuple[Any, 
             f"{layers} states, got {logits.shape} and {len(states)} states"
         )
     return logits, tuple(states)
+
+
+def last_logits(params: Any, hidden: Array, length: Array, *, model: Model) -> Array:
+    """Compute the logits behind the last tokens, float32 [R, V], from hidden states [R, S, E]."""
+    last = jnp.maximum(length - 1, 0)[:, None, None]
+    logits = not_none("model", layered(model)).head(params, jnp.take_along_axis(hidden, last, axis=1)[:, 0])
+    return jnp.where((length > 0)[:, None], logits, 0)
+
+
+def row_of[Tree](tree: Tree, row: Array) -> Tree:
+    """Slice row ``row``, an int32 scalar, out of every leaf [B, ...]: [1, ...]."""
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1), tree)
+
+
+def put_rows[Tree](tree: Tree, new: Tree, rows: Array) -> Tree:
+    """Write ``new`` [R, ...] into the ``rows`` int32 [R] of every leaf [B, ...]; in place, one row after the other."""
+
+    def put(at: Array | int, tree: Tree) -> Tree:
+        def one(x: Array, y: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(x, lax.dynamic_slice_in_dim(y, at, 1), rows[at], 0)
+
+        return jax.tree.map(one, tree, new)
+
+    return put(0, tree) if len(rows) == 1 else lax.fori_loop(0, len(rows), put, tree)
 
 
 def reread(

@@ -44,7 +44,7 @@ from jax import Array, lax
 
 from kvjax.cache import Cache, LayerSpec
 from kvjax.decoding.layers import fingerprint, init_shared, layer_methods, layer_specs, observe
-from kvjax.decoding.passes import Pass, checked, reread
+from kvjax.decoding.passes import Pass, checked, last_logits, put_rows, reread, row_of
 from kvjax.decoding.reading_order import By, Order, chosen_order, reading_spec
 from kvjax.decoding.shared_storage import Common, barrier, common_storage, finish, stored_alone
 from kvjax.protocol.method import LayerMethod, Method
@@ -88,18 +88,20 @@ def run_prefill_each(
     parts: int = 1,
     kv_dtype: str | None = None,
     order: By | None = None,
+    inputs: tuple[Array, ...] = (),
 ) -> tuple[Cache, ...]:
     """Prefill right-padded tokens int32 [B, T] of length int32 [B]; see `brought_back`.
 
     ``parts`` devices divide the slots of each row. The model runs once, however many methods there are, and once more for
     each method with `Method.reread`. Several methods all have `Method.dense_prompt`: their attention outputs are the same, so
-    one output is used and XLA leaves out all other outputs.
+    one output is used and XLA leaves out all other outputs. ``inputs`` are those of `kvjax.api.prefill.prefill_each`.
     """
     batch, padded = tokens.shape
     each = tuple(layer_methods(method, model) for method in methods)
     sizes = {"max_new_tokens": max_new_tokens, "parts": parts, "kv_dtype": kv_dtype}
     chosen = chosen_order(methods, each, model, batch, padded, **sizes, chunk_size=chunk_size, order=order)
-    run = Run(params, tuple(methods), each, model, padded, tuple(sizes.values()), chosen)
+    known = inputs if chosen.apart and inputs and inputs[0].shape[1] == chosen.slots else ()
+    run = Run(params, tuple(methods), each, model, padded, tuple(sizes.values()), chosen, known)
     tokens = jnp.pad(tokens, ((0, 0), (0, run.order.slots - padded)))
     every = run.sized(batch)
     with soft_cap(attention_soft_cap(model)):
@@ -144,6 +146,7 @@ class Run:
     padded: int
     sizes: tuple  # `max_new_tokens`, `parts`, `kv_dtype`
     order: Order
+    inputs: tuple[Array, ...] = ()  # hidden states [B, S, E] before each layer and behind the last, where they are known
 
     @property
     def within(self) -> list[bool]:
@@ -151,7 +154,8 @@ class Run:
 
         It is if the prompt has one chunk and is not reread: then only one layer's full keys exist at a time.
         """
-        return [self.order.chunks == 1 and not method.reread_tokens(self.padded) for method in self.methods]
+        early = self.order.chunks == 1 and not self.inputs
+        return [early and not method.reread_tokens(self.padded) for method in self.methods]
 
     def sized(self, rows: int) -> Sized:
         specs = tuple(layer_specs(layers, self.model, rows, self.order.slots, *self.sizes) for layers in self.each)
@@ -169,15 +173,22 @@ class Run:
         empty = tuple(layers[layer].init(spec) for layers, spec in zip(self.each, specs, strict=True))
         return sized.common.strip_layer(layer, empty)
 
-    def whole(self, tokens: Array, length: Array, sized: Sized) -> tuple[tuple, Array]:
+    def whole(self, tokens: Array, length: Array, sized: Sized, rows: Array | None = None) -> tuple[tuple, Array]:
         """Prefill rows together; return their finished states and their logits float32 [B, V]."""
         if self.order.by == "layers":
             waiting = self.order.waiting
             return self.in_layers(
                 tokens, length, sized, lambda layer, made: jax.tree.map(to_host, made) if layer < waiting else made
             )
-        states, logits = self.read(tokens, length, self.begun(sized), sized)
-        return self.finished(tokens, length, states, sized, logits), logits
+        if not self.inputs:
+            states, logits = self.read(tokens, length, self.begun(sized), sized)
+            return self.finished(tokens, length, states, sized, logits), logits
+        hidden = [x if rows is None else x[rows] for x in self.inputs]
+        states = tuple(
+            self.read_layer(at, x, tokens, length, sized, embeds=False, onward=False)[1] for at, x in enumerate(hidden[:-1])
+        )
+        logits = last_logits(self.params, hidden[-1], length, model=self.model)
+        return self.finished(tokens, length, sized.common.restore(states), sized, logits), logits
 
     def in_groups(self, tokens: Array, length: Array, every: Sized) -> tuple[tuple, Array]:
         """Prefill all rows group by group, rows of similar length in one group; return finished states and logits."""
@@ -204,7 +215,7 @@ class Run:
                 made, new = self.in_layers(*own, group, put)
                 return made, put_rows(logits, new, rows)
             if order.apart:
-                made, new = self.whole(*own, group)
+                made, new = self.whole(*own, group, rows)
                 return put_rows(carry, (kept.strip(made), new), rows)
             states, new = self.read(*own, states, dataclasses.replace(group, shared=row_of(every.shared, rows[0])), rows)
             return states, put_rows(logits, new, rows)
@@ -248,21 +259,21 @@ class Run:
         return states, jnp.where((length > 0)[:, None], logits, 0)
 
     def read_layer(
-        self, layer: int, hidden: Array, tokens: Array, length: Array, sized: Sized, embeds: bool
-    ) -> tuple[Array, tuple]:
+        self, layer: int, hidden: Array, tokens: Array, length: Array, sized: Sized, embeds: bool, onward: bool = True
+    ) -> tuple[Any, tuple]:
         """Run one layer on all chunks of hidden states [R, S, E]; return those behind it, and its states, stripped.
 
-        With ``embeds`` the layer reads the tokens, and the hidden states are those behind it alone.
+        With ``embeds`` it reads the tokens. Without ``onward`` nothing is behind it, and XLA leaves out attention and MLP.
         """
         model, order, common = not_none("model", layered(self.model)), self.order, sized.common
 
         def body(index: Array | int, carry: tuple, operands: tuple) -> tuple:  # over nothing traced, see `run_if`
-            (hidden, states), (params, each, shared, length, tokens) = carry, operands
-            piece, part = (_piece(x, index * order.chunk, order.chunk) for x in (tokens, hidden))
+            (hidden, states), (params, each, shared, length, tokens, before) = carry, operands
+            piece, part = (_piece(x, index * order.chunk, order.chunk) for x in (tokens, hidden if onward else before))
             now = Pass.at(jnp.int32(index * order.chunk), piece, length, each, shared)  # no integer under `disable_jit`
             if embeds:
                 part = model.embed(params, piece, **position_option(model, now.position))
-            else:  # what is written must not be computed from what it takes the place of
+            elif onward:  # what is written must not be computed from what it takes the place of
                 hidden, part = barrier((hidden, part))
 
             def attend(layer: int, states: tuple, *given: Any, sinks: Array | None = None) -> tuple[Array, tuple]:
@@ -272,10 +283,11 @@ class Run:
 
             part, states = model.run_layer(params, layer, part, attend, states)
             part = to_host(part) if order.offloaded else part
-            return lax.dynamic_update_slice_in_dim(hidden, part, index * order.chunk, 1), states
+            return lax.dynamic_update_slice_in_dim(hidden, part, index * order.chunk, 1) if onward else None, states
 
-        carry = hidden, made_after(hidden, self._begun_layer(layer, sized))
-        return self._each_chunk(body, carry, (self.params, self.each, sized.shared, length, tokens), length)
+        begun, before = made_after(hidden, self._begun_layer(layer, sized)), None if onward else hidden
+        operands = self.params, self.each, sized.shared, length, tokens, before
+        return self._each_chunk(body, (hidden if onward else None, begun), operands, length)
 
     def _each_chunk(self, body: Callable, carry: tuple, operands: tuple, length: Array) -> tuple:
         """Run ``carry = body(chunk, carry, operands)`` for each chunk of the longest of some rows of ``length`` int32 [R]."""
@@ -381,20 +393,3 @@ def _piece(x: Array, start: Array | int, size: int, row: int | None = None) -> A
     rows = (0, len(x)) if row is None else (row, 1)
     begin = (rows[0], start, *(0 for _ in x.shape[2:]))
     return to_device(lax.dynamic_slice(x, begin, (rows[1], size, *x.shape[2:]), allow_negative_indices=False))
-
-
-def row_of[Tree](tree: Tree, row: Array) -> Tree:
-    """Slice row ``row``, an int32 scalar, out of every leaf [B, ...]: [1, ...]."""
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1), tree)
-
-
-def put_rows[Tree](tree: Tree, new: Tree, rows: Array) -> Tree:
-    """Write ``new`` [R, ...] into the ``rows`` int32 [R] of every leaf [B, ...]; in place, one row after the other."""
-
-    def put(at: Array | int, tree: Tree) -> Tree:
-        def one(x: Array, y: Array) -> Array:
-            return lax.dynamic_update_slice_in_dim(x, lax.dynamic_slice_in_dim(y, at, 1), rows[at], 0)
-
-        return jax.tree.map(one, tree, new)
-
-    return put(0, tree) if len(rows) == 1 else lax.fori_loop(0, len(rows), put, tree)

@@ -121,6 +121,18 @@ def test_ask_finds_what_was_compiled_ahead(name):
     assert sum(found.values()) == before >= len(LARGE)
 
 
+def test_methods_behind_others_find_what_was_compiled_ahead(directory, tmp_path, monkeypatch):
+    """KVzip begins with the hidden states that Full and Quest have read."""
+    monkeypatch.setattr(runner, "CompileAhead", Eager)
+    given = {"model": str(directory), "tasks": ["passkey"], "lengths": [512], "samples": 2, "methods": ["quest", "kvzip"]}
+    settings = EvaluationSettings.from_mapping(given | {"question": "prefill", "workers": 0}, "a test")
+    made = runner.Runner(settings, load_model(directory, "float32"), tmp_path, progress=False)
+    with compilations() as found:
+        made.run()
+    assert [row["read_together"] for row in made.folder.rows] == [3, 3, 3]
+    assert threading.get_ident() not in {thread for _, thread in found} and "prefill_once" in {name for name, _ in found}
+
+
 def test_a_clock_counts_its_own_thread():
     def compile_something():
         jax.jit(lambda x: x * 3 + 1).lower(np.float32(2)).compile()

@@ -262,18 +262,19 @@ def test_within_the_window_pi_and_ntk_read_beside_full(directory, tmp_path, monk
 
 
 def test_methods_read_together_and_answer_as_alone(directory, tmp_path):
-    given = {"methods": ["snapkv", "streamingllm"], "budgets": ("1/4",), "max_new_tokens": 4, "tasks": ("passkey",)}
+    """With two at a time the third begins with the hidden states of the first two."""
+    given = {"methods": ["snapkv", "quest", "streamingllm"], "budgets": ("1/4",), "max_new_tokens": 4, "tasks": ("passkey",)}
     found = {}
-    for most in (8, 1):
+    for most in (8, 2, 1):
         make(directory, tmp_path / str(most), together=most, **given).run()
         rows = {row["method"]: row for row in read_record(tmp_path / str(most))["metrics"]}
-        assert len(rows) == 3
-        assert [row.get("read_together") for row in rows.values()] == ([2, 2, None] if most == 8 else [None] * 3)
+        assert len(rows) == 4
+        assert [row.get("read_together") for row in rows.values()] == ([None] * 4 if most == 1 else [3, 3, 3, None])
         found[most] = {
             name: ([x["prediction"] for x in read_predictions(tmp_path / str(most), row)], row["bytes_read_per_step"])
             for name, row in rows.items()
         }
-    assert found[8] == found[1]
+    assert found[8] == found[2] == found[1]
 
 
 def test_an_interruption_keeps_what_methods_that_read_together_have_answered(directory, tmp_path, monkeypatch):
@@ -348,6 +349,7 @@ class Sized(plan.Plan):
 
     def __init__(self, most, limit, tokens=65536):
         self._settings, self._bytes = types.SimpleNamespace(together=most, batch_tokens=tokens), limit
+        self._model = types.SimpleNamespace(mesh="any")  # on which groups stay apart
 
     def _alone(self, job):
         return job.label == "x"

@@ -101,7 +101,7 @@ def test_what_the_evaluation_reads_together_kvjax_does_not_refuse(directory, tmp
     monkeypatch.setattr(plan, "free_bytes", lambda mesh: 2 * limit)
     run = make(directory, tmp_path, **GIVEN, together=8)
     groups = run._plan.groups(jobs)
-    assert sorted(len(group.jobs) for group in groups) == [1, 2]
+    assert [sorted(group.parts) for group in groups] == [[1, 2]]
     (shape,) = {batch.shape for batch in run._plan.batches(groups[0])}
     sizes = {"batch": shape.rows, "prompt_slots": shape.length, "max_new_tokens": shape.room, "chunk_size": shape.chunk}
     two, three = (

@@ -15,6 +15,7 @@ from kvjax.decoding.one_layer import has_few_kinds
 from kvjax.decoding.reading_order import Order, RowBytes, chosen_order, reading_order
 from kvjax.methods import KVzip, PyramidKV, SnapKV
 from kvjax.testing.model import TinyModel
+from models.weights import param_shapes
 from pallas_kernels.host import on_host
 from tests.harness import ALL, any_example, example
 from tests.kvjax.test_kinds_of_models import KINDS
@@ -115,6 +116,39 @@ def test_methods_that_share_a_prompt_share_each_layer():
     for one, other in zip(caches, read([example(name) for name in names], "chunks"), strict=True):
         equal(one, other)
     assert caches[0].layers[1].cache.key is caches[1].layers[1].cache.key
+
+
+@pytest.mark.parametrize(
+    ("names", "chunk"),
+    [
+        (("kvzip", "h2o"), 96),
+        pytest.param(("quest", "pyramidkv"), 8, marks=pytest.mark.slow),
+        pytest.param(("kvzip",), 8, marks=pytest.mark.slow),
+    ],
+)
+def test_other_methods_begin_with_the_hidden_states_of_the_first(names, chunk):
+    inputs = []
+    read([example("full")], None, share_storage=True, inputs=inputs, chunk_size=chunk)
+    assert len(inputs) == TINY.num_layers + 1
+    methods = [example(name) for name in names]
+    caches = read(methods, None, share_storage=True, inputs=inputs, chunk_size=chunk)
+    for one, other in zip(caches, read(methods, "chunks", chunk_size=chunk), strict=True):
+        equal(one, other)
+    assert len(inputs) == TINY.num_layers + 1
+    spoilt = read(methods, None, share_storage=True, inputs=[x * 0 for x in inputs], chunk_size=chunk)
+    assert not np.allclose(spoilt[0].logits, caches[0].logits)
+
+
+def test_methods_behind_others_compute_a_tenth_of_the_products():
+    wide, work = dataclasses.replace(KINDS["cap"], intermediate_size=4096), []
+    sizes = {"rows": 3, "length": 16, "room": 8, "max_new_tokens": 8, "num_eos": 0, "chunk_size": 32, "pad_multiple": 8}
+    inputs = []
+    for name in ("full", "quest"):
+        given = {"config": wide, "methods": [example(name)], "share_storage": True, "inputs": inputs, **sizes}
+        lowered = list(programs.lower_programs(param_shapes(wide), **given))
+        layers = [one for one in lowered if "jit_read" in one.as_text()[:200]]
+        work.append(sum(one.compile().cost_analysis()["flops"] for one in layers) / len(layers))
+    assert work[1] < work[0] / 10
 
 
 def test_callers_keep_their_arrays():
