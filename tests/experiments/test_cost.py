@@ -105,8 +105,7 @@ KNOBS = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.thorough] * (n not in ("quest", "kvzip"))) for n in sorted(registry.classes())],
+    "name", [pytest.param(n, marks=[pytest.mark.thorough] * (n != "quest")) for n in sorted(registry.classes())]
 )
 def test_ask_finds_what_was_compiled_ahead(name):
     method = registry.make(name, **KNOBS.get(name, {}))
