@@ -12,5 +12,6 @@ from experiments.cli.settings import Settings as Settings
 from experiments.cli.settings import names as names
 from experiments.cli.settings import option as option
 from experiments.cli.settings import output_file as output_file
+from experiments.cli.settings import output_folder as output_folder
 from experiments.cli.settings import record_path as record_path
 from experiments.cli.yaml_text import read_yaml as read_yaml

@@ -378,3 +378,10 @@ def output_file(value: str | pathlib.Path) -> pathlib.Path:
     if not os.access(above, os.W_OK | os.X_OK):
         raise ValueError(f"expected a file in a folder that may be written, got {path}")
     return path
+
+
+def output_folder(value: str | pathlib.Path) -> pathlib.Path:
+    """Read the path of a folder that a run fills; "" is none, and `output_file` says what else is refused."""
+    if not str(value):
+        raise ValueError("expected a folder, got ''")
+    return output_file(pathlib.Path(value) / "metrics.json").parent

@@ -32,7 +32,7 @@ import numpy as np
 from jsonargparse.typing import PositiveInt
 
 from experiments.answering import QUESTIONS, Choice, at_budgets, choices_of, written
-from experiments.cli import Job, option, output_file
+from experiments.cli import Job, option, output_folder
 from experiments.demo.report import draw, table
 from experiments.evaluation import Compared, EvaluationSettings, Runner, Shown, beside_reference, load, read_predictions
 from experiments.records import make_record, save, with_figures, write_bytes, write_record
@@ -46,11 +46,6 @@ def _uncalibrated(entries: Any) -> tuple[Choice, ...]:
     """Parse methods; CHESS gets the trigger that needs no calibration, which would take longer than a demo."""
     fixed = {"trigger": "fixed"}
     return tuple(Choice("chess", {**x.knobs, **fixed}) if x.name == "chess" else x for x in choices_of(entries))
-
-
-def _folder(value: str | pathlib.Path) -> pathlib.Path:
-    """Read the path of a folder in which the demo can write."""
-    return output_file(pathlib.Path(value) / "demo.json").parent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +93,7 @@ class DemoOutput(Shown):
         out: directory for demo.json and demo.png
     """
 
-    out: pathlib.Path = option(pathlib.Path("runs/demo"), read=_folder)
+    out: pathlib.Path = option(pathlib.Path("runs/demo"), read=output_folder)
 
 
 def run_demo(settings: DemoSettings, *, progress: bool = True) -> dict[str, Any]:

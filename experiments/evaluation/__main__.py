@@ -10,7 +10,7 @@ import pathlib
 import sys
 
 from experiments.answering import set_knobs
-from experiments.cli import Job, option, write_figures
+from experiments.cli import Job, option, output_folder, write_figures
 from experiments.evaluation.cells import make_cells
 from experiments.evaluation.comparison import averages, beside_reference, load, place_of
 from experiments.evaluation.folder import Folder
@@ -43,7 +43,7 @@ class Output(Shown):
         force: throw away what the folder holds
     """
 
-    out: pathlib.Path
+    out: pathlib.Path = option(read=output_folder)
     force: bool = False
 
 

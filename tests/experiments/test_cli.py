@@ -225,6 +225,7 @@ ASKED = "generate --model {directory} --prompt a"
         ("demo --lenght 5", "--lenght"),
         ("demo --out {prompt}/below", "--out: expected a file in a folder, got"),  # not after the run, which would be lost
         ("speed --out {prompt}/below.json", "is in the way"),
+        ("eval --out=", "argument --out: expected a folder, got ''"),
     ],
 )
 def test_bad_input_of_a_command_is_named(words, expected, directory, prompt, tmp_path, fails):
