@@ -2,7 +2,9 @@
 
 import collections
 import contextlib
+import sys
 import threading
+import types
 
 import jax
 import numpy as np
@@ -105,8 +107,7 @@ KNOBS = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.thorough] * (n not in ("quest", "kvzip"))) for n in sorted(registry.classes())],
+    "name", [pytest.param(n, marks=[pytest.mark.thorough] * (n != "quest")) for n in sorted(registry.classes())]
 )
 def test_ask_finds_what_was_compiled_ahead(name):
     method = registry.make(name, **KNOBS.get(name, {}))
@@ -150,11 +151,22 @@ def test_what_cannot_be_compiled_ahead_is_left_to_the_caller():
     def breaks():
         raise ValueError("no such program")
 
+    errors, before = [ValueError("once")], sys.getswitchinterval()
+
+    def breaks_once():
+        if errors:
+            raise errors.pop()
+        return [jax.jit(lambda x: x + 1).lower(1.0)]
+
     with Eager() as queue:
         queue.add("bad", breaks)
-        assert isinstance(queue.wait("bad"), Exception)  # the caller meets the error when it compiles the program itself
-        queue.add("good", lambda: [jax.jit(lambda x: x + 1).lower(1.0)])
-        assert queue.wait("good") is None
+        assert isinstance(queue.wait("bad"), ValueError)  # the caller meets the error when it compiles the program itself
+        queue.add("bad for XLA", lambda: [types.SimpleNamespace(compile=breaks)])
+        assert isinstance(queue.wait("bad for XLA"), ValueError)
+        queue.add("good", breaks_once)
+        assert queue.wait("good") is None and not errors
+        assert sys.getswitchinterval() < before
+    assert sys.getswitchinterval() == before
 
 
 # ---- the cache on disk --------------------------------------------------------------------------------------------

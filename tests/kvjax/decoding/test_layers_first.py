@@ -139,6 +139,7 @@ def test_other_methods_begin_with_the_hidden_states_of_the_first(names, chunk):
     assert not np.allclose(spoilt[0].logits, caches[0].logits)
 
 
+@pytest.mark.slow
 def test_methods_behind_others_compute_a_tenth_of_the_products():
     wide, work = dataclasses.replace(KINDS["cap"], intermediate_size=4096), []
     sizes = {"rows": 3, "length": 16, "room": 8, "max_new_tokens": 8, "num_eos": 0, "chunk_size": 32, "pad_multiple": 8}
