@@ -72,6 +72,8 @@ def guarded(job: Callable[[], int | None]) -> int:
     ) as error:
         return _say(f"error: {_one_line(error)}", 2)
     except RuntimeError as error:  # it is the base of JAX's error; this file does not import JAX
+        if str(error).startswith("Unable to initialize backend"):  # which JAX_PLATFORMS names
+            return _say(f"error: {_one_line(error)}", 2)
         if type(error).__name__ != "JaxRuntimeError" or "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return _say(f"error: the device ran out of memory; use fewer or shorter prompts ({_one_line(error)[:200]})", 2)

@@ -235,6 +235,7 @@ def test_a_job_ends_with_its_exit_code(capsys):
     full = type("JaxRuntimeError", (RuntimeError,), {})
     assert ends(full("RESOURCE_EXHAUSTED: out of memory")) == 2 and ends(MemoryError("Full needs 9 GiB")) == 2
     assert "fewer or shorter prompts" in capsys.readouterr().err
+    assert ends(RuntimeError("Unable to initialize backend 'cdua': not in the list of known backends")) == 2
     for bug in (RuntimeError("a bug"), ImportError("no symbol"), argparse.ArgumentTypeError("of no flag")):
         with pytest.raises(type(bug)):  # an error of the program keeps its traceback
             ends(bug)
