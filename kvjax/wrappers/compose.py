@@ -308,7 +308,7 @@ def slot_method(role: str, value: Any, weighs: bool = False) -> SlotMethod:
         ValueError: ``value`` is another method, or none.
     """
     method = check_method(role, value)
-    if method.slotted and method.spans_layers and not method.composable:
+    if method.slotted and method.spans_layers and not method.composable and not weighs:
         raise ValueError(
             f"{role} must choose in each layer alone, got {type(value).__name__}, which must be the outer wrapper"
         )

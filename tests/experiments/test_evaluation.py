@@ -299,7 +299,7 @@ def asks(directory, out, file, monkeypatch, says=" sky", **given):
 
     def said(model, encoded, methods, question, batches, clock, new_tokens=None, *_):
         lines = answers.predict(model, encoded, [model.tokenizer.encode(says).ids] * len(encoded.examples), new_tokens)
-        counted = dict.fromkeys((*answers.SECONDS, *comparison._ACCOUNT), 1.0) | {"no_effect": False}
+        counted = dict.fromkeys((*answers.SECONDS, *comparison.ACCOUNT), 1.0) | {"no_effect": False}
         return [({**counted, **answers.summary(encoded, lines)}, lines) for _ in methods]
 
     monkeypatch.setattr(runner, "answer_cell", said)

@@ -174,7 +174,7 @@ def test_stream_of_text_never_shows_half_a_character():
     assert [piece[0] for piece in pieces] == ["é", "éé", "é\ufffd"], "held back, then caught up; the last one has no rest"
 
 
-def test_rows_and_texts_have_no_padding():
+def test_rows_and_texts_have_no_padding_and_texts_no_eos():
     free = free_run()
     stop = int(free[0, 3])
     got = run([stop])
@@ -182,6 +182,8 @@ def test_rows_and_texts_have_no_padding():
     rows = [row[:count].tolist() for row, count in zip(want, counts, strict=True)]
     assert got.rows() == rows and got.rows()[0][-1] == stop
     assert got.texts(Names()) == [Names().decode([token for token in row if token != stop]) for row in rows]
+    streamed = ["".join(pieces) for pieces in zip(*stream(Names(), stop), strict=True)]
+    assert streamed == [Names().decode([token for token in row[: N - 1] if token != stop]) for row in rows]
     assert run(limits=[2, 0, N]).rows() == [free[0, :2].tolist(), [], free[2].tolist()]
 
 
