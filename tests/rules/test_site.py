@@ -116,8 +116,28 @@ _ASK = """const [data, Scores] = [JSON.parse(require("fs").readFileSync(0)), req
 const quest = Scores.filter(data, {...Scores.FIRST, method: "quest", most: "30"});
 console.log(JSON.stringify({
   quest: Scores.sort(data, quest, "score", true), sorted: Scores.sort(data, data.rows, "of the oracle", true),
-  commands: data.rows.map((row) => Scores.command(data, row)), tasks: Scores.values(data, "task"),
+  commands: data.rows.map((row) => Scores.command(data, row)), tasks: Scores.values(data, "task"), clicked: clicked(),
 }));
+function clicked() {  // the page in as much of a browser as it needs
+  class Node {
+    childNodes = []; dataset = {};
+    get all() { return this.parent.childNodes; }
+    get nextSibling() { return this.all[this.all.indexOf(this) + 1]; }
+    appendChild(node) { this.childNodes.push(node); node.parent = this; return node; }
+    after(node) { node.remove(); this.all.splice(this.all.indexOf(this) + 1, 0, node); }
+    remove() { this.all.splice(this.all.indexOf(this), 1); }
+    replaceChildren() { this.childNodes = []; }
+  }
+  global.document = {createElement: () => new Node()};
+  const root = new Node();
+  Scores.show(root, data);
+  const body = root.childNodes[2].childNodes[1], line = body.childNodes[3], before = body.childNodes.length;
+  line.onclick();
+  const below = body.childNodes[4].childNodes[0].childNodes[0].textContent;
+  line.onclick();
+  const names = line.childNodes.map((cell) => cell.dataset.name);
+  return [names, line.childNodes[6].textContent, below, body.childNodes.length - before];
+}
 """
 
 
@@ -148,6 +168,10 @@ def test_the_table_of_all_scores_sorts_filters_and_says_how_to_measure_a_cell_ag
     full = [x for x in numbers if x is not None]
     assert full == sorted(full, reverse=True) and numbers == full + [None] * (len(numbers) - len(full))
     assert {scores.MEAN, *EIGHT} <= set(found["tasks"])
+    first = [(row, text) for row, text in zip(data["rows"], found["commands"], strict=True)
+             if all(row[at[name]] == value for name, value in wanted.items())]  # fmt: skip
+    row, text = sorted(first, key=lambda each: -each[0][at["score"]])[3]
+    assert found["clicked"] == [list(scores.COLUMNS[:-2]), str(row[at["score"]]), text, 0]
     today = [shlex.split(line) for line in found["commands"] if not line.startswith("measured at commit ")]
     assert len(today) > 0.9 * len(found["commands"])
     for line in today[:: len(today) // 5]:
