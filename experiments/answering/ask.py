@@ -236,21 +236,11 @@ def programs(
     for part in () if any(method.offload for method in methods) else parts or [len(methods)]:
         now, methods = methods[:part], methods[part:]
         yield from lower_programs(
-            params,
-            config=config,
-            methods=now,
-            inputs=inputs,
-            rows=shape.rows,
-            length=shape.length,
-            room=shape.room,
-            max_new_tokens=shape.new_tokens,
-            num_eos=len(config.eos_token_ids),
-            with_limits=True,
-            question_length=shape.question_length if shape.questions else 0,
-            chunk_size=shape.chunk,
-            kv_dtype=kv_dtype,
+            params, config=config, methods=now, inputs=inputs, rows=shape.rows, length=shape.length, room=shape.room,
+            max_new_tokens=shape.new_tokens, num_eos=len(config.eos_token_ids), with_limits=True,
+            question_length=shape.question_length if shape.questions else 0, chunk_size=shape.chunk, kv_dtype=kv_dtype,
             share_storage=True,
-        )
+        )  # fmt: skip
 
 
 def account(stats: Sequence[tuple[int, kvjax.Stats]], rows: int) -> dict[str, Any]:

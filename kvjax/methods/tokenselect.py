@@ -148,15 +148,9 @@ class TokenSelect(LayerMethod):
         token, used = here(slots.token, slots.used, cache)
         if inputs.start is None and tokens == 1:
             out, lse = gather_attention(
-                query[..., 0, :],
-                *cache.stored,
-                token[:, None],
-                used[:, None],
-                scale=scale,
-                place=slots.place[:, None],
-                inv_freq=inputs.inv_freq,
-                rows=cache.rows,
-            )
+                query[..., 0, :], *cache.stored, token[:, None], used[:, None], scale=scale, place=slots.place[:, None],
+                inv_freq=inputs.inv_freq, rows=cache.rows,
+            )  # fmt: skip
             out, _ = with_sinks(*merged(out, lse, cache), inputs.sinks)
             return out[..., None, :], state
         key, value = cache.stored
@@ -235,19 +229,9 @@ class TokenSelect(LayerMethod):
             return Slots(token=token, used=used, first=first, real=real), query, state
         position = inputs.position[:, 0]
         step = step_query(
-            query[..., 0, :],
-            state.query,
-            state.ready,
-            state.hits,
-            state.refreshes,
-            cache.cursor,
-            position,
-            budget=self.budget,
-            theta=self.theta,
-            inv_freq=inputs.inv_freq,
-            num_sink=sinks,
-            num_local=local,
-        )
+            query[..., 0, :], state.query, state.ready, state.hits, state.refreshes, cache.cursor, position,
+            budget=self.budget, theta=self.theta, inv_freq=inputs.inv_freq, num_sink=sinks, num_local=local,
+        )  # fmt: skip
         # A short row, or a row that reuses its selection, has no candidates and wants none. Its kernel programs end at once.
         fresh = self._best(cache, step.mean, step.stop, step.wanted)
         chosen, token, used = token_list(

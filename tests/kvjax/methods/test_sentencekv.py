@@ -103,23 +103,34 @@ def same_state(one, two, atol=1e-5):
 def test_tokens_at_once_leave_the_state_of_tokens_one_by_one(prefilter):
     """`extend` closes sentences inside the question, and several of them; rows may bring fewer tokens."""
     data = tuple(jnp.asarray(x) for x in random_tokens(3, 2, 2, 2, 60, 16))
-    lengths, ids = jnp.array([30, 22], jnp.int32), jnp.arange(512, dtype=jnp.int32)
+    lengths = jnp.array([30, 22], jnp.int32)
     ends = table([5, 9, 17, 24, 28, 31, 32, 35, 41])
     method = small(SentenceKV, **{**KNOBS, "boundary": ends, "prefilter": prefilter})
-    state = prefill_layer(method, data, lengths, ids, prompt=30, room=30)
+    state = prefill_layer(method, data, lengths, prompt=30, room=30)
     at = lengths[:, None] + jnp.arange(9, dtype=jnp.int32)[None]
     at = at.at[1, 7:].set(EMPTY)
-    _, together = feed_layer(method, state, data, at, ids)
+    _, together = feed_layer(method, state, data, at)
     apart = state
     for column in range(9):
-        _, apart = feed_layer(method, apart, data, at[:, column : column + 1], ids)
+        _, apart = feed_layer(method, apart, data, at[:, column : column + 1])
     same_state(apart, together)
     # and the next steps agree
     for step in range(4):
         at = lengths[:, None] + jnp.array([[9 + step], [7 + step]], jnp.int32)
-        one, apart = feed_layer(method, apart, data, at, ids)
-        two, together = feed_layer(method, together, data, at, ids)
+        one, apart = feed_layer(method, apart, data, at)
+        two, together = feed_layer(method, together, data, at)
         np.testing.assert_allclose(one, two, atol=1e-5)
+
+
+def test_ids_decide_and_not_positions():
+    """Under other ids the same tokens end sentences, of the prompt and behind it."""
+    data, ids, ends = random_tokens(3, 2, 2, 2, 60, 16), np.random.default_rng(1).permutation(512), table([5, 9, 24, 31, 35])
+    states = []
+    for names in (np.arange(512), ids):
+        method = small(SentenceKV, **{**KNOBS, "boundary": ends[np.argsort(names)]})
+        state = prefill_layer(method, data, np.array([30, 22]), names, prompt=30, room=30)
+        states.append(feed_layer(method, state, data, np.array([[30], [22]]) + np.arange(9), names)[1])
+    same_state(*states)
 
 
 @pytest.mark.parametrize("prefilter", ["kv_head", pytest.param("global", marks=pytest.mark.thorough)])
