@@ -84,7 +84,10 @@ const Scores = {
         line.onclick = open;
         line.onkeydown = (event) => { if (event.key === "Enter") open(); };
       }
-      told.textContent = `${rows.length} rows, ${Math.min(count, rows.length)} shown; a click on a row shows its command.`;
+      const found = Scores.filter(data, { method: wanted.method }).length;
+      told.textContent = rows.length || !found
+        ? `${rows.length} rows, ${Math.min(count, rows.length)} shown; a click on a row shows its command.`
+        : `0 rows here; ${found} of such methods with other choices above: take "all" there.`;
       order.value = column;
       heads.childNodes.forEach((head, at) => {
         head.ariaSort = shown[at] !== column ? "none" : down ? "descending" : "ascending";
