@@ -154,7 +154,7 @@ class SparsePrompt:
             return most
 
         most = most_of("columns", self.num_sink)
-        room = slots if self._has("flexprefill") else max(1, min(slots, *map(most, self.heads)))
+        room = slots if self._has("flexprefill") else min(slots, max(1, *map(most, self.heads)))
         columns, listed = compact(chosen(votes[0], self.num_sink, most), room)
         passed = self._passed(chosen(votes[1], self.num_recent, most_of("diagonals", self.num_recent)))
         distances, _ = compact(passed, key_blocks)

@@ -60,6 +60,7 @@ def compare(pattern, lengths, chunk=SMALL_PATTERNS["chunk"], poison=False, seed=
 def test_every_head_attends_as_its_pattern_says():
     """All patterns in one layer; a ragged batch, whose rows end in the first chunk and within a block of the second."""
     compare((MIXED, MIXED), (27, 9), poison=True)
+    compare((MIXED[:2] * 2,) * 2, (27, 9))  # without "flexprefill" lists have room for the most columns of a head only
     q, k = (rotate_all(x[0], frequencies(8)) for x in random_tokens(3, 2, 2, 4, 28, 8)[:2])
     for at, x in enumerate(MIXED):
         seen = minference.seen_keys(q[at // 4, at % 4], k[at // 4], dataclasses.astuple(x), **SMALL_PATTERNS)
