@@ -89,5 +89,5 @@ def check(query, key, value, slots, mask, *, bias=None, place=None, rows=None, l
 
 
 def first(query, *_, rows=None, **__):
-    """Tell whether this is faster than Triton's kernel and its merge; of rows in host memory that is not known."""
+    """Tell whether this is faster than Triton's kernel and its merge; of rows in host memory it is slower."""
     return rows is None and many_lists(query)
