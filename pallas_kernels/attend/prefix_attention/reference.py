@@ -40,9 +40,10 @@ def prefix_attention(query, key, value, *, start, length, scale, threshold):
 
 def _skipping(query, key, value, first, own, scale, threshold):
     """Attend without the blocks that the threshold skips, 64 queries at a time; a step holds their logits with all slots."""
-    tokens, slots, precision = query.shape[3], key.shape[2], product_precision(query.dtype)
-    blocks, slot = -(-slots // BLOCK), jnp.arange(slots, dtype=jnp.int32)[None]
+    tokens, precision = query.shape[3], product_precision(query.dtype)
     query = jnp.pad(query, [(0, 0)] * 3 + [(0, -tokens % ROWS), (0, 0)])
+    key, value = (jnp.pad(x, [(0, 0)] * 2 + [(0, -x.shape[2] % BLOCK), (0, 0)]) for x in (key, value))
+    slot = jnp.arange(key.shape[2], dtype=jnp.int32)[None]
     value = jnp.where((slot < (first + own)[:, None])[:, None, :, None], value, 0)  # a weight of 0 does not silence a NaN
 
     def strip(begin):
@@ -52,18 +53,17 @@ def _skipping(query, key, value, first, own, scale, threshold):
         seen = (slot[None] <= first[:, None, None] + token)[:, None, None] & real
         logits = jnp.einsum("bhgtd,bhsd->bhgts", asking, key, precision=precision, preferred_element_type=jnp.float32)
         logits = jnp.where(seen, capped(logits * scale), -jnp.inf)
-        parts = jnp.pad(logits, [(0, 0)] * 4 + [(0, -slots % BLOCK)], constant_values=-jnp.inf)
-        largest = parts.reshape(*logits.shape[:4], blocks, BLOCK).max(axis=5)
+        largest = logits.reshape(*logits.shape[:4], -1, BLOCK).max(axis=5)
         least = finite_or_zero(lax.cummax(largest, axis=4, reverse=True)) - threshold[..., None, None]
         read = ((largest >= least) & (largest > -jnp.inf)).any(axis=3, keepdims=True).at[..., 0].set(True)
-        logits = jnp.where(jnp.repeat(read, BLOCK, axis=4)[..., :slots], logits, -jnp.inf)
+        logits = jnp.where(jnp.repeat(read, BLOCK, axis=4), logits, -jnp.inf)
         highest = finite_or_zero(logits.max(axis=4, keepdims=True))
         weight = jnp.exp(logits - highest)
-        total = weight.sum(axis=4, keepdims=True)
+        total = jnp.where(real, weight.sum(axis=4, keepdims=True), 1)
         out = jnp.einsum(
             "bhgts,bhsd->bhgtd", weight.astype(value.dtype), value, precision=precision, preferred_element_type=jnp.float32
         )
-        return (out / jnp.where(real, total, 1)).astype(value.dtype), (highest + jnp.log(total))[..., 0]
+        return (out / total).astype(value.dtype), jnp.where(real, highest + jnp.log(total), -jnp.inf)[..., 0]
 
     out, lse = (jnp.moveaxis(x, 0, 3) for x in lax.map(strip, jnp.arange(0, query.shape[3], ROWS, dtype=jnp.int32)))
     return out.reshape(query.shape)[..., :tokens, :], lse.reshape(query.shape[:4])[..., :tokens]
