@@ -214,8 +214,7 @@ def _strip(n, tile, begin, end, real, steps, ring, gap, sums):
         plgpu.wgmma(scores, tile, keys.at[at].transpose((1, 0)))
         return plgpu.wgmma_accumulator_load(scores)
 
-    def add(step, carry, masked):
-        maximum, total, weights, *held = carry  # with a gap, whether the block before has weights
+    def add(masked, step, maximum, total, weights):
         now, before = lax.rem(step, n.stages), lax.rem(step - 1, n.stages)
         plgpu.barrier_wait(key_full.at[now])
         plgpu.barrier_wait(value_full.at[before])
@@ -224,38 +223,52 @@ def _strip(n, tile, begin, end, real, steps, ring, gap, sums):
             plgpu.wgmma(sums, weights, values.at[before])
             return score(now, scores)
 
-        def take():
-            old = plgpu.wgmma_accumulator_load(sums, wait_n=None)
-            decay, heavy = weigh(logits, maximum, risen, masked)
-            sums[...] = old * lax.broadcast_in_dim(decay, old.shape, [0])
-            return risen, total * decay + heavy.sum(axis=1), heavy.astype(n.dtype)
-
-        room = plgpu.ACC((ROWS, BLOCK), jnp.float32)
-        both, alone = (functools.partial(pl.run_scoped, run, room) for run in (multiply, functools.partial(score, now)))
-        logits = lax.cond(held[0] > 0, both, alone) if held else both()
+        logits = pl.run_scoped(multiply, room)
         plgpu.barrier_arrive(value_free.at[before])
         plgpu.barrier_arrive(key_free.at[now])
+        if gap is not None and not masked:
+            step, logits = pass_by(step, logits, maximum)
         logits = hide(logits, step) if masked else logits
-        largest = logits.max(axis=1)
-        risen = jnp.maximum(maximum, largest)
-        if not held:
-            return take()
-        high = jnp.where((row < real) & (largest >= risen - gap), 1, 0)
-        keep = jnp.where(step < steps - 1, _any(high), 1)
-        empty = plgpu.layout_cast(jnp.zeros((ROWS, BLOCK), n.dtype), plgpu.Layout.WGMMA)
-        return *lax.cond(keep > 0, take, lambda: (maximum, total, empty)), keep
+        risen = jnp.maximum(maximum, logits.max(axis=1))
+        held = plgpu.wgmma_accumulator_load(sums, wait_n=None)
+        decay, heavy = weigh(logits, maximum, risen, masked)
+        sums[...] = held * lax.broadcast_in_dim(decay, held.shape, [0])
+        return step + 1, risen, total * decay + heavy.sum(axis=1), heavy.astype(n.dtype)
 
+    def pass_by(step, logits, maximum):
+        """Go on to the first block that is not skipped; no block that is skipped raises the maximum."""
+
+        def skipped(carry):
+            step, logits = carry
+            largest = logits.max(axis=1)
+            high = (row < real) & (largest >= jnp.maximum(maximum, largest) - gap)
+            return (step < steps - 1) & (_any(jnp.where(high, 1, 0)) == 0)
+
+        def go_on(carry):
+            at, now = lax.rem(carry[0], n.stages), lax.rem(carry[0] + 1, n.stages)
+            plgpu.barrier_wait(key_full.at[now])
+            plgpu.barrier_wait(value_full.at[at])
+            plgpu.barrier_arrive(value_free.at[at])
+            logits = pl.run_scoped(functools.partial(score, now), room)
+            plgpu.barrier_arrive(key_free.at[now])
+            return carry[0] + 1, logits
+
+        return lax.while_loop(skipped, go_on, (step, logits))
+
+    room = plgpu.ACC((ROWS, BLOCK), jnp.float32)
     plgpu.barrier_wait(key_full.at[0])
-    logits = pl.run_scoped(functools.partial(score, 0), plgpu.ACC((ROWS, BLOCK), jnp.float32))
+    logits = pl.run_scoped(functools.partial(score, 0), room)
     plgpu.barrier_arrive(key_free.at[0])
     logits, lowest = hide(logits, 0), _filled((ROWS,), -jnp.inf)
     maximum = jnp.maximum(lowest, logits.max(axis=1))
     _, weights = weigh(logits, lowest, maximum, True)
     carry = maximum, weights.sum(axis=1), weights.astype(n.dtype)
     clear = jnp.maximum(steps - lax.div(jnp.minimum(begin, end), BLOCK), 1)  # from this step on all queries see all keys
-    carry = lax.fori_loop(1, clear, functools.partial(add, masked=True), carry)
-    carry = carry if gap is None else (*carry, jnp.int32(1))
-    maximum, total, weights, *_ = lax.fori_loop(clear, steps, functools.partial(add, masked=False), carry)
+    for first, last, masked in ((jnp.int32(1), clear, True), (clear, steps, False)):
+        _, *carry = lax.while_loop(
+            lambda x, last=last: x[0] < last, lambda x, masked=masked: add(masked, *x), (first, *carry)
+        )
+    maximum, total, weights = carry
     at = lax.rem(steps - 1, n.stages)
     plgpu.barrier_wait(value_full.at[at])
     plgpu.wgmma(sums, weights, values.at[at])
@@ -295,7 +308,8 @@ def _any(flags):
     )
     def run(ctx, flags):
         both, number = t.numbers_of(flags), mgpu.utils.warpgroup_barrier_idx(sync=False)
-        text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; bar.red.or.pred p, $2, 128, p; selp.b32 $0, 1, 0, p; }"
+        text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; bar.red.or.pred p, $2, 128, p; selp.b32 $0, 1, 0, p; "
+        text += "shfl.sync.idx.b32 $0, $0, 0, 31, -1; }"  # so that the assembler knows it is the same in a warp
         return t.number(t.ptx(text, both[0] | both[1], number, result=t.i32()))
 
     return run(flags)

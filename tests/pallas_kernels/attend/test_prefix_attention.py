@@ -133,8 +133,8 @@ def test_a_threshold_skips_the_blocks_of_the_oracle(name, dtype, rows, group, di
 def test_queries_and_places_are_mapped():
     query, key, value = (jnp.asarray(x, "bfloat16") for x in chunk(2, group=4, dim=128, tokens=200, slots=504))
     one_by_one(
-        lambda query, start: MOSAIC(query, key, value, start=start),
-        *((query * (i + 1), jnp.int32(100 * i)) for i in range(3)),
+        lambda query, start, level: MOSAIC(query, key, value, start=start, threshold=level),
+        *((query * (i + 1), jnp.int32(100 * i), jnp.full(query.shape[:3], 2.0 * i)) for i in range(3)),
     )
 
 
