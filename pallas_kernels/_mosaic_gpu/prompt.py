@@ -235,14 +235,15 @@ def _strip(n, tile, begin, end, real, steps, ring, gap, sums):
         sums[...] = held * lax.broadcast_in_dim(decay, held.shape, [0])
         return step + 1, risen, total * decay + heavy.sum(axis=1), heavy.astype(n.dtype)
 
+    def add_blocks(first, last, masked, carry):
+        return lax.while_loop(lambda x: x[0] < last, lambda x: add(masked, *x), (first, *carry))[1:]
+
     def pass_by(step, logits, maximum):
         """Go on to the first block that is not skipped; no block that is skipped raises the maximum."""
 
         def skipped(carry):
-            step, logits = carry
-            largest = logits.max(axis=1)
-            high = (row < real) & (largest >= jnp.maximum(maximum, largest) - gap)
-            return (step < steps - 1) & (_any(jnp.where(high, 1, 0)) == 0)
+            high = (row < real) & (carry[1].max(axis=1) >= maximum - gap)
+            return (carry[0] < steps - 1) & (_any(jnp.where(high, 1, 0)) == 0)
 
         def go_on(carry):
             at, now = lax.rem(carry[0], n.stages), lax.rem(carry[0] + 1, n.stages)
@@ -264,11 +265,8 @@ def _strip(n, tile, begin, end, real, steps, ring, gap, sums):
     _, weights = weigh(logits, lowest, maximum, True)
     carry = maximum, weights.sum(axis=1), weights.astype(n.dtype)
     clear = jnp.maximum(steps - lax.div(jnp.minimum(begin, end), BLOCK), 1)  # from this step on all queries see all keys
-    for first, last, masked in ((jnp.int32(1), clear, True), (clear, steps, False)):
-        _, *carry = lax.while_loop(
-            lambda x, last=last: x[0] < last, lambda x, masked=masked: add(masked, *x), (first, *carry)
-        )
-    maximum, total, weights = carry
+    carry = add_blocks(jnp.int32(1), clear, True, carry)
+    maximum, total, weights = add_blocks(clear, steps, False, carry)
     at = lax.rem(steps - 1, n.stages)
     plgpu.barrier_wait(value_full.at[at])
     plgpu.wgmma(sums, weights, values.at[at])
