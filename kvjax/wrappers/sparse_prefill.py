@@ -40,11 +40,12 @@ class Prefill(Around):
       from the last one back, a block is skipped if each query's largest logit in it is below its largest one so far by more
       than the log of the text's tokens over ``factor``.
 
-    The work of the last three patterns depends on the text: the kernel's time does, but the lists of the first two have room
-    for everything, and "blasst" has none. They take 4 * N * P bytes per query head, N blocks of queries in a chunk and P of
-    keys in the cache. In blocks of 128 tokens this is 8 MiB for 32 query heads and a prompt of 128K tokens in chunks of 8192,
-    and 32 MiB in chunks of 32768. The scores are as large. "xattention" also holds up to 64 MiB of sums and as much of
-    logits, "flexprefill" lists of 128K columns, 16 MiB.
+    The work of the last three patterns depends on the text: the kernel's time does, but the lists of the first two have
+    room for everything. "blasst" has no lists; only a Hopper GPU skips its blocks, elsewhere it takes longer than a dense
+    prompt. Lists take 4 * N * P bytes per query head, N blocks of queries in a chunk and P of keys in the cache. In blocks
+    of 128 tokens this is 8 MiB for 32 query heads and a prompt of 128K tokens in chunks of 8192, and 32 MiB in chunks of
+    32768. The scores are as large. "xattention" also holds up to 64 MiB of sums and as much of logits, "flexprefill" lists
+    of 128K columns, 16 MiB.
 
     One pattern serves all heads, or each query head of each layer has its own: `patterns` reads them from a file, and
     ``python -m experiments.heads.patterns`` measures which pattern suits which head of a model. A prompt that fits into
