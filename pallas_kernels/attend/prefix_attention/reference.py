@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attend.dense_attention import dense_attention
-from pallas_kernels.numerics import finite_or_zero, product_precision
+from pallas_kernels.numerics import finite_or_zero, log_denominator, product_precision
 from pallas_kernels.soft_cap import capped
 
 ROWS, BLOCK = 64, 192  # queries that skip together, and slots that they skip
@@ -49,21 +49,20 @@ def _skipping(query, key, value, first, own, scale, threshold):
     def strip(begin):
         asking = lax.dynamic_slice_in_dim(query, begin, ROWS, 3)
         token = begin + jnp.arange(ROWS, dtype=jnp.int32)[None, :, None]
-        real = (token < own[:, None, None])[:, None, None]
-        seen = (slot[None] <= first[:, None, None] + token)[:, None, None] & real
+        seen = ((slot[None] <= first[:, None, None] + token) & (token < own[:, None, None]))[:, None, None]
         logits = jnp.einsum("bhgtd,bhsd->bhgts", asking, key, precision=precision, preferred_element_type=jnp.float32)
         logits = jnp.where(seen, capped(logits * scale), -jnp.inf)
         largest = logits.reshape(*logits.shape[:4], -1, BLOCK).max(axis=5)
         least = finite_or_zero(lax.cummax(largest, axis=4, reverse=True)) - threshold[..., None, None]
         read = ((largest >= least) & (largest > -jnp.inf)).any(axis=3, keepdims=True).at[..., 0].set(True)
         logits = jnp.where(jnp.repeat(read, BLOCK, axis=4), logits, -jnp.inf)
-        highest = finite_or_zero(logits.max(axis=4, keepdims=True))
-        weight = jnp.exp(logits - highest)
-        total = jnp.where(real, weight.sum(axis=4, keepdims=True), 1)
+        highest = lax.stop_gradient(logits.max(axis=4))
+        weight = jnp.exp(logits - finite_or_zero(highest)[..., None])
+        total = weight.sum(axis=4)
         out = jnp.einsum(
             "bhgts,bhsd->bhgtd", weight.astype(value.dtype), value, precision=precision, preferred_element_type=jnp.float32
         )
-        return (out / total).astype(value.dtype), jnp.where(real, highest + jnp.log(total), -jnp.inf)[..., 0]
+        return (out / jnp.where(total > 0, total, 1)[..., None]).astype(value.dtype), log_denominator(highest, total)
 
     out, lse = (jnp.moveaxis(x, 0, 3) for x in lax.map(strip, jnp.arange(0, query.shape[3], ROWS, dtype=jnp.int32)))
     return out.reshape(query.shape)[..., :tokens, :], lse.reshape(query.shape[:4])[..., :tokens]
