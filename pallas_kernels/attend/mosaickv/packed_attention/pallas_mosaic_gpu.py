@@ -32,7 +32,7 @@ from pallas_kernels._mosaic_gpu.packed import (
     over_rows,
     placed,
     quad,
-    steps_of,
+    shares_of,
     unpacked,
     warp,
     weighed,
@@ -47,6 +47,7 @@ TOKENS = WARPS * VECTORS  # of a step of a program
 TERMS = 2  # of a query that meet keys: they have twice the bits that weights keep
 PROGRAMS, GROUPS = 132, 4  # blocks that run on an H200 at once, and programs of each
 JOINED = 32  # partials, or rows of a basis, that a thread reads together
+SPACE = 8  # words between the sums of two heads in shared memory, so that the lanes of a warp meet in no bank
 LEAST = 128  # programs that should join
 BUFFER = 4  # steps in the time in which a program attends to a buffer
 AHEAD = 16 << 20  # bytes of bases that the level-2 cache keeps until they are read
@@ -105,7 +106,7 @@ def step_functions(n: Vectors, scale: float, packed: bool):
     @plgpu.inline_mgpu(arg_types=(t.ref(), t.ref(), tuple(map(t.own, counts))))
     def publish(ctx, shared, edges, state):
         sums, maximum, total = (t.numbers_of(x, floats=True) for x in state)
-        place, lane = t.number(t.address(shared)) + warp() * (4 * n.group * n.dim), t.signed(w.lane())
+        place, lane = t.number(t.address(shared)) + warp() * (4 * n.group * (n.dim + SPACE)), t.signed(w.lane())
         column = lane >> 2
         for group in range(n.groups):
             head = quad() + 4 * group
@@ -114,9 +115,8 @@ def step_functions(n: Vectors, scale: float, packed: bool):
                 edge, [maximum[group], over_rows(total[group], lambda x, y: x + y)], (column < 1) & (head < n.group)
             )
             for i in range(2 * tiles):  # rows of the products
-                channel = column * (n.dim // 8) + i
                 x = sums[4 * (i // 2) + 2 * (i % 2) + group]
-                w.store_shared(place + (head * n.dim + channel) * 4, [x], head < n.group)
+                w.store_shared(place + (head * (n.dim + SPACE) + 8 * i + column) * 4, [x], head < n.group)
 
     return loader(False), loader(True), begin, weigh, add, publish
 
@@ -148,9 +148,11 @@ def _attend(functions, keys, values, query, rows_of, used, shared, edges, ahead)
 
 def _write(n, refs, shared, edges, at, segment):
     """Merge what the warps have left (`_attend`), and write it as partial ``at``."""
+    # Entry i of a head in shared memory is channel ``i % 8 * (D / 8) + i / 8``, of column ``i % 8`` of a product.
     out_ref, lse_ref, segment_ref = refs
     channel = arrays.counted(arrays.size_of(n.dim))
     held = jnp.minimum(channel, n.dim - 1)
+    place = (held & 7) * (n.dim // 8) + lax.shift_right_logical(held, 3)
     for g in range(n.group):
         ends = [
             [arrays.load_shared(edges, arrays.spread(2 * (i * n.group + g) + k, channel.shape[0])) for i in range(WARPS)]
@@ -159,9 +161,9 @@ def _write(n, refs, shared, edges, at, segment):
         shift = finite_or_zero(functools.reduce(jnp.maximum, ends[0]))
         shares = [jnp.exp2(x - shift) for x in ends[0]]
         total = sum(x * y for x, y in zip(shares, ends[1], strict=True))
-        parts = [arrays.load_shared(shared, (i * n.group + g) * n.dim + held) for i in range(WARPS)]
+        parts = [arrays.load_shared(shared, (i * n.group + g) * (n.dim + SPACE) + held) for i in range(WARPS)]
         merged = sum(x * y for x, y in zip(shares, parts, strict=True)) / jnp.where(total > 0, total, 1.0)
-        arrays.store(out_ref, jnp.where(channel < n.dim, (at * n.group + g) * n.dim + channel, -1), merged)
+        arrays.store(out_ref, jnp.where(channel < n.dim, (at * n.group + g) * n.dim + place, -1), merged)
         arrays.store(lse_ref, jnp.where(channel < 1, at * n.group + g, -1), (shift + jnp.log2(total)) / LOG2_E)
     arrays.put(segment_ref, at, segment)
     arrays.meet()
@@ -169,7 +171,7 @@ def _write(n, refs, shared, edges, at, segment):
 
 def _body(
     parts_ref, key_ref, key_words_ref, value_ref, value_words_ref, blocks_ref, count_ref, last_ref, query_ref, *refs,
-    n, heads, slots, segments, granule, span, scale, share, steps, splits, groups,
+    n, heads, slots, segments, granule, span, scale, steps, size, splits, groups,
 ):  # fmt: skip
     # parts [L * M * G * N, D]; keys and values [L * S, r], their words [L * S, W]; blocks [L, K]; count [L]; last [B]; query
     # [L * G, D], bases [L, M * D * D], raw key and value [L * R, D], position [L, R]; owner [B, P] if given; then out
@@ -178,63 +180,75 @@ def _body(
     basis_ref, raw_key_ref, raw_value_ref, position_ref, *owner_ref, out_ref, lse_ref, segment_ref, shared, edges = refs
     written = out_ref, lse_ref, segment_ref
     group, listed, lists = lax.axis_index("group"), blocks_ref.shape[1], blocks_ref.shape[0]
-    number = lax.axis_index("x") * groups + group
-    real, shared, edges = number < lists * splits, shared.at[group], edges.at[group]
-    line, j = jnp.minimum(lax.div(number, splits), lists - 1), lax.rem(number, splits)
-    b, count, partials = lax.div(line, heads), arrays.scalar(count_ref, line), segment_ref.shape[1]
-    first = j * share
-    stop = jnp.minimum(first + share, count)
-    last = arrays.scalar(last_ref, b)
+    number, partials = lax.axis_index("x") * groups + group, segment_ref.shape[1]
+    low, shared, edges = number * steps, shared.at[group], edges.at[group]
     # Two tokens of each thread: its lane's rows of a step.
     index = arrays.counted(2 * t.THREADS)
     thread, second = index & (t.THREADS - 1), lax.shift_right_logical(index, 7)
     row = lax.shift_right_logical(thread, 5) * VECTORS + lax.div(thread & (w.LANES - 1), 4) + second * (VECTORS // 2)
 
-    def owner_of(block, load):
-        if not owner_ref:
-            return jnp.minimum(lax.div(block, span), last)
-        return load(owner_ref[0], b * owner_ref[0].shape[1] + jnp.clip(block, 0, owner_ref[0].shape[1] - 1))
+    def of_list(line, carry):
+        begin, end = jnp.maximum(low - line * size, 0), jnp.minimum(low + steps - line * size, size)
+        b, count, j = lax.div(line, heads), arrays.scalar(count_ref, line), number - lax.div(line * size, steps)
+        held = lax.div(count * granule + (TOKENS - 1), TOKENS) + BUFFER  # programs share what there is
+        first, behind = (lax.div(lax.div(x * held + (size - 1), size) * TOKENS, granule) for x in (begin, end))
+        stop, last = jnp.minimum(behind, count), arrays.scalar(last_ref, b)
 
-    def owner_at(entry):  # behind the list this is the last segment, so that the last rows get written too
-        block = arrays.scalar(blocks_ref, line * listed + jnp.minimum(entry, listed - 1))
-        return jnp.where(entry < count, owner_of(jnp.where(entry < count, block, 0), arrays.scalar), segments - 1)
+        def owner_of(block, load):
+            if not owner_ref:
+                return jnp.minimum(lax.div(block, span), last)
+            return load(owner_ref[0], b * owner_ref[0].shape[1] + jnp.clip(block, 0, owner_ref[0].shape[1] - 1))
 
-    def of_segment(s, carry):
-        def rows_of(step):
-            """Return the rows of a step's tokens, -1 for those of other segments and behind the list."""
-            token = step * TOKENS + row
-            entry = first + lax.div(token, granule)
-            block = arrays.load(blocks_ref, jnp.where(entry < stop, line * listed + entry, -1))
-            mine = (entry < stop) & (owner_of(block, arrays.load) == s)
-            return jnp.where(mine, line * slots + block * granule + lax.rem(token, granule), -1)
+        def owner_at(entry):  # behind the list this is the last segment, so that the last rows get written too
+            block = arrays.scalar(blocks_ref, line * listed + jnp.minimum(entry, listed - 1))
+            return jnp.where(entry < count, owner_of(jnp.where(entry < count, block, 0), arrays.scalar), segments - 1)
 
-        query = load_queries(n, parts_ref, (line * segments + s) * (n.group * n.stored))
-        used = jnp.clip(lax.div((stop - first) * granule + (TOKENS - 1), TOKENS), 0, steps)
-        stored = (key_ref, key_words_ref), (value_ref, value_words_ref)
-        _attend(step_functions(n, scale, packed=True), *stored, query, rows_of, used, shared, edges, ahead=True)
-        _write(n, written, shared, edges, line * partials + j + s, s)
+        def of_segment(s, carry):
+            real = jnp.minimum(s, segments - 1)
+
+            def rows_of(step):
+                """Return the rows of a step's tokens, -1 for those of other segments and behind the list."""
+                token = step * TOKENS + row
+                entry = first + lax.div(token, granule)
+                block = arrays.load(blocks_ref, jnp.where(entry < stop, line * listed + entry, -1))
+                mine = (entry < stop) & (owner_of(block, arrays.load) == s)
+                return jnp.where(mine, line * slots + block * granule + lax.rem(token, granule), -1)
+
+            query = load_queries(n, parts_ref, (line * segments + real) * (n.group * n.stored))
+            used = lax.div(jnp.where(s < segments, stop - first, 0) * granule + (TOKENS - 1), TOKENS)
+            used = jnp.clip(used, 0, -(-listed * granule // TOKENS))
+            stored = (key_ref, key_words_ref), (value_ref, value_words_ref)
+            _attend(step_functions(n, scale, packed=True), *stored, query, rows_of, used, shared, edges, ahead=True)
+            _write(n, written, shared, edges, line * partials + j + s, real)
+            return carry
+
+        # Two neighbours may share a segment, but they write it to different rows. The last one writes all rows that are left.
+        least = jnp.where(j == 0, 0, owner_at(first))
+        most = jnp.where(end == size, segments - 1 + (splits - 1 - j), owner_at(behind))
+        lax.fori_loop(least, most + 1, of_segment, 0)
+
+        @pl.when(end == size)  # it has the fewest blocks
+        def _():
+            _prefetch(basis_ref, line)
+            slots, plain = position_ref.shape[1], dataclasses.replace(n, stored=1)
+
+            def rows_of(step):
+                slot = step * TOKENS + row
+                seen = arrays.load(position_ref, jnp.where(slot < slots, line * slots + slot, -1), -1) >= 0
+                return jnp.where(seen, line * slots + slot, -1)
+
+            query, functions = load_queries(plain, query_ref, line * n.group), step_functions(plain, scale, packed=False)
+            whole = (raw_key_ref,), (raw_value_ref,)
+            _attend(functions, *whole, query, rows_of, -(-slots // TOKENS), shared, edges, ahead=False)
+            _write(n, written, shared, edges, (line + 1) * partials - 1, jnp.int32(-1))
+
         return carry
 
-    @pl.when(real)
-    def _():
-        # Two neighbours may share a segment, but they write it to different rows.
-        low, high = jnp.where(j == 0, 0, owner_at(first)), jnp.where(j == splits - 1, segments - 1, owner_at(first + share))
-        lax.fori_loop(low, high + 1, of_segment, 0)
-
-    @pl.when(real & (j == splits - 1))  # it has the fewest blocks
-    def _():
-        _prefetch(basis_ref, line)
-        size, plain = position_ref.shape[1], dataclasses.replace(n, stored=1)
-
-        def rows_of(step):
-            slot = step * TOKENS + row
-            seen = arrays.load(position_ref, jnp.where(slot < size, line * size + slot, -1), -1) >= 0
-            return jnp.where(seen, line * size + slot, -1)
-
-        query, functions = load_queries(plain, query_ref, line * n.group), step_functions(plain, scale, packed=False)
-        whole = (raw_key_ref,), (raw_value_ref,)
-        _attend(functions, *whole, query, rows_of, -(-size // TOKENS), shared, edges, ahead=False)
-        _write(n, written, shared, edges, (line + 1) * partials - 1, jnp.int32(-1))
+    first_list = lax.div(low, size)
+    if size % steps:
+        lax.fori_loop(first_list, jnp.minimum(lax.div(low + (steps - 1), size) + 1, lists), of_list, 0)
+    else:
+        pl.when(first_list < lists)(lambda: of_list(first_list, None))
 
 
 def _prefetch(basis_ref, line):
@@ -321,21 +335,20 @@ def packed_attention(parts, query, key, value, basis, blocks, count, last, recen
     lists, listed, slots = rows * heads, blocks.shape[2], key[0].shape[2]
     n = Vectors(dim=dim, rank=key[0].shape[3], group=group, stored=terms, terms=TERMS, dtype=key[0].dtype)
     groups = GROUPS if dim < 256 else 2  # of more registers
-    steps = max(steps_of(lists, -(-listed * granule // TOKENS) + BUFFER, PROGRAMS * groups), -(-granule // TOKENS))
-    share = steps * TOKENS // granule
-    splits = -(-listed // share)
+    steps, size = shares_of(lists, -(-listed * granule // TOKENS) + BUFFER, PROGRAMS * groups)
+    splits = -(-size // steps) + (size % steps > 0)  # most programs of a list
     partials = splits + segments
     body = functools.partial(
-        _body, n=n, heads=heads, slots=slots, segments=segments, granule=granule, span=span, scale=scale, share=share,
-        steps=steps, splits=splits, groups=groups,
+        _body, n=n, heads=heads, slots=slots, segments=segments, granule=granule, span=span, scale=scale, steps=steps,
+        size=size, splits=splits, groups=groups,
     )  # fmt: skip
     shapes = (
         ((lists, partials, group, dim), jnp.float32),
         ((lists, partials, group), jnp.float32),
         ((lists, partials), jnp.int32),
     )
-    scratch = [(groups, x) for x in (WARPS * max(n.room // 4, group * dim), 2 * WARPS * group)]
-    packed = [x.reshape(lists * slots, -1) for pair in (key, value) for x in pair]
+    scratch = [(groups, x) for x in (WARPS * max(n.room // 4, group * (dim + SPACE)), 2 * WARPS * group)]
+    stored = [x.reshape(lists * slots, -1) for pair in (key, value) for x in pair]
     raw = [
         query.reshape(-1, dim),
         basis.reshape(lists, -1),
@@ -343,11 +356,11 @@ def packed_attention(parts, query, key, value, basis, blocks, count, last, recen
         recent[2].reshape(lists, -1),
     ]
     partial = arrays.program(
-        body, [jax.ShapeDtypeStruct(*x) for x in shapes], grid=(-(-lists * splits // groups),),
+        body, [jax.ShapeDtypeStruct(*x) for x in shapes], grid=(-(-lists * size // (steps * groups)),),
         scratch=[plgpu.SMEM(x, jnp.float32) for x in scratch],
         groups=groups,
     )(
-        parts.reshape(-1, dim), *packed, blocks.reshape(lists, listed), count.reshape(-1), last, *raw,
+        parts.reshape(-1, dim), *stored, blocks.reshape(lists, listed), count.reshape(-1), last, *raw,
         *([] if owner is None else [owner]),
     )  # fmt: skip
     width = next(x for x in (32, 16, 8) if lists * dim >= x * LEAST or x == 8)
