@@ -366,8 +366,7 @@ def attention_step(n, scale, packed):
 
     def publish(shared, edges, state):
         sums, maximum, total = state
-        columns = np.pad(sums.reshape(4, n.group, 8, -1).swapaxes(2, 3).reshape(sums.shape), [(0, 0), (0, 0), (0, 8)])
-        shared.x[: columns.size], edges.x[: 2 * total.size] = columns.reshape(-1), np.stack([maximum, total], -1).reshape(-1)
+        shared.x[: sums.size], edges.x[: 2 * total.size] = sums.reshape(-1), np.stack([maximum, total], -1).reshape(-1)
 
     return load, load, begin, weigh, add, publish
 

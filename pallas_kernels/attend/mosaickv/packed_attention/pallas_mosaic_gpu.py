@@ -47,7 +47,6 @@ TOKENS = WARPS * VECTORS  # of a step of a program
 TERMS = 2  # of a query that meet keys: they have twice the bits that weights keep
 PROGRAMS, GROUPS = 132, 4  # blocks that run on an H200 at once, and programs of each
 JOINED = 32  # partials, or rows of a basis, that a thread reads together
-SPACE = 8  # words between the sums of two heads in shared memory, so that the lanes of a warp meet in no bank
 LEAST = 128  # programs that should join
 BUFFER = 4  # steps in the time in which a program attends to a buffer
 AHEAD = 16 << 20  # bytes of bases that the level-2 cache keeps until they are read
@@ -106,7 +105,7 @@ def step_functions(n: Vectors, scale: float, packed: bool):
     @plgpu.inline_mgpu(arg_types=(t.ref(), t.ref(), tuple(map(t.own, counts))))
     def publish(ctx, shared, edges, state):
         sums, maximum, total = (t.numbers_of(x, floats=True) for x in state)
-        place, lane = t.number(t.address(shared)) + warp() * (4 * n.group * (n.dim + SPACE)), t.signed(w.lane())
+        place, lane = t.number(t.address(shared)) + warp() * (4 * n.group * n.dim), t.signed(w.lane())
         column = lane >> 2
         for group in range(n.groups):
             head = quad() + 4 * group
@@ -115,8 +114,9 @@ def step_functions(n: Vectors, scale: float, packed: bool):
                 edge, [maximum[group], over_rows(total[group], lambda x, y: x + y)], (column < 1) & (head < n.group)
             )
             for i in range(2 * tiles):  # rows of the products
+                channel = column * (n.dim // 8) + i
                 x = sums[4 * (i // 2) + 2 * (i % 2) + group]
-                w.store_shared(place + (head * (n.dim + SPACE) + 8 * i + column) * 4, [x], head < n.group)
+                w.store_shared(place + (head * n.dim + channel) * 4, [x], head < n.group)
 
     return loader(False), loader(True), begin, weigh, add, publish
 
@@ -148,11 +148,9 @@ def _attend(functions, keys, values, query, rows_of, used, shared, edges, ahead)
 
 def _write(n, refs, shared, edges, at, segment):
     """Merge what the warps have left (`_attend`), and write it as partial ``at``."""
-    # Entry i of a head in shared memory is channel ``i % 8 * (D / 8) + i / 8``, of column ``i % 8`` of a product.
     out_ref, lse_ref, segment_ref = refs
     channel = arrays.counted(arrays.size_of(n.dim))
     held = jnp.minimum(channel, n.dim - 1)
-    place = (held & 7) * (n.dim // 8) + lax.shift_right_logical(held, 3)
     for g in range(n.group):
         ends = [
             [arrays.load_shared(edges, arrays.spread(2 * (i * n.group + g) + k, channel.shape[0])) for i in range(WARPS)]
@@ -161,9 +159,9 @@ def _write(n, refs, shared, edges, at, segment):
         shift = finite_or_zero(functools.reduce(jnp.maximum, ends[0]))
         shares = [jnp.exp2(x - shift) for x in ends[0]]
         total = sum(x * y for x, y in zip(shares, ends[1], strict=True))
-        parts = [arrays.load_shared(shared, (i * n.group + g) * (n.dim + SPACE) + held) for i in range(WARPS)]
+        parts = [arrays.load_shared(shared, (i * n.group + g) * n.dim + held) for i in range(WARPS)]
         merged = sum(x * y for x, y in zip(shares, parts, strict=True)) / jnp.where(total > 0, total, 1.0)
-        arrays.store(out_ref, jnp.where(channel < n.dim, (at * n.group + g) * n.dim + place, -1), merged)
+        arrays.store(out_ref, jnp.where(channel < n.dim, (at * n.group + g) * n.dim + channel, -1), merged)
         arrays.store(lse_ref, jnp.where(channel < 1, at * n.group + g, -1), (shift + jnp.log2(total)) / LOG2_E)
     arrays.put(segment_ref, at, segment)
     arrays.meet()
@@ -190,8 +188,7 @@ def _body(
     def of_list(line, carry):
         begin, end = jnp.maximum(low - line * size, 0), jnp.minimum(low + steps - line * size, size)
         b, count, j = lax.div(line, heads), arrays.scalar(count_ref, line), number - lax.div(line * size, steps)
-        held = lax.div(count * granule + (TOKENS - 1), TOKENS) + BUFFER  # programs share what there is
-        first, behind = (lax.div(lax.div(x * held + (size - 1), size) * TOKENS, granule) for x in (begin, end))
+        first, behind = (lax.div(x * TOKENS, granule) for x in (begin, end))
         stop, last = jnp.minimum(behind, count), arrays.scalar(last_ref, b)
 
         def owner_of(block, load):
@@ -347,8 +344,8 @@ def packed_attention(parts, query, key, value, basis, blocks, count, last, recen
         ((lists, partials, group), jnp.float32),
         ((lists, partials), jnp.int32),
     )
-    scratch = [(groups, x) for x in (WARPS * max(n.room // 4, group * (dim + SPACE)), 2 * WARPS * group)]
-    stored = [x.reshape(lists * slots, -1) for pair in (key, value) for x in pair]
+    scratch = [(groups, x) for x in (WARPS * max(n.room // 4, group * dim), 2 * WARPS * group)]
+    packed = [x.reshape(lists * slots, -1) for pair in (key, value) for x in pair]
     raw = [
         query.reshape(-1, dim),
         basis.reshape(lists, -1),
@@ -360,7 +357,7 @@ def packed_attention(parts, query, key, value, basis, blocks, count, last, recen
         scratch=[plgpu.SMEM(x, jnp.float32) for x in scratch],
         groups=groups,
     )(
-        parts.reshape(-1, dim), *stored, blocks.reshape(lists, listed), count.reshape(-1), last, *raw,
+        parts.reshape(-1, dim), *packed, blocks.reshape(lists, listed), count.reshape(-1), last, *raw,
         *([] if owner is None else [owner]),
     )  # fmt: skip
     width = next(x for x in (32, 16, 8) if lists * dim >= x * LEAST or x == 8)

@@ -112,10 +112,9 @@ def _body(
     refs = values_ref, words_ref
 
     def of_list(line, carry):
-        b, share = lax.div(line, heads), (jnp.maximum(low - line * size, 0), jnp.minimum(low + steps - line * size, size))
+        begin, end = (x * tile for x in (jnp.maximum(low - line * size, 0), jnp.minimum(low + steps - line * size, size)))
+        b = lax.div(line, heads)
         count, last = lax.div(arrays.scalar(count_ref, b), unit), arrays.scalar(last_ref, b)
-        tiles = jnp.minimum(lax.div(count + (tile - 1), tile), -(-blocks // tile))
-        begin, end = (lax.div(x * tiles + (size - 1), size) * tile for x in share)  # programs share what there is
         held = jnp.minimum(count, end)
 
         def owner_of(row, load):
@@ -141,16 +140,6 @@ def _body(
             return carry
 
         lax.fori_loop(owner_of(begin, arrays.scalar), owner_of(end - 1, arrays.scalar) + 1, of_segment, 0)
-
-        def hide(step, carry):
-            at, many = end + step * t.THREADS + arrays.counted(t.THREADS), n.group if reduce is None else 1
-            for i in range(many):
-                place = jnp.where(at < blocks, (line * many + i) * blocks + at, -1)
-                arrays.store(score_ref, place, arrays.spread(-jnp.inf, t.THREADS, jnp.float32))
-            return carry
-
-        behind = lax.div(jnp.maximum(blocks - end, 0) + (t.THREADS - 1), t.THREADS)
-        lax.fori_loop(0, jnp.where(share[1] == size, behind, 0), hide, 0)
         return carry
 
     first_list = lax.div(low, size)
