@@ -19,7 +19,7 @@ import jax
 from jax.stages import Lowered
 
 _MOST = 8  # threads; each holds the memory of a compilation
-_TURN = 5e-4  # seconds of Python's lock for the thread that traces, if another waits: it waits after each call of a program
+_TURN = 1e-4  # seconds of Python's lock for the thread that traces, if another waits: it waits after each call of a program
 
 
 class CompileAhead:
