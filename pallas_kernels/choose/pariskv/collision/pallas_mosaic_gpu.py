@@ -44,26 +44,62 @@ def _first_counts(counts_ref, line):
 
 
 def _sort(keys, orders):
-    """Sort 128 pairs of int32 without signs, four of each lane, largest first: the second ones of all, in the same form."""
+    """Sort 128 pairs of int32 without signs, four of each lane, largest first: the second ones of all, in the same form.
+
+    First 32 bits of each pair are sorted: 24 of how far its key is below the largest, and the second one, which is below 256.
+    Where two have the same 24, the warp sorts 64 bits.
+    """
     each = range(EACH)
-    lines = [".reg .pred p, upper; .reg .b64 t, a<4>, b<4>; .reg .b32 lane, x, y; mov.u32 lane, %laneid;"]
+    lines = [".reg .pred p, upper; .reg .b64 t, a<4>, b<4>; .reg .b32 lane, x, y, v<4>, w<4>; mov.u32 lane, %laneid;"]
+    lines.append(f"mov.b32 x, ${EACH};")
+    lines += [f"max.u32 x, x, ${EACH + k};" for k in each[1:]]
+    lines.append("redux.sync.max.u32 x, x, -1;")
+    for k in each:  # 16 powers of two below the largest are told apart
+        lines.append(f"sub.u32 y, x, ${EACH + k}; min.u32 y, y, 0x7ffffff; xor.b32 y, y, 0x7ffffff; shl.b32 y, y, 5;")
+        lines.append(f"and.b32 y, y, -256; or.b32 w{k}, y, ${2 * EACH + k};")
+    lines += _sorted_words()
+    lines.append("shfl.sync.down.b32 y, w0, 1, 31, -1; mov.b32 x, 0;")
+    for one, two in (("w0", "w1"), ("w1", "w2"), ("w2", "w3"), ("w3", "y")):
+        lines.append(f"xor.b32 v0, {one}, {two}; setp.lt.u32 p, v0, 256; @p add.s32 x, x, 1;")
+    lines.append("redux.sync.add.s32 x, x, -1; setp.eq.s32 p, x, 0; @p bra SORTED;")
     lines += [f"mov.b64 a{k}, {{${2 * EACH + k}, ${EACH + k}}};" for k in each]
-    for bits in range(1, 8):  # merge sorted runs: compare with the mirror place in the run of twice the length, then halve
-        for distance in (2**bits - 1, *(2**i for i in reversed(range(bits - 1)))):
-            far, near = divmod(distance, EACH)
-            if not far:
-                for k in (k for k in each if k < k ^ near):
-                    one, two = f"a{k}", f"a{k ^ near}"
-                    lines.append(f"setp.lt.u64 p, {one}, {two}; selp.b64 t, {two}, {one}, p;")
-                    lines.append(f"selp.b64 {two}, {one}, {two}, p; mov.b64 {one}, t;")
-                continue
-            for k in each:
-                lines.append(f"mov.b64 {{x, y}}, a{k ^ near}; shfl.sync.bfly.b32 x, x, {far}, 31, -1;")
-                lines.append(f"shfl.sync.bfly.b32 y, y, {far}, 31, -1; mov.b64 b{k}, {{x, y}};")
-            lines.append(f"and.b32 x, lane, {1 << (far.bit_length() - 1)}; setp.ne.s32 upper, x, 0;")
-            lines += [f"setp.gt.xor.u64 p, a{k}, b{k}, upper; selp.b64 a{k}, a{k}, b{k}, p;" for k in each]
-    lines += [f"mov.b64 {{x, y}}, a{k}; mov.b32 ${k}, x;" for k in each]
+    for far, near in _distances():
+        if not far:
+            for k in (k for k in each if k < k ^ near):
+                one, two = f"a{k}", f"a{k ^ near}"
+                lines.append(f"setp.lt.u64 p, {one}, {two}; selp.b64 t, {two}, {one}, p;")
+                lines.append(f"selp.b64 {two}, {one}, {two}, p; mov.b64 {one}, t;")
+            continue
+        for k in each:
+            lines.append(f"mov.b64 {{x, y}}, a{k ^ near}; shfl.sync.bfly.b32 x, x, {far}, 31, -1;")
+            lines.append(f"shfl.sync.bfly.b32 y, y, {far}, 31, -1; mov.b64 b{k}, {{x, y}};")
+        lines.append(f"and.b32 x, lane, {1 << (far.bit_length() - 1)}; setp.ne.s32 upper, x, 0;")
+        lines += [f"setp.gt.xor.u64 p, a{k}, b{k}, upper; selp.b64 a{k}, a{k}, b{k}, p;" for k in each]
+    lines += [f"mov.b64 {{w{k}, y}}, a{k};" for k in each]
+    lines += [f"{'SORTED: ' * (k == 0)}and.b32 ${k}, w{k}, 255;" for k in each]
     return assembly.run(lines, (), [*keys, *orders], [jnp.int32] * EACH)
+
+
+def _distances():
+    """Yield the distances of a sort, in lanes and in a lane: runs are merged with their mirror places, then halved."""
+    for bits in range(1, 8):
+        for distance in (2**bits - 1, *(2**i for i in reversed(range(bits - 1)))):
+            yield divmod(distance, EACH)
+
+
+def _sorted_words():
+    """Write PTX that sorts 128 words, ``w0`` and so on of each lane, largest first."""
+    lines = []
+    for far, near in _distances():
+        if not far:
+            for k in (k for k in range(EACH) if k < k ^ near):
+                one, two = f"w{k}", f"w{k ^ near}"
+                lines.append(f"mov.b32 x, {one}; max.u32 {one}, x, {two}; min.u32 {two}, x, {two};")
+            continue
+        lines += [f"shfl.sync.bfly.b32 v{k}, w{k ^ near}, {far}, 31, -1;" for k in range(EACH)]
+        lines.append(f"and.b32 x, lane, {1 << (far.bit_length() - 1)}; setp.ne.s32 upper, x, 0;")
+        lines += [f"@upper min.u32 w{k}, w{k}, v{k}; @!upper max.u32 w{k}, w{k}, v{k};" for k in range(EACH)]
+    return lines
 
 
 def _upto(x):
@@ -274,7 +310,7 @@ def _prepare(query_ref, counts_ref, shares_ref, signs_ref, rotated_ref, count_re
     return zone, cutoffs, wanted
 
 
-def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *refs, n, heads, first):
+def vote(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *refs, n, heads, first):
     # query [L, G, D]; counts [L, N * 256]; shares [P, 2 + Z]; ids [L * S, N]; position [L, S]; stop [B]; maybe signs [D];
     # rotated [L, D]; list [L, C]; count [L]. In shared memory: query, keys of clusters, tables, counts of votes, votes, sums.
     *signs_ref, rotated_ref, list_ref, count_ref, numbers, weights, table, tally, votes, sums = refs
@@ -316,6 +352,11 @@ def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *r
     for number, bits, place in bins.places(_compare(votes, cut.bin, n), cut, sums):
         _list(list_ref, bits, line * most, begin + number, place, n)
     bins.wait(n.parts)
+    return wanted
+
+
+def _body(*refs, **options):
+    vote(*refs, **options)
 
 
 def share_of(lists, slots, parts=None, groups=None):

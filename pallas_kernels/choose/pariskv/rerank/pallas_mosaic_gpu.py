@@ -55,12 +55,12 @@ def _list(refs, bits, at, entry, place, n):
     bins.for_each(bits, refs, [at, entry, place], ".reg .b64 to, mask, from, at; .reg .b32 one;", begin, step)
 
 
-def _for_each(n, sums, live, scale, write):
+def _for_each(n, sums, dim, live, scale, write):
     """Call ``write`` with candidates int32 [128] of the program and their estimates float32 [128], -inf from ``live`` on."""
 
     def one(i, carry):
         number = i * n.threads + n.group() * t.THREADS + arrays.counted(t.THREADS)
-        parts = [arrays.load_shared(sums, number + at) for at in range(0, sums.shape[0], n.size)]
+        parts = [arrays.load_shared(sums, number + at) for at in range(0, dim // width_of(dim) * n.size, n.size)]
         total = functools.reduce(jnp.add, [lax.bitcast_convert_type(x, jnp.float32) for x in parts]) * (scale * LEVEL)
         total = jnp.where(total == 0, 0.0, total)
         total = jnp.where(total < LEAST, LEAST, total)  # NaN stays, and is never chosen
@@ -84,7 +84,7 @@ def _body_estimates(query_ref, slots_ref, count_ref, rows_ref, out_ref, sums, co
     def write(number, total):
         arrays.store(out_ref, jnp.where((number < n.keys) & (begin + number < most), line * most + begin + number, -1), total)
 
-    _for_each(n, sums, live, scale, write)
+    _for_each(n, sums, rows_ref.shape[1], live, scale, write)
 
 
 def _search(n, keys, tally, wanted):
@@ -192,8 +192,12 @@ def _best_of_all(n, refs, keys, tally, totals, places, wanted, entry, at, most):
     return total
 
 
-def _body(
-    query_ref, slots_ref, count_ref, rows_ref, position_ref, cursor_ref, stop_ref, limits_ref, list_ref, mask_ref, keys,
+def _body(query_ref, slots_ref, count_ref, *refs, n, **options):
+    best(query_ref, slots_ref, lambda: _live(n, slots_ref, count_ref), *refs, n=n, **options)
+
+
+def best(
+    query_ref, slots_ref, count, rows_ref, position_ref, cursor_ref, stop_ref, limits_ref, list_ref, mask_ref, keys,
     codes, tally, totals, *places, n, regions, heads, scale,
 ):  # fmt: skip
     # query [L, D]; slots [L, C]; count [L]; rows [L * S, D]; position [L, S]; cursor, stop [B]; limits: budget and enough;
@@ -206,9 +210,12 @@ def _body(
     cursor, stop = (arrays.scalar(ref, lax.div(line, heads)) for ref in (cursor_ref, stop_ref))
     dense = (cursor < arrays.scalar(limits_ref, line * 0 + 1)) | (stop <= regions.sinks)
     wanted = jnp.where(~dense, jnp.clip(arrays.scalar(limits_ref, line * 0), 0, regions.best), 0)
-    live = jnp.where(~dense, _live(n, slots_ref, count_ref), 0)
+    live = jnp.where(~dense, count(), 0)
     estimate(n, query_ref, slots_ref, rows_ref, keys, codes, live, stored)
-    _for_each(n, keys, live, scale, lambda number, total: arrays.store_shared(keys, number, order_key(total) ^ NEVER))
+    _for_each(
+        n, keys, rows_ref.shape[1], live, scale,
+        lambda number, total: arrays.store_shared(keys, number, order_key(total) ^ NEVER),
+    )  # fmt: skip
     bins.meet_all(1)
     # The chosen stand behind the sinks. All programs share out the rest: sinks, the tail, entries that nothing fills. What
     # they read arrives during the search.
