@@ -8,13 +8,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax.errors import (
-    ApplyScopeInvalidVariablesStructureError,
-    ApplyScopeInvalidVariablesTypeError,
-    ScopeCollectionNotFound,
-    ScopeParamNotFoundError,
-    ScopeParamShapeError,
-)
+from flax import errors
 
 from pallas_kernels.formats.coded_matrix import CodedMatrix
 
@@ -23,11 +17,11 @@ from .layers.transformer import Transformer
 from .sizes.architecture import Architecture
 
 _WRONG_PARAMS = (
-    ApplyScopeInvalidVariablesStructureError,
-    ApplyScopeInvalidVariablesTypeError,
-    ScopeCollectionNotFound,
-    ScopeParamNotFoundError,
-    ScopeParamShapeError,
+    errors.ApplyScopeInvalidVariablesStructureError,
+    errors.ApplyScopeInvalidVariablesTypeError,
+    errors.ScopeCollectionNotFound,
+    errors.ScopeParamNotFoundError,
+    errors.ScopeParamShapeError,
 )
 
 

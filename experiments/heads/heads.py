@@ -29,12 +29,14 @@ import kvjax
 from experiments.answering import LoadedModel
 from experiments.benchmarks import Example, score
 from experiments.cli import Job, option, output_file
+from experiments.heads.monitor import MonitorLayer
 from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.records import write_bytes
 from kvjax.methods import Full
-from kvjax.protocol.method import Cost, Inputs, LayerMethod, LayerSpec
+from kvjax.protocol.method import Inputs, LayerSpec
 from kvjax.protocol.typing import method_layers, pytree
 from kvjax.rope import rotate
+from kvjax.wrappers.compose import answers
 from models.hub.progress import progress_bar
 from pallas_kernels.soft_cap import capped
 
@@ -53,32 +55,16 @@ class HeadSettings(PromptSettings):
 
 
 @pytree
-class BesideFull(LayerMethod):
-    """A layer that answers as Full. A subclass writes ``init`` and ``attend``; its state has Full's state as ``inner``."""
-
-    def finish(self, state: Any, spec: LayerSpec) -> Any:
-        return dataclasses.replace(state, inner=Full().finish(state.inner, spec))
-
-    def chosen(self, state: Any, inputs: Inputs) -> Array:
-        return Full().chosen(state.inner, inputs)
-
-    def cost(self, state: Any, shared: Any) -> Cost:
-        return Full().cost(state.inner, shared)
-
-    def room(self, state: Any) -> Array | None:
-        return Full().room(state.inner)
-
-
-@pytree
 class Found:
     """The state of a layer whose heads are measured."""
 
-    inner: Any  # the state of Full
+    inner: Any  # the state of `Finding.inner`
     score: Array  # float32 [B, H, G], attention to the sentence, summed over steps
 
 
+@answers("inner")
 @pytree
-class Finding(BesideFull):
+class Finding(MonitorLayer):
     """Full attention that sums the attention of each query head to the tokens from ``first`` to ``last``."""
 
     first: Array  # int32 scalar, position of the sentence's first token
@@ -86,10 +72,10 @@ class Finding(BesideFull):
 
     def init(self, spec: LayerSpec) -> Found:
         score = jnp.zeros((spec.batch, spec.num_kv_heads, spec.group_size), jnp.float32)
-        return Found(inner=Full().init(spec), score=score)
+        return Found(inner=self.inner.init(spec), score=score)
 
     def attend(self, state: Found, inputs: Inputs) -> tuple[Array, Found]:
-        out, inner = Full().attend(state.inner, inputs)
+        out, inner = self.inner.attend(state.inner, inputs)
         score = state.score
         if inputs.start is None:  # a decode step
             query = rotate(inputs.query, inputs.position[:, None, None], inputs.inv_freq)[..., 0, :]
@@ -156,7 +142,7 @@ def answered(
 
     ``first`` and ``last`` are positions of the sentence's ends; prompts are padded to ``length`` tokens.
     """
-    method, room = Finding(first=jnp.int32(first), last=jnp.int32(last)), 64
+    method, room = Finding(inner=Full(), first=jnp.int32(first), last=jnp.int32(last)), 64
     cache = kvjax.prefill(
         model.params, [tokens[:-1]], config=model.config, method=method, max_new_tokens=room, pad_multiple=length
     )

@@ -22,7 +22,7 @@ from jax import Array
 
 import kvjax
 from experiments.cli import Job, option, output_file
-from experiments.heads.heads import BesideFull
+from experiments.heads.monitor import MonitorLayer
 from experiments.heads.prompts import PromptSettings, encode_prompts
 from experiments.records import markdown_rows, write_bytes
 from kvjax.attention.patterns import FILE, IN_FILES, Table
@@ -30,6 +30,7 @@ from kvjax.methods import Full
 from kvjax.protocol.method import Inputs, LayerSpec
 from kvjax.protocol.typing import method_layers, pytree, static
 from kvjax.wrappers import Pattern, Prefill
+from kvjax.wrappers.compose import answers
 from models.hub.progress import progress_bar
 from pallas_kernels.attend.prefix_attention import prefix_attention
 
@@ -70,12 +71,13 @@ def candidates(scale: float = 1.0, block: int = 64) -> tuple[Pattern, ...]:
 class Kept:
     """The state of a layer that is measured."""
 
-    inner: Any  # the state of Full
+    inner: Any  # the state of `Measuring.inner`
     share: Array  # float32 [B, H, G, C], attention that each of C candidates keeps
 
 
+@answers("inner")
 @pytree
-class Measuring(BesideFull):
+class Measuring(MonitorLayer):
     """Full attention that measures how much attention each candidate keeps. A prompt is prefilled in one chunk."""
 
     patterns: Any = static("the candidates")
@@ -83,10 +85,10 @@ class Measuring(BesideFull):
 
     def init(self, spec: LayerSpec) -> Kept:
         shape = (spec.batch, spec.num_kv_heads, spec.group_size, len(self.patterns))
-        return Kept(inner=Full().init(spec), share=jnp.zeros(shape, jnp.float32))
+        return Kept(inner=self.inner.init(spec), share=jnp.zeros(shape, jnp.float32))
 
     def attend(self, state: Kept, inputs: Inputs) -> tuple[Array, Kept]:
-        out, inner = Full().attend(state.inner, inputs)
+        out, inner = self.inner.attend(state.inner, inputs)
         share = state.share
         if isinstance(inputs.start, int):
             query, key = inputs.rotated()
@@ -153,7 +155,7 @@ def _patterns(settings: PatternSettings) -> None:
     file, model = settings.out, settings.load()
     known = candidates(settings.scale)
     prompts = encode_prompts(model, settings).wholes
-    kept = shares(model.params, prompts, model.config, Measuring(patterns=known), settings.length)
+    kept = shares(model.params, prompts, model.config, Measuring(inner=Full(), patterns=known), settings.length)
     table, scores = best(kept, known)
     write_bytes(file, (to_file(table, scores) + "\n").encode())
     heads = [pattern for row in table for pattern in row]

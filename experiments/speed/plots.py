@@ -4,18 +4,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experiments.records import (
-    COLORS,
-    REFERENCE,
-    bar_chart,
-    device_kinds,
-    label_lines,
-    method_styles,
-    method_title,
-    new_figure,
-    tidy,
-    token_label,
-)
+from experiments import records
 from experiments.speed.rows import Row
 
 Group = tuple[str, int, int, str]  # model, tokens stored, rows, axis of the mesh
@@ -34,7 +23,7 @@ def beside_floors(rows: Sequence[Row], card: str = "") -> Any:
         name: _shown([x for x in decoded if x["model"] == name]) for name in dict.fromkeys(x["model"] for x in decoded)
     }
     bars = max(map(len, by_model.values()), default=1)
-    figure = new_figure(6.5, max(3.8, 1.5 + _BAR * bars) * max(len(by_model), 1))
+    figure = records.new_figure(6.5, max(3.8, 1.5 + _BAR * bars) * max(len(by_model), 1))
     _name_card(figure, card)
     for at, (model, shown) in enumerate(by_model.items(), 1):
         _bars(figure.add_subplot(len(by_model), 1, at), shown, f"{model}: " if len(by_model) > 1 else "")
@@ -54,14 +43,14 @@ def _bars(panel: Any, shown: Sequence[Row], begin: str) -> None:
     least = [1e3 * row["floor"] for row in shown]
     above = [1e3 * max(row["value"] - row["floor"], 0) for row in shown]
     parts = {"floor: reading its bytes": least, "above the floor": above}
-    bar_chart(panel, [row["method"] for row in shown], parts, (COLORS[0], COLORS[5]))
+    records.bar_chart(panel, [row["method"] for row in shown], parts, (records.COLORS[0], records.COLORS[5]))
     for index, row in enumerate(shown):
-        panel.hlines(index, 1e3 * row["least"], 1e3 * row["most"], color=REFERENCE, linewidth=1.2)
+        panel.hlines(index, 1e3 * row["least"], 1e3 * row["most"], color=records.REFERENCE, linewidth=1.2)
         text = f" {1e3 * row['value']:.2f} ({100 / row['ratio']:.0f} %)"
         panel.text(1e3 * row["most"], index, text, va="center", fontsize=7.5)
     panel.set_xlim(right=1.28 * max(1e3 * row["most"] for row in shown))
-    about = f"{begin}{token_label(shown[0]['length'])} tokens, {_rows_of(shown[0]['batch'])}, the fastest first"
-    tidy(panel, about, "ms per token (% of the roofline)", grid="x")
+    about = f"{begin}{records.token_label(shown[0]['length'])} tokens, {_rows_of(shown[0]['batch'])}, the fastest first"
+    records.tidy(panel, about, "ms per token (% of the roofline)", grid="x")
     panel.set_ylim(len(shown) - 0.4, -1.6)  # room for the legend above the shortest bar
     panel.legend(loc="upper right", fontsize=8, frameon=True, framealpha=0.9, edgecolor="none")
 
@@ -83,11 +72,13 @@ def scaling(rows: Sequence[Row], card: str = "") -> Any:
     groups = _on_several(rows)
     if not groups:
         raise ValueError("a figure of devices needs decode rows on meshes of two sizes: run experiments.speed --mesh")
-    figure = new_figure(4.6 * len(groups), 4.4)
+    figure = records.new_figure(4.6 * len(groups), 4.4)
     _name_card(figure, card)
     names = sorted({name for methods in groups.values() for name in methods} - {"full"})  # a method looks alike in all panels
-    looks = {"full": (REFERENCE, "o")}
-    looks |= {name: (style["color"], style["marker"]) for name, style in zip(names, method_styles(names), strict=True)}
+    looks = {"full": (records.REFERENCE, "o")}
+    looks |= {
+        name: (style["color"], style["marker"]) for name, style in zip(names, records.method_styles(names), strict=True)
+    }
     for panel, ((model, length, batch, axis), methods) in zip(
         figure.subplots(1, len(groups), squeeze=False)[0], groups.items(), strict=True
     ):
@@ -99,15 +90,20 @@ def scaling(rows: Sequence[Row], card: str = "") -> Any:
             times, floors = ([1e3 * best[count][field] for count in at] for field in ("value", "floor"))
             panel.plot(at, times, color=color, marker=mark)
             panel.plot(at, floors, color=color, linewidth=0.7, alpha=0.6)
-            ends.append((at[-1], times[-1], method_title(name), color))
+            ends.append((at[-1], times[-1], records.method_title(name), color))
         low, high = panel.get_ylim()
         ticks = [step for step in _TICKS if low <= step <= high]
         panel.set_yticks(ticks, [str(step) for step in ticks], minor=False)
         panel.set_xticks(counts, [str(count) for count in counts])
         panel.set_yticks([], minor=True)
         panel.set_xticks([], minor=True)
-        tidy(panel, f"{model}, {token_label(length)}, {_rows_of(batch)} (thin: floor)", f"devices on {axis}", "ms per token")
-        label_lines(panel, ends)
+        records.tidy(
+            panel,
+            f"{model}, {records.token_label(length)}, {_rows_of(batch)} (thin: floor)",
+            f"devices on {axis}",
+            "ms per token",
+        )
+        records.label_lines(panel, ends)
     return figure
 
 
@@ -137,7 +133,7 @@ def _group(row: Row, axis: str) -> Group:
 def _good(rows: Sequence[Row]) -> list[Row]:
     """Select decode rows without failures; the method's name says where and how it ran, unless it ran on one device."""
     good = [row for row in rows if row["name"] == "decode" and row["error"] is None]
-    return [{**row, "method": ", ".join([method_title(row["method"]), *_where(row)])} for row in good]
+    return [{**row, "method": ", ".join([records.method_title(row["method"]), *_where(row)])} for row in good]
 
 
 def _where(row: Row) -> list[str]:
@@ -157,7 +153,7 @@ def figures(record: Mapping[str, Any]) -> tuple[dict[str, Callable[[], Any]], li
     Returns:
         Functions by name that draw a figure, and the names of the figures that the record's rows suffice for.
     """
-    rows, card = record["metrics"], " and ".join(device_kinds(record))
+    rows, card = record["metrics"], " and ".join(records.device_kinds(record))
     usual = ["speed"] * bool(_good(rows)) + ["scaling"] * bool(_on_several(rows))
     kinds = {"speed": beside_floors, "scaling": scaling}
     return {name: functools.partial(draw, rows, card) for name, draw in kinds.items()}, usual

@@ -19,17 +19,8 @@ from kvjax.api.prefill import Integers, Tokens, pad_tokens
 from kvjax.api.programs import consuming, decode_program, extend_program, generate_program, step_program
 from kvjax.api.text import GrowingText, ScoredToken, rows_of, scored_rows, stop_strings, texts_of
 from kvjax.cache.whole_model import Cache, check_alive
+from kvjax.decoding import checks
 from kvjax.decoding.bits import in_32_bits
-from kvjax.decoding.checks import (
-    as_jax,
-    bool_rows,
-    check_cache,
-    check_params,
-    check_room,
-    check_vocabulary,
-    int32_rows,
-    read_array,
-)
 from kvjax.decoding.history import Memory
 from kvjax.decoding.log_probs import LogProbs
 from kvjax.decoding.sampling import NUMBERS, Sampler, has_row_keys
@@ -94,11 +85,11 @@ def decode_step(
     Raises:
         ValueError: wrong shapes or dtypes, no room, a cache of another model, or a cache that was consumed.
     """
-    check_params(params, cache)
-    fed = int32_rows("tokens", tokens, cache.batch)
-    moves = bool_rows("active", np.ones(cache.batch, bool) if active is None else active, cache.batch)
-    check_vocabulary(fed, cache.model)
-    check_room(cache, moves.astype(jnp.int32))
+    checks.check_params(params, cache)
+    fed = checks.int32_rows("tokens", tokens, cache.batch)
+    moves = checks.bool_rows("active", np.ones(cache.batch, bool) if active is None else active, cache.batch)
+    checks.check_vocabulary(fed, cache.model)
+    checks.check_room(cache, moves.astype(jnp.int32))
     args = place_rows(cache.plan, fed[:, None], moves[:, None])
     return consuming(step_program, params, cache, args)(params, cache, *args)
 
@@ -175,10 +166,10 @@ def generate(
     top = likeliest(logprobs, top_logprobs, cache.model)
     eos = eos_array(eos_token_ids, cache.model)
     shared, memory, key = _by_row(sampler, key, cache, max_new_tokens)
-    most = None if limits is None else int32_rows("limits", limits, cache.batch, max_new_tokens, "max_new_tokens")
+    most = None if limits is None else checks.int32_rows("limits", limits, cache.batch, max_new_tokens, "max_new_tokens")
     cache = _ready(params, cache, method, max_new_tokens if most is None else most)
     in_trace = tracing() or not is_known(params, cache, sampler, key, eos, most)
-    done, most = place_rows(cache.plan, as_jax(np.zeros(cache.batch, bool)), most)
+    done, most = place_rows(cache.plan, checks.as_jax(np.zeros(cache.batch, bool)), most)
     args = params, cache, shared, key, eos, done, most, memory
     stop_early = (eos.size > 0 or most is not None) and not in_trace
     end, cost = consuming(generate_program, *args)(*args, steps=max_new_tokens, stop_early=stop_early, top=top)
@@ -246,7 +237,7 @@ def stream(
         cache: Cache, key: Array | None, memory: Memory | None
     ) -> Iterator[list]:  # what is above runs before the first block is asked for
         ends = set(jax.device_get(eos).tolist())
-        (done,) = place_rows(cache.plan, as_jax(np.zeros(cache.batch, bool)))
+        (done,) = place_rows(cache.plan, checks.as_jax(np.zeros(cache.batch, bool)))
         texts = [GrowingText(tokenizer, stops) for _ in range(cache.batch)]
         for first in range(0, max_new_tokens, block):
             steps = min(block, max_new_tokens - first)
@@ -270,19 +261,19 @@ def stream(
             if last or all(ended | (halted := np.array([text.ended for text in texts]))):
                 return
             if halted.any():
-                (done,) = place_rows(cache.plan, as_jax(ended | halted))
+                (done,) = place_rows(cache.plan, checks.as_jax(ended | halted))
 
     return blocks(cache, key, memory)
 
 
 def tokens_after(params: Any, cache: Cache, tokens: Tokens, lengths: Integers | None) -> tuple[Array, Array]:
     """Pad tokens for every row of a cache, which has room for them: int32 [B, N], and their lengths int32 [B]."""
-    check_params(params, cache)
+    checks.check_params(params, cache)
     padded, length = pad_tokens(tokens, lengths)
     if padded.shape[0] != cache.batch:
         raise ValueError(f"tokens must have {cache.batch} rows like the cache, got {padded.shape[0]}")
-    check_vocabulary(padded, cache.model)
-    check_room(cache, length)
+    checks.check_vocabulary(padded, cache.model)
+    checks.check_room(cache, length)
     return padded, length
 
 
@@ -297,14 +288,14 @@ def likeliest(logprobs: bool, top_logprobs: int, model: Model) -> int | None:
 
 def _ready(params: Any, cache: Cache, method: Method | str | None, tokens: int | Array) -> Cache:
     """Put the traced fields of ``method`` into the cache. Refuse another structure, or no room for ``tokens`` tokens."""
-    check_params(params, cache)
+    checks.check_params(params, cache)
     if method is not None:
         method = resolve(method)
-        check_cache(cache, method)
+        checks.check_cache(cache, method)
         # The cache is donated. Arrays in the caller's method must not be donated with it.
         copied = jax.tree.map(jnp.copy, on_device(method))
         cache = dataclasses.replace(cache, method=copied)
-    check_room(cache, tokens)
+    checks.check_room(cache, tokens)
     return cache
 
 
@@ -316,7 +307,7 @@ def sampler_of(key: Array | None, sampler: Sampler | None = None, **short: Any) 
         raise ValueError(f"sampler must be a kvjax.decoding.sampling.Sampler, got {shown(sampler)}")
     for name in NUMBERS:
         value = short.get(name) if sampler is None else vars(sampler)[name]
-        if read_array(value).ndim:
+        if checks.read_array(value).ndim:
             raise ValueError(f"{name} must be one number for all rows, got {shown(value)}: generate the other rows apart")
     sampler = Sampler(**short) if sampler is None else sampler
     if key is None and number(sampler.temperature) == 0:
@@ -337,7 +328,7 @@ def _by_row(sampler: Sampler, key: Array | None, cache: Cache, steps: int) -> tu
     if isinstance(sampler.logit_bias, jax.Array) and sampler.logit_bias.shape != (model.vocab_size,):
         raise ValueError(f"logit_bias must be float [{model.vocab_size}], got {shown(sampler.logit_bias)}")
     if tokens is not None and tokens.size:
-        check_vocabulary(tokens, model)
+        checks.check_vocabulary(tokens, model)
     shared, memory = sampler.remembered(cache.batch, steps)
     leaves, structure = jax.tree.flatten(memory)
     memory = jax.tree.unflatten(structure, place_rows(cache.plan, *leaves))
@@ -362,14 +353,14 @@ def check_key(key: Any, by_row: bool = True) -> None:
 
 def eos_array(ids: Integers | int | None, model: Model) -> Array:
     """Convert EOS ids to int32 [E]; None means the model's ids."""
-    values = read_array(model.eos_token_ids if ids is None else ids)
+    values = checks.read_array(model.eos_token_ids if ids is None else ids)
     if values.ndim > 1 or (values.size and not jnp.issubdtype(values.dtype, jnp.integer)):
         raise ValueError(f"eos_token_ids must be whole numbers, got {shown(ids)}")
     known = jax.device_get(values).reshape(-1).tolist() if is_known(values) else []
     wrong = [token for token in known if not 0 <= token < model.vocab_size]
     if wrong:
         raise ValueError(f"eos_token_ids must lie in [0, vocab_size={model.vocab_size}), got {wrong[0]}")
-    return as_jax(values, jnp.int32).reshape(-1)
+    return checks.as_jax(values, jnp.int32).reshape(-1)
 
 
 def check_finite(bad_step: Array | np.ndarray) -> None:

@@ -31,18 +31,7 @@ from kvjax.decoding.layers import layer_methods, observe
 from kvjax.decoding.passes import layer_inputs
 from kvjax.decoding.recurrent import run_recurrent
 from kvjax.decoding.settle import settle_due
-from kvjax.exact.progress import (
-    active_rows,
-    agreed,
-    draw,
-    ends,
-    goes_on,
-    keys_of_draws,
-    largest,
-    left_tokens,
-    next_token,
-    written,
-)
+from kvjax.exact import progress
 from kvjax.exact.verified import Verified, noted
 from kvjax.exact.verified_layer import Passes, VerifiedLayer
 from kvjax.protocol.method import LayerMethod
@@ -66,7 +55,7 @@ def run_verified(call: Call, start: Decoded) -> Decoded:
         call: its ``draws`` are made here, from the key of ``start``.
         start: see `kvjax.decoding.decode.start_decode`.
     """
-    draws, last = (None, None) if start.key is None else keys_of_draws(start.key, start.tokens.shape[1])
+    draws, last = (None, None) if start.key is None else progress.keys_of_draws(start.key, start.tokens.shape[1])
     return dataclasses.replace(advance(dataclasses.replace(call, draws=draws), start), key=last)
 
 
@@ -76,12 +65,12 @@ def advance(call: Call, now: Decoded) -> Decoded:
     Each call tries the draft at least once: a later call's text may suit it.
     """
     limits, worth = call.limits, cast("Verified", now.cache.method).worth
-    more, once = functools.partial(goes_on, limits), functools.partial(_round, call)
+    more, once = functools.partial(progress.goes_on, limits), functools.partial(_round, call)
     if worth is None:
         return lax.while_loop(more, once, now)
 
     def pays(now: Decoded) -> Array:
-        agreed = rate_of(cast("Passes", now.cache.shared), active_rows(limits, now))
+        agreed = rate_of(cast("Passes", now.cache.shared), progress.active_rows(limits, now))
         return more(now) & ((now.step == 0) | (agreed >= worth))
 
     drafted, step = lax.while_loop(pays, once, now), functools.partial(_alone, call)
@@ -98,12 +87,12 @@ def rate_of(passes: Passes, active: Array) -> Array:
 
 def _alone(call: Call, _: Array, now: Decoded) -> Decoded:
     """Decode one token of each row with Full, and tell the draft of it, so that a later call can draft."""
-    active = active_rows(call.limits, now)
-    token, bad, seen, memory = next_token(call, active, now)
+    active = progress.active_rows(call.limits, now)
+    token, bad, seen, memory = progress.next_token(call, active, now)
     cache = run_step(call.params, now.cache, token[:, None], active[:, None])
     passes = dataclasses.replace(cache.shared, passes=cache.shared.passes + active.astype(jnp.int32))
     now = dataclasses.replace(now, cache=dataclasses.replace(cache, shared=passes), bad_step=bad, memory=memory)
-    return written(call, now, token[:, None], active, jnp.zeros_like(now.num_tokens), seen)
+    return progress.written(call, now, token[:, None], active, jnp.zeros_like(now.num_tokens), seen)
 
 
 def _depth(call: Call, now: Decoded) -> Array:
@@ -111,27 +100,27 @@ def _depth(call: Call, now: Decoded) -> Array:
     method, limits = cast("Verified", now.cache.method), call.limits
     if method.worth is None:
         return jnp.int32(method.depth)
-    rate = rate_of(cast("Passes", now.cache.shared), active_rows(limits, now))
+    rate = rate_of(cast("Passes", now.cache.shared), progress.active_rows(limits, now))
     kept = rate ** jnp.arange(1, method.depth + 1, dtype=jnp.float32)
     depth = jnp.maximum(jnp.sum(kept >= method.worth, dtype=jnp.int32), 1)
-    return jnp.minimum(depth, largest(limits, now, left_tokens(limits, now)) - 1)
+    return jnp.minimum(depth, progress.largest(limits, now, progress.left_tokens(limits, now)) - 1)
 
 
 def _round(call: Call, now: Decoded) -> Decoded:
     """Run a round: the draft decodes tokens, Full reads them, and the tokens that it agrees with are kept."""
     limits, cache, most = call.limits, now.cache, now.cache.method.drafts
-    active = active_rows(limits, now)
-    first, bad, before, memory = next_token(call, active, now)
+    active = progress.active_rows(limits, now)
+    first, bad, before, memory = progress.next_token(call, active, now)
     # A row's drafted tokens fit its limit, so they also fit its storage.
-    wanted = jnp.minimum(_depth(call, now), left_tokens(limits, now) - 1)
-    wanted = jnp.where(active & ~ends(first, call.eos), wanted, 0)
+    wanted = jnp.minimum(_depth(call, now), progress.left_tokens(limits, now) - 1)
+    wanted = jnp.where(active & ~progress.ends(first, call.eos), wanted, 0)
     place = now.num_tokens[:, None] + jnp.arange(most + 1, dtype=jnp.int32)[None]
     with jax.named_scope("draft"):  # profiles tell the parts of a round by these names
         tokens, cache = _drafted(call, cache, first, wanted, place, memory)
     order = jnp.arange(most + 1, dtype=jnp.int32)[None]
     with jax.named_scope("judge"):
         logits, cache, inputs = _judged(call.params, cache, tokens, active[:, None] & (order <= wanted[:, None]))
-    accepted, behind, memory = agreed(call, logits[:, :-1], tokens, place[:, 1:], order, wanted, memory)
+    accepted, behind, memory = progress.agreed(call, logits[:, :-1], tokens, place[:, 1:], order, wanted, memory)
     broken = ~jnp.isfinite(logits).all(axis=-1) & (order < accepted[:, None])
     worse = (bad < 0) & broken.any(axis=1)
     bad = jnp.where(worse, now.num_tokens + 1 + jnp.argmax(broken, axis=1).astype(jnp.int32), bad)
@@ -139,7 +128,7 @@ def _round(call: Call, now: Decoded) -> Decoded:
         cache = _committed(cache, inputs, logits, wanted, accepted, active)
     passes = noted(cache.shared, wanted, accepted, active)
     now = dataclasses.replace(now, cache=dataclasses.replace(cache, shared=passes), bad_step=bad, memory=memory)
-    return written(call, now, tokens, active, accepted, before, behind)
+    return progress.written(call, now, tokens, active, accepted, before, behind)
 
 
 def _drafted(
@@ -158,7 +147,7 @@ def _drafted(
         fed, asked = (lax.dynamic_slice_in_dim(x, at, 1, 1) for x, at in ((tokens, order), (place, order + 1)))
         drafts = (order < wanted)[:, None]
         view = run_step(call.params, view, fed, drafts, sync_host=False)
-        drawn, _, state = draw(call.sampler, view.logits[:, None], call.draws, asked, memory)
+        drawn, _, state = progress.draw(call.sampler, view.logits[:, None], call.draws, asked, memory)
         guess = jnp.where(drafts, drawn, pad)
         memory = None if memory is None else memory.add(guess[:, 0], drafts[:, 0], state)
         return lax.dynamic_update_slice_in_dim(tokens, guess, order + 1, 1), view, memory

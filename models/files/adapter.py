@@ -6,7 +6,7 @@ read the same input are fused. All layers are stacked::
     attention/qkv, attention/out, mlp/gate_up, mlp/down:    a [L, in, R]    b [L, R, out]
 
 The columns of ``mlp/gate_up`` are gate and up, out = 2F. The adapted kernel is ``kernel + a @ b``. It is computed once, when
-the model is loaded: an adapted model costs as much as its base. Training uses the same function.
+the model is loaded: an adapted model costs as much as its base.
 """
 
 import dataclasses
@@ -82,23 +82,6 @@ def fingerprint(params: Mapping[str, Any]) -> str:
     return digest.hexdigest()[:16]
 
 
-def init_adapter(params: Mapping[str, Any], num_layers: int, rank: int, key: jax.Array) -> dict[str, Any]:
-    """Initialise the factors of an adapter that changes nothing yet.
-
-    Returns:
-        A tree of float32 factors; see the module's text.
-    """
-    if part := _unfit(flatten_dict(params, sep="/")):
-        raise ValueError(f"an adapter needs one matrix for each projection, got a model with {part}")
-    kernels, factors = cast(dict[str, Any], flatten_dict(params["layers_0"], sep="/")), {}
-    for path, part in zip(KERNELS, jax.random.split(key, len(KERNELS)), strict=True):
-        rows, columns = _as_product(path, kernels[path].shape)
-        name = path.removesuffix("/kernel")
-        factors[f"{name}/a"] = jax.random.normal(part, (num_layers, rows, rank), jnp.float32) * rows**-0.5
-        factors[f"{name}/b"] = jnp.zeros((num_layers, rank, columns), jnp.float32)
-    return unflatten_dict(factors, sep="/")
-
-
 def adapted(kernel: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     """Compute ``kernel + a @ b`` in float32.
 
@@ -152,13 +135,6 @@ def _merger(sharding: Sharding) -> Callable[[jax.Array, np.ndarray, np.ndarray],
     return lambda kernel, *factors: run(kernel, *jax.device_put(factors, shardings))
 
 
-def _unfit(flat: Mapping[str, Any]) -> str:
-    """Name the part of a model for which layers do not have one matrix for each projection; "" if they have."""
-    parts = {"router": "experts", "linear": "layers of linear attention", "latents": "latent attention"}
-    names = {name for path in flat for name in path.split("/")}
-    return next((part for name, part in parts.items() if name in names), "")
-
-
 def _as_product(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a parameter as a factor of a product: gate and up are one matrix, [..., in, 2F]."""
     return (*shape[:-2], shape[-2] * shape[-1]) if path.endswith("gate_up/kernel") else tuple(shape)
@@ -166,9 +142,11 @@ def _as_product(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _misfits(flat: Mapping[str, Any], factors: Mapping[str, Any], num_layers: int) -> list[str]:
     """List in words what is wrong with the names and shapes of factors."""
+    parts = {"router": "experts", "linear": "layers of linear attention", "latents": "latent attention"}
+    present = {name for path in flat for name in path.split("/")}
+    if found := [part for name, part in parts.items() if name in present]:
+        return [f"the model has {found[0]}, expected one matrix for each projection"]
     names = [path.removesuffix("/kernel") for path in KERNELS]
-    if part := _unfit(flat):
-        return [f"the model has {part}, expected one matrix for each projection"]
     expected = {f"{name}/{factor}" for name in names for factor in "ab"}
     problems = [f"missing {name}" for name in sorted(expected - factors.keys())]
     problems += [f"unused {name}" for name in sorted(factors.keys() - expected)]

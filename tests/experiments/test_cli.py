@@ -194,8 +194,6 @@ ASKED = "generate --model {directory} --prompt a"
         (f"{GENERATE} --top-logprobs 3", "--top-logprobs 3 needs a file: add --logprobs OUT"),
         (f"{GENERATE} --method snapkv --set budget", "--set takes KNOB=VALUE, got 'budget'"),
         (f"{GENERATE} --method snapkv --set budgte=64", "no knob 'budgte' (did you mean 'budget'?)"),
-        (f"{GENERATE} --method snapkv --set budget=many", "budget must be a whole number"),
-        (f"{GENERATE} --method chess --set ratios=0.5,much,1", "ratios must be a tuple of 3 numbers"),
         (f"{GENERATE} --method snapkv --set budget=8", "budget must be a whole number of at least 32"),
         ("eval --workers -1", "workers: expected a whole number of at least 0"),
         (f"{GENERATE} --method snapvk --set budget=64", "unknown method 'snapvk' (did you mean 'snapkv'?)"),
@@ -210,6 +208,7 @@ ASKED = "generate --model {directory} --prompt a"
         ("generate --model {directory} --prompt-file {folder}/empty.txt", "expected a text"),
         ("generate --model {directory} --prompt-file {folder}/binary.bin", "not UTF-8"),
         ("generate --model {directory} --prompt-file {folder}/nowhere.txt", "nowhere.txt"),
+        ("generate --model {folder}/nowhere --prompt a", "nowhere"),
         ("generate", "--prompt-file"),
         ("answer {prompt} --model {directory} --question What? --method quest --set bugdet=3", "'bugdet'"),
         ("answer {prompt}", "--question"),
@@ -221,8 +220,6 @@ ASKED = "generate --model {directory} --prompt a"
         ("ls tasks niah_singel_1", "unknown task 'niah_singel_1', did you mean 'niah_single_1'?"),
         ("ls tasks qa_1", "squad file"),
         ("ls kvpress:nowhere", "nowhere"),
-        ("demo --length x", "whole number"),
-        ("demo --lenght 5", "--lenght"),
         ("demo --out {prompt}/below", "--out: expected a file in a folder, got"),  # not after the run, which would be lost
         ("speed --out {prompt}/below.json", "is in the way"),
         ("eval --out=", "argument --out: expected a folder, got ''"),
@@ -233,32 +230,6 @@ def test_bad_input_of_a_command_is_named(words, expected, directory, prompt, tmp
     (tmp_path / "binary.bin").write_bytes(b"\xff\xfe\x00")
     words = words.format(directory=directory, prompt=prompt, folder=tmp_path).split()
     assert expected in fails(*(word.replace("\0", " ") for word in words))
-
-
-def test_damaged_models_are_named(directory, prompt, tmp_path, fails):
-    def broken(name):
-        return shutil.copytree(directory, tmp_path / name)
-
-    truncated = broken("truncated")
-    data = (truncated / "model.safetensors").read_bytes()
-    (truncated / "model.safetensors").write_bytes(data[: len(data) // 2])
-    missing = broken("missing")
-    (missing / "model.safetensors").unlink()
-    wordless = broken("wordless")
-    (wordless / "tokenizer.json").unlink()
-    foreign = tmp_path / "foreign"
-    small = models.ModelConfig(**{**vars(CONFIG), "vocab_size": 100})
-    models.save_pretrained(foreign, models.random_params(small, jax.random.key(0)), small)
-    shutil.copy(directory / "tokenizer.json", foreign)
-
-    def said(model):
-        return fails("generate", "--model", model, "--prompt-file", prompt)
-
-    assert "nowhere" in said(tmp_path / "nowhere")
-    assert "model.safetensors" in said(truncated)
-    assert "safetensors" in said(missing)
-    assert "no tokenizer.json" in said(wordless)
-    assert "vocab_size 100" in said(foreign)
 
 
 def test_parameters_that_are_not_finite_are_an_error(directory, prompt, tmp_path, capsys):
@@ -273,15 +244,6 @@ def test_parameters_that_are_not_finite_are_an_error(directory, prompt, tmp_path
 def test_prompts_that_the_model_refuses_end_with_its_message(directory, prompt, capsys):
     assert main([*GENERATE.format(directory=directory, prompt=prompt).split(), "--max-new-tokens", "4000"]) == 2
     assert "max_position_embeddings=2048" in capsys.readouterr().err
-
-
-def test_an_interrupt_exits_with_130(directory, prompt, capsys, monkeypatch):
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("kvjax.generate", interrupted)
-    assert main(["generate", "--model", str(directory), "--prompt-file", str(prompt)]) == 130
-    assert capsys.readouterr().err.endswith("kvjax: interrupted\n")
 
 
 def test_compile_clock_counts_nested_tracing_once():

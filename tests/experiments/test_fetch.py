@@ -95,15 +95,6 @@ def test_fetch_tells_directory_size_and_licence(empty_cache, capsys):
     assert "did you mean 'smollm2'?" in capsys.readouterr().err
 
 
-def test_fetch_takes_no_directory_without_a_model(tmp_path, capsys):
-    assert main(["fetch", str(tmp_path)]) == 2
-    assert capsys.readouterr() == ("", f"kvjax: error: no config.json and no GGUF file in {tmp_path}\n")
-    for name in ("a.gguf", "b.gguf"):
-        (tmp_path / name).touch()
-    assert main(["fetch", str(tmp_path)]) == 2
-    assert "holds 2 GGUF files, expected one" in capsys.readouterr().err
-
-
 def test_licences_of_model_cards(tmp_path, capsys):
     cards = {
         "---\nlicense: apache-2.0\n---\n": "apache-2.0",

@@ -8,6 +8,7 @@ import pytest
 
 from experiments.heads import patterns
 from kvjax import wrappers
+from kvjax.methods import Full
 from kvjax.wrappers import Pattern
 from tests.experiments.test_heads import CONFIG
 from tests.harness import SMALL_PATTERNS, random_tokens
@@ -24,7 +25,7 @@ def test_attention_kept_equals_float64_loops():
     """Of ragged rows; a candidate with room for everything keeps everything."""
     known, rules = (*KINDS.values(), Pattern(diagonals=20)), {**SMALL_PATTERNS, "chunk": 64}
     q, k, v = random_tokens(3, 2, 2, 2, 23, 8)
-    method = patterns.Measuring(patterns=known, knobs=tuple(rules.items()))
+    method = patterns.Measuring(inner=Full(), patterns=known, knobs=tuple(rules.items()))
     got = method.kept(*map(jnp.asarray, (q, k, v)), jnp.array([23, 9], jnp.int32))
     for row, length in enumerate((23, 9)):
         for h, g, at in np.ndindex(2, 2, len(known)):

@@ -11,23 +11,9 @@ import types
 import jax
 import pytest
 
+from experiments import records
 from experiments.cli import figures, read_record
 from experiments.evaluation.compare import committed, compared, main
-from experiments.records import (
-    Results,
-    describe,
-    device_kinds,
-    fold,
-    make_record,
-    markdown_rows,
-    method_title,
-    new_figure,
-    save,
-    unfold,
-    versions,
-    write_bytes,
-    write_record,
-)
 from experiments.records.names_on_lines import label_lines, spread
 from kvjax import registry
 
@@ -37,10 +23,10 @@ METRIC = {"name": "vt", "value": 50.0, "unit": "percent"}
 
 def test_a_record_is_whole_or_not_there(tmp_path):
     with pytest.raises(TypeError):
-        write_record(tmp_path / "bad" / "r.json", {"x": object()})
+        records.write_record(tmp_path / "bad" / "r.json", {"x": object()})
     assert not (tmp_path / "bad").exists()
     with pytest.raises(ValueError, match="lacks"):
-        make_record("x", {}, [{"name": "a"}])
+        records.make_record("x", {}, [{"name": "a"}])
 
 
 def test_a_pipe_is_written_to_and_what_a_link_names_is_replaced(tmp_path):
@@ -49,7 +35,7 @@ def test_a_pipe_is_written_to_and_what_a_link_names_is_replaced(tmp_path):
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     for path in (link, pipe):
-        write_bytes(path, b"lines")
+        records.write_bytes(path, b"lines")
     assert link.is_symlink() and pipe.is_fifo() and file.read_bytes() == os.read(reader, 9) == b"lines"
 
 
@@ -61,16 +47,22 @@ def test_the_rows_of_a_record_as_csv(capsys):
 
 def test_a_folded_record_has_the_same_rows(tmp_path):
     folded = json.loads((RECORDS / "results" / "int8" / "metrics.json").read_text())
-    whole = unfold(folded)
+    whole = records.unfold(folded)
     assert "unit" not in folded["metrics"][0] and {"unit", "method", "value"} < whole["metrics"][0].keys()
-    assert fold(whole) == fold(folded) == folded, "python -m experiments.records docs/records/results/*/metrics.json"
-    write_record(tmp_path / "r.json", folded)
-    assert Results(tmp_path / "r.json", "eval", {}).metrics == read_record(tmp_path / "r.json")["metrics"] == whole["metrics"]
+    assert records.fold(whole) == records.fold(folded) == folded, (
+        "python -m experiments.records docs/records/results/*/metrics.json"
+    )
+    records.write_record(tmp_path / "r.json", folded)
+    assert (
+        records.Results(tmp_path / "r.json", "eval", {}).metrics
+        == read_record(tmp_path / "r.json")["metrics"]
+        == whole["metrics"]
+    )
 
 
 def test_a_cell_of_any_text_is_one_cell():
     """A task of a user's file can have any name."""
-    assert markdown_rows([["a", "b"], ["x|y", "l\nm"], [r"p\|q", ""]])[2:] == [r"| x\|y | l m |", r"| p\|q |  |"]
+    assert records.markdown_rows([["a", "b"], ["x|y", "l\nm"], [r"p\|q", ""]])[2:] == [r"| x\|y | l m |", r"| p\|q |  |"]
 
 
 @pytest.mark.parametrize(("kind", "begin"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
@@ -78,16 +70,16 @@ def test_figures_are_the_same_bytes_whenever_they_are_drawn(kind, begin):
     """In vector files text stays text, for search and for editing."""
     made = []
     for _ in range(2):
-        figure = new_figure(2, 2)
+        figure = records.new_figure(2, 2)
         figure.subplots().set_ylabel("score")
-        made.append(save(figure, kind))
+        made.append(records.save(figure, kind))
     assert made[0] == made[1] and made[0].startswith(begin)
     assert kind != "svg" or b">score</text>" in made[0]
     assert kind != "png" or made[0][25] == 3, "a palette: a third or a quarter of the size"
 
 
 def test_names_at_the_ends_of_lines_are_inside_of_the_panel():
-    figure = new_figure(4, 3)
+    figure = records.new_figure(4, 3)
     panel = figure.subplots()
     panel.set(xscale="log", xlim=(1024, 131072), ylim=(0, 10))
     label_lines(panel, [(131072, 9.9, "a very long name of a method", "#0072b2"), (131072, 9.8, "another", "#d55e00")])
@@ -97,16 +89,19 @@ def test_names_at_the_ends_of_lines_are_inside_of_the_panel():
 
 
 def test_every_method_has_a_name_as_in_its_paper():
-    names = {name: method_title(name) for name in registry.builtin()}
+    names = {name: records.method_title(name) for name in registry.builtin()}
     assert len(set(names.values())) == len(names) and not any(title.islower() for title in names.values())
     assert [names[x] for x in ("chess", "rkv", "pyramidkv", "h2o")] == ["CHESS", "R-KV", "PyramidKV", "H2O"]
-    assert method_title("twilight(mass=0.5, method=chess(ratios=1))") == "Twilight(mass=0.5, method=CHESS(ratios=1))"
-    assert method_title("tokenselect_hit") == "TokenSelect (hit)" and method_title("minference(rkv)") == "MInference(R-KV)"
-    assert method_title("my_own(budget=1)") == "my_own(budget=1)"
+    assert records.method_title("twilight(mass=0.5, method=chess(ratios=1))") == "Twilight(mass=0.5, method=CHESS(ratios=1))"
+    assert (
+        records.method_title("tokenselect_hit") == "TokenSelect (hit)"
+        and records.method_title("minference(rkv)") == "MInference(R-KV)"
+    )
+    assert records.method_title("my_own(budget=1)") == "my_own(budget=1)"
 
 
 def test_a_record_is_read_again_only_if_another_process_has_changed_it(tmp_path, monkeypatch):
-    one, two = (Results(tmp_path / "metrics.json", "this", {}) for _ in range(2))
+    one, two = (records.Results(tmp_path / "metrics.json", "this", {}) for _ in range(2))
     for at, (mine, other) in enumerate([(one, two), (two, one), (one, two)]):
         mine.add({**METRIC, "name": str(at)}, {"name": str(at)})
         other.read()
@@ -117,27 +112,27 @@ def test_a_record_is_read_again_only_if_another_process_has_changed_it(tmp_path,
 
 def test_records_of_other_settings_and_files_without_a_record_are_not_continued(tmp_path):
     path = tmp_path / "metrics.json"
-    Results(path, "this", {"seed": 0}).add(METRIC, {"name": "vt"})
-    assert Results(path, "this", {"seed": 0}).find({"name": "vt"}) == METRIC
+    records.Results(path, "this", {"seed": 0}).add(METRIC, {"name": "vt"})
+    assert records.Results(path, "this", {"seed": 0}).find({"name": "vt"}) == METRIC
     with pytest.raises(ValueError, match="holds cells with seed=0, got 1: choose another --out"):
-        Results(path, "this", {"seed": 1})
+        records.Results(path, "this", {"seed": 1})
     with pytest.raises(ValueError, match="holds the experiment 'this', expected 'other'"):
-        Results(path, "other", {})
+        records.Results(path, "other", {})
     for text in ("", "[]", "{}", '{"metrics": []}'):
         path.write_text(text)
         with pytest.raises(ValueError, match="metrics.json is no record"):
-            Results(path, "eval", {})
+            records.Results(path, "eval", {})
 
 
 def test_a_record_that_is_continued_elsewhere_names_both_devices(tmp_path, monkeypatch):
     path = tmp_path / "r.json"
     for kind in ("one card", "another card", "one card"):
         monkeypatch.setattr(jax, "devices", lambda kind=kind: [types.SimpleNamespace(platform="gpu", device_kind=kind)])
-        Results(path, "this", {}).add({"name": kind, "value": 1, "unit": "percent"}, {"name": kind})
+        records.Results(path, "this", {}).add({"name": kind, "value": 1, "unit": "percent"}, {"name": kind})
     record = json.loads(path.read_text())
-    assert device_kinds(record) == ["one card", "another card"] and record["device"]["kind"] == "one card"
+    assert records.device_kinds(record) == ["one card", "another card"] and record["device"]["kind"] == "one card"
     del record["devices"]  # as in older records
-    assert device_kinds(record) == ["one card"] and device_kinds({}) == []
+    assert records.device_kinds(record) == ["one card"] and records.device_kinds({}) == []
 
 
 def test_names_beside_lines_do_not_overlap():
@@ -163,7 +158,7 @@ def test_records_of_the_documentation_are_drawn(name):
 def test_a_record_is_described(tmp_path, capsys):
     path = tmp_path / "r.json"
     rows = [{"name": "tpot", "method": name, "value": value, "unit": "s"} for name, value in (("full", 0.5), ("quest", 0.25))]
-    write_record(path, make_record("speed", {"lengths": [1, 2]}, [*rows[:1], {**rows[1], "error": None}]))
+    records.write_record(path, records.make_record("speed", {"lengths": [1, 2]}, [*rows[:1], {**rows[1], "error": None}]))
     assert main([str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "experiment  speed" in lines and "settings    lengths 1, 2" in lines and "all rows    name tpot, unit s" in lines
@@ -172,7 +167,7 @@ def test_a_record_is_described(tmp_path, capsys):
 
 def test_examples_are_counted_as_they_were_measured():
     """Samples are what was asked for, of a file that has fewer."""
-    table = describe(make_record("eval", {}, [METRIC | {"samples": 20, "examples": 6}])).splitlines()[-2:]
+    table = records.describe(records.make_record("eval", {}, [METRIC | {"samples": 20, "examples": 6}])).splitlines()[-2:]
     assert [line.split() for line in table] == [["name", "value", "unit", "examples"], ["vt", "50", "percent", "6"]]
 
 
@@ -190,7 +185,7 @@ def test_examples_are_counted_as_they_were_measured():
 def test_no_record_is_refused_with_a_line(tmp_path, capsys, change, words):
     path = tmp_path / "r.json"
     if change is not None:
-        path.write_text(change if isinstance(change, str) else json.dumps(make_record("speed", {}, []) | change))
+        path.write_text(change if isinstance(change, str) else json.dumps(records.make_record("speed", {}, []) | change))
     assert main([str(path)]) == 2
     err = capsys.readouterr().err
     assert words in err and err.count("\n") == 1
@@ -222,7 +217,7 @@ def test_damaged_rows_are_not_drawn(tmp_path, name, field, value, got):
 def test_damaged_rows_are_not_compared(tmp_path, change):
     whole = {"name": "decode", "method": "full", "value": 1.0, "unit": "s", "knobs": {}}
     for name, row in (("a", whole | change), ("b", whole)):
-        write_record(tmp_path / f"{name}.json", make_record("speed", {}, [row]))
+        records.write_record(tmp_path / f"{name}.json", records.make_record("speed", {}, [row]))
     with pytest.raises(ValueError, match=f"^{tmp_path / 'a.json'} and "):
         compared(tmp_path / "a.json", tmp_path / "b.json")
 
@@ -231,7 +226,7 @@ def timed(path, rows, **settings):
     """Writes a record of times: rows are (method, length, seconds, knobs)."""
     fields = ("method", "length", "value", "knobs")
     metrics = [{"name": "decode", "unit": "s", **dict(zip(fields, row, strict=True))} for row in rows]
-    write_record(path, make_record("speed", settings, metrics))
+    records.write_record(path, records.make_record("speed", settings, metrics))
     return path
 
 
@@ -251,7 +246,7 @@ def test_rows_of_two_seeds_stand_beside_each_other_and_their_intervals_overlap_o
     ends = {"vt": ([40, 60], [55, 75]), "cwe": ([40, 45], [50, 75]), "fwe": ([100, 100], [60, 86])}  # 20 of 20 may be 85 %
     for seed in (0, 1):
         rows = [{**METRIC, "name": x, "seed": seed, "examples": 20, "interval_95": both[seed]} for x, both in ends.items()]
-        write_record(tmp_path / f"{seed}.json", make_record("eval", {"seed": seed}, rows))
+        records.write_record(tmp_path / f"{seed}.json", records.make_record("eval", {"seed": seed}, rows))
     text = compared(tmp_path / "0.json", tmp_path / "1.json")
     assert "overlap in 2 of 3 rows" in text and "cwe" in next(x for x in text.splitlines() if "intervals apart" in x)
 
@@ -290,9 +285,9 @@ def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "chmod", full)
     with pytest.raises(OSError, match="metrics.json"):
-        write_bytes(tmp_path / "metrics.json", b"{}")
+        records.write_bytes(tmp_path / "metrics.json", b"{}")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_record_names_further_packages():
-    assert versions(("pytest",))["pytest"] == pytest.__version__ and "pytest" not in versions()
+    assert records.versions(("pytest",))["pytest"] == pytest.__version__ and "pytest" not in records.versions()

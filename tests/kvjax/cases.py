@@ -23,21 +23,7 @@ from kvjax.protocol.typing import EMPTY
 from kvjax.testing.subject import LENGTHS, Subject, tokens_of_layer
 from kvjax.testing.subject import QUESTIONS as QUESTIONS
 from kvjax.testing.subject import STEPS as N
-from tests.harness import (
-    NAMES,
-    TINY,
-    TRACES,
-    Drive,
-    any_example,
-    drive,
-    example,
-    frequencies,
-    generous,
-    oracle,
-    prompts,
-    random_tokens,
-    tiny_params,
-)
+from tests import harness
 
 STEPS = 10  # decode steps of one layer behind the rows of `batch`
 
@@ -47,22 +33,22 @@ def go_on(cache: kvjax.Cache, ends: tuple[int, ...] = ()) -> kvjax.Generation:
 
     Limits are given, as `Subject` gives them, so that these are programs of the contract.
     """
-    return kvjax.generate(tiny_params(), cache, max_new_tokens=N, eos_token_ids=ends, limits=[N] * cache.batch)
+    return kvjax.generate(harness.tiny_params(), cache, max_new_tokens=N, eos_token_ids=ends, limits=[N] * cache.batch)
 
 
 def ask(cache: kvjax.Cache, questions: Any = QUESTIONS) -> kvjax.Cache:
     """`kvjax.extend` of the tiny model; consumes the cache."""
-    return kvjax.extend(tiny_params(), cache, questions)
+    return kvjax.extend(harness.tiny_params(), cache, questions)
 
 
-ONE = dataclasses.replace(TINY, num_layers=1)  # its parameters are those of `TINY`, of which it takes the first layer
+ONE = dataclasses.replace(harness.TINY, num_layers=1)  # its parameters are those of `TINY`, of which it takes the first layer
 
 
 def model(name: str) -> Any:
     """The tiny model of `subject`: one layer, which halves its programs, but for those that treat layers differently."""
     cls = registry.builtin().get(name)
-    known = cls is not None and (cls.spans_layers or cls.needs_guess or "scores" in oracle(name).KNOBS)
-    return TINY if known or name in ("per_layer", "layer_budgets", "reuse") else ONE
+    known = cls is not None and (cls.spans_layers or cls.needs_guess or "scores" in harness.oracle(name).KNOBS)
+    return harness.TINY if known or name in ("per_layer", "layer_budgets", "reuse") else ONE
 
 
 @functools.cache
@@ -71,17 +57,17 @@ def subject(name: str, copies: int | None = None, config: Any = None) -> Subject
 
     A row alone is ``copies`` times in its batch. None: as often as there are prompts, in their programs.
     """
-    knobs = oracle(name).KNOBS if name in NAMES else {}
+    knobs = harness.oracle(name).KNOBS if name in harness.NAMES else {}
     config = model(name) if config is None else config
     return Subject(
-        any_example(name),
+        harness.any_example(name),
         config,
-        tiny_params(),
+        harness.tiny_params(),
         full=None if name == "full" else subject("full", config=config),
-        everything=generous(name),
-        nearby=example(name, capacity=knobs["budget"], budget=knobs["budget"] - 1) if "budget" in knobs else None,
-        traces=TRACES,
-        prompts=prompts(),
+        everything=harness.generous(name),
+        nearby=harness.example(name, capacity=knobs["budget"], budget=knobs["budget"] - 1) if "budget" in knobs else None,
+        traces=harness.TRACES,
+        prompts=harness.prompts(),
         copies=copies,
     )
 
@@ -96,7 +82,7 @@ def ended(free: Any, ends: Any) -> tuple[np.ndarray, list[int]]:
     tokens, counts = np.array(free), []
     for row in tokens:
         count = next((at + 1 for at, token in enumerate(row.tolist()) if token in ends), len(row))
-        row[count:] = padding_token(TINY)
+        row[count:] = padding_token(harness.TINY)
         counts.append(count)
     return tokens, counts
 
@@ -112,19 +98,19 @@ def layer_inputs(rows: Any, at: Any, position: Any, start: Any = None, shared: A
 
 def batch(name: str, heads: int, groups: int, dim: int, seed: int = 0) -> tuple[np.ndarray, ...]:
     """q, k, v and lengths of random rows at every edge length of the method, with room for the decode steps."""
-    lengths = np.array(oracle(name).LENGTHS)
-    q, k, v = random_tokens(seed, len(lengths), heads, groups, lengths.max() + STEPS, dim)
+    lengths = np.array(harness.oracle(name).LENGTHS)
+    q, k, v = harness.random_tokens(seed, len(lengths), heads, groups, lengths.max() + STEPS, dim)
     return q, k, v, lengths
 
 
 def edges(name: str, seed: int) -> tuple[np.ndarray, ...]:
     """q, k, v and lengths of random rows as in `batch`, of the heads and the dimension of `subject`: see `run_in_fours`."""
-    lengths = np.array(oracle(name).LENGTHS)
+    lengths = np.array(harness.oracle(name).LENGTHS)
     batch, heads, groups, total, dim = tokens_of_layer()[0].shape
-    return *random_tokens(seed, len(lengths), heads, groups, total, dim), lengths
+    return *harness.random_tokens(seed, len(lengths), heads, groups, total, dim), lengths
 
 
-def drive_alike(method: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: Any = None, **options: Any) -> Drive:
+def drive_alike(method: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: Any = None, **options: Any) -> harness.Drive:
     """`harness.drive` of at most four rows in the program that `subject` runs: as many rows, tokens and prompt slots.
 
     A method's own tests that take these sizes compile nothing for the settings that other tests have run.
@@ -132,7 +118,7 @@ def drive_alike(method: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: Any
     rows = np.minimum(np.arange(len(LENGTHS)), len(lengths) - 1)  # the last row again where there are fewer
     missing = tokens_of_layer()[1].shape[2] - k.shape[2]
     q, k, v = (np.pad(x[rows], [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)]) for x in (q, k, v))
-    return drive(method, q, k, v, np.array(lengths)[rows], prompt=int(LENGTHS.max()), inv_freq=inv_freq, **options)
+    return harness.drive(method, q, k, v, np.array(lengths)[rows], prompt=int(LENGTHS.max()), inv_freq=inv_freq, **options)
 
 
 def of_state(module: Any, state: Any, row: int) -> dict[str, np.ndarray]:
@@ -141,10 +127,10 @@ def of_state(module: Any, state: Any, row: int) -> dict[str, np.ndarray]:
 
 
 def compare(
-    name: str, knobs: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: Any, got: Drive, tolerance: float = 1e-4
+    name: str, knobs: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: Any, got: harness.Drive, tolerance: float = 1e-4
 ) -> list[Any]:
     """Assert that each row of a `harness.Drive` is what the oracle says; returns the oracle's traces."""
-    module, traces = oracle(name), []
+    module, traces = harness.oracle(name), []
     steps, heads = len(got.outputs), k.shape[1]
     for row, length in enumerate(lengths):
         end = length + steps
@@ -165,19 +151,19 @@ def compare(
 
 def against_oracle(
     name: str, data: Any, lengths: Any, inv_freq: Any = None, fields: Any = None, **knobs: Any
-) -> tuple[Drive, list[Any]]:
+) -> tuple[harness.Drive, list[Any]]:
     """Drive the example with some knobs changed through q, k and v, and `compare` it: the drive and the oracle's traces.
 
     ``fields`` are knobs that the oracle does not have. Rows of the sizes of `drive_alike` share its program.
     """
-    (q, k, v), knobs = data, {**oracle(name).KNOBS, **knobs}
-    inv_freq, most = frequencies(q.shape[-1]) if inv_freq is None else inv_freq, int(max(lengths))
-    method = example(name, **knobs, **(fields or {}))
+    (q, k, v), knobs = data, {**harness.oracle(name).KNOBS, **knobs}
+    inv_freq, most = harness.frequencies(q.shape[-1]) if inv_freq is None else inv_freq, int(max(lengths))
+    method = harness.example(name, **knobs, **(fields or {}))
     sizes = *q.shape[1:3], q.shape[4], q.shape[3] - most
     if len(lengths) <= len(LENGTHS) and most <= LENGTHS.max() and sizes == (2, 2, 16, STEPS):
         got = drive_alike(method, q, k, v, lengths, inv_freq)
     else:
-        got = drive(method, q, k, v, lengths, prompt=most, inv_freq=inv_freq)
+        got = harness.drive(method, q, k, v, lengths, prompt=most, inv_freq=inv_freq)
     return got, compare(name, knobs, q, k, v, lengths, inv_freq, got)
 
 
@@ -186,14 +172,14 @@ def run(name: str, knobs: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: A
 
     ``options`` go to `harness.drive`, except ``fields``: fields of the method that the oracle does not have.
     """
-    method = example(name, **options.pop("fields", {}), **knobs)
-    got = drive(method, q, k, v, lengths, prompt=int(max(lengths)), inv_freq=inv_freq, **options)
+    method = harness.example(name, **options.pop("fields", {}), **knobs)
+    got = harness.drive(method, q, k, v, lengths, prompt=int(max(lengths)), inv_freq=inv_freq, **options)
     return sum(len(trace.outputs) for trace in compare(name, knobs, q, k, v, lengths, inv_freq, got))
 
 
 def run_in_fours(name: str, knobs: Any, q: Any, k: Any, v: Any, lengths: Any, inv_freq: Any, fields: Any = None) -> int:
     """`run` by `drive_alike`, four rows at a time; returns the number of steps compared."""
-    method, compared = example(name, **(fields or {}), **knobs), 0
+    method, compared = harness.example(name, **(fields or {}), **knobs), 0
     for first in range(0, len(lengths), len(LENGTHS)):
         four = [x[first : first + len(LENGTHS)] for x in (q, k, v, lengths)]
         traces = compare(name, knobs, *four, inv_freq, drive_alike(method, *four, inv_freq))
@@ -223,6 +209,6 @@ def feed_layer(method: Any, state: Any, data: Any, position: Any, ids: Any = Non
 
 
 def _inputs(data: Any, position: Any, ids: Any, start: int | None = None) -> Inputs:
-    at, rows = jnp.maximum(position, 0), (*map(jnp.asarray, data), jnp.asarray(frequencies(data[0].shape[-1])))
+    at, rows = jnp.maximum(position, 0), (*map(jnp.asarray, data), jnp.asarray(harness.frequencies(data[0].shape[-1])))
     given = layer_inputs(rows, at, position, start)
     return given if ids is None else dataclasses.replace(given, tokens=jnp.asarray(ids)[at])

@@ -27,7 +27,6 @@ from tests.harness import (
     any_example,
     drive,
     example,
-    frequencies,
     group,
     law,
     oracle,
@@ -255,8 +254,3 @@ def test_a_long_extend_in_passes_equals_one_pass(name, monkeypatch):
         found.append(jax.jit(lambda *args: decode.run_extend(*args))(tiny_params(), base(name)[1].cache, tokens, count))
     for one, other in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
-
-
-def test_frequencies_cover_a_turn():
-    """The drives rotate: their slowest pair is not the identity over the lengths used here."""
-    assert frequencies(16)[-1] * 50 > 0.5

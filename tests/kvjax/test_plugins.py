@@ -15,10 +15,9 @@ from jax import Array
 import kvjax
 import kvjax.__main__ as command
 import models
-from experiments.answering import METHODS, choices_of, knobs_by_method, paper_method, set_knobs
+from experiments.answering import METHODS, choices_of, paper_method, set_knobs
 from experiments.answering.__main__ import GenerateSettings
 from experiments.cli.main import main
-from experiments.demo.__main__ import DemoSettings
 from experiments.evaluation.grid import the_grid
 from experiments.evaluation.settings import EvaluationSettings
 from experiments.evaluation.tables import edited
@@ -209,16 +208,7 @@ def evaluate(path):
     assert choice.knobs == {"width": 2, "tilt": 1.0, "gaps": (5, 6)}
 
 
-def knobs(path):
-    assert knobs_by_method([f"{path}.width=2"]) == {"spread": {"width": 2}}
-
-
-def demo(path):
-    made = DemoSettings.from_mapping({"methods": path}, "here").with_budgets()
-    assert [choice.name for choice in made.choices][1:] == ["spread"] * 2
-
-
-@pytest.mark.parametrize("first", [sweep, generate, evaluate, knobs, demo], ids=lambda first: first.__name__)
+@pytest.mark.parametrize("first", [sweep, generate, evaluate], ids=lambda first: first.__name__)
 def test_every_command_types_the_knobs_of_a_class_that_it_is_the_first_to_name(first, tmp_path, monkeypatch):
     (tmp_path / "my_methods").mkdir()
     (tmp_path / "my_methods" / "spread.py").write_text(SPREAD)

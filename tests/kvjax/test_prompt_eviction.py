@@ -155,18 +155,6 @@ def test_a_traced_budget_equals_a_static_budget_and_stays_in_int32():
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv"])
-def test_a_budget_below_the_window_is_refused(name):
-    cls = registry.find(name).__name__
-    with pytest.raises(ValueError, match=f"{cls}: budget must be .* at least 32 tokens .the obs_window=32.*, got 31"):
-        kvjax.make(name, budget=31)
-
-
-def test_expected_attention_keeps_more_than_its_sinks():
-    with pytest.raises(ValueError, match="ExpectedAttention: budget must be .* at least 5 tokens .num_sink=4.*, got 4"):
-        ExpectedAttention(budget=4)
-
-
 # ---- storage ------------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from unittest import mock
 
 import jax
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 from jax.sharding import AxisType, Mesh
 from safetensors.numpy import load_file, save_file
 
@@ -28,6 +28,7 @@ from models.files import gguf as gguf_files
 from models.files.tensors import SafeTensors
 from tests.mesh.processes import refused, report
 from tests.models import test_families, test_parity
+from tests.models.test_adapter import factors_of
 from tests.tiny_models import TINY, vivid_params
 
 EXPERTS = models.Experts(num_experts=4, num_experts_per_tok=2, intermediate_size=16, norm_topk_prob=True, layers=(1,))
@@ -181,17 +182,6 @@ def check_saved_from_a_mesh(folder):
     models.save_pretrained(folder / "again", got, config)
     for file in ("model.safetensors", "config.json"):
         assert (folder / "again" / file).read_bytes() == (directory / file).read_bytes()
-
-
-def factors_of(params):
-    """The factors of an adapter that changes every kernel."""
-    rng, layer = np.random.default_rng(0), flatten_dict(params["layers_0"], sep="/")
-    factors = {}
-    for path in adapter.KERNELS:
-        rows, columns, name = len(layer[path]), layer[path].size // len(layer[path]), path.removesuffix("/kernel")
-        factors[f"{name}/a"] = rng.normal(size=(WIDE.num_layers, rows, 3)).astype(np.float32)
-        factors[f"{name}/b"] = rng.normal(size=(WIDE.num_layers, 3, columns)).astype(np.float32)
-    return unflatten_dict(factors, sep="/")
 
 
 def check_an_adapter_changes_the_parts(folder):

@@ -7,19 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 import models
-from models.files.adapter import (
-    KERNELS,
-    AdapterConfig,
-    apply_adapter,
-    fingerprint,
-    init_adapter,
-    load_adapter,
-    merge_adapter,
-    save_adapter,
-    stretched,
-)
+from models.files import adapter
 from tests.models.test_latent import CONFIG as WITH_LATENT
 from tests.models.test_weights import CONFIGS
 from tests.tiny_models import vivid_params
@@ -39,13 +30,22 @@ def params():
 
 @pytest.fixture(scope="module")
 def factors(params):
-    """Factors that change every kernel."""
-    rng, made = np.random.default_rng(1), init_adapter(params, CONFIG.num_layers, 3, jax.random.key(1))
-    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x) + 0.1 * rng.normal(size=x.shape), jnp.float32), made)
+    return jax.tree.map(jnp.asarray, factors_of(params))
+
+
+def factors_of(params, rank=3):
+    """The factors of an adapter that changes every kernel."""
+    rng, layer = np.random.default_rng(0), flatten_dict(params["layers_0"], sep="/")
+    factors, layers = {}, sum(name.startswith("layers_") for name in params)
+    for path in adapter.KERNELS:
+        rows, columns, name = len(layer[path]), layer[path].size // len(layer[path]), path.removesuffix("/kernel")
+        factors[f"{name}/a"] = 0.3 * rng.normal(size=(layers, rows, rank)).astype(np.float32)
+        factors[f"{name}/b"] = rng.normal(size=(layers, rank, columns)).astype(np.float32)
+    return unflatten_dict(factors, sep="/")
 
 
 def about(params, **changed):
-    given = AdapterConfig(base="tiny", fingerprint=fingerprint(params), rank=3, stretch=2.0)
+    given = adapter.AdapterConfig(base="tiny", fingerprint=adapter.fingerprint(params), rank=3, stretch=2.0)
     return dataclasses.replace(given, **changed)
 
 
@@ -58,9 +58,9 @@ def leaf(tree, path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_merged_kernels_are_the_sum(params, factors, dtype):
     given = jax.tree.map(lambda x: x.astype(dtype), params)
-    merged = merge_adapter(given, factors)
+    merged = adapter.merge_adapter(given, factors)
     for layer in range(CONFIG.num_layers):
-        for path in KERNELS:
+        for path in adapter.KERNELS:
             kernel = leaf(given[f"layers_{layer}"], path)
             a, b = (leaf(factors, path.removesuffix("kernel") + name)[layer].astype(np.float64) for name in "ab")
             expected = kernel.astype(np.float64) + (a @ b).reshape(kernel.shape)
@@ -72,47 +72,47 @@ def test_merged_kernels_are_the_sum(params, factors, dtype):
 
 
 def test_saved_adapter_is_applied(tmp_path, params, factors):
-    save_adapter(tmp_path, factors, about(params))
-    got, config = apply_adapter(params, CONFIG, tmp_path)
-    expected = merge_adapter(params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), factors))
+    adapter.save_adapter(tmp_path, factors, about(params))
+    got, config = adapter.apply_adapter(params, CONFIG, tmp_path)
+    expected = adapter.merge_adapter(params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), factors))
     jax.tree.map(np.testing.assert_array_equal, got, expected)
-    assert config == stretched(CONFIG, 2.0) and config.max_position_embeddings == 256
+    assert config == adapter.stretched(CONFIG, 2.0) and config.max_position_embeddings == 256
     assert config.rope_scaling.factor == 2 and config.rope_scaling.original_max_position_embeddings == 128
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
 def test_fingerprint_tells_models_apart(params):
-    assert fingerprint(params) == fingerprint(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
+    assert adapter.fingerprint(params) == adapter.fingerprint(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
     other = jax.tree.map(lambda x: x, params)
     other["layers_1"]["mlp_norm"]["scale"] = 1.01 * params["layers_1"]["mlp_norm"]["scale"]
-    assert fingerprint(other) != fingerprint(params)
+    assert adapter.fingerprint(other) != adapter.fingerprint(params)
     wider = vivid_params(dataclasses.replace(CONFIG, vocab_size=65))
-    assert fingerprint(wider) != fingerprint(params)
+    assert adapter.fingerprint(wider) != adapter.fingerprint(params)
 
 
 def test_adapter_of_another_base_is_refused(tmp_path, params, factors):
-    save_adapter(tmp_path, factors, about(params, base="smollm2", fingerprint="0" * 16))
+    adapter.save_adapter(tmp_path, factors, about(params, base="smollm2", fingerprint="0" * 16))
     with pytest.raises(ValueError, match=r"was trained on smollm2 \(fingerprint 0{16}\), and cannot be applied"):
-        apply_adapter(params, CONFIG, tmp_path)
+        adapter.apply_adapter(params, CONFIG, tmp_path)
     codes = models.param_shapes(CONFIG, "int8")
     with pytest.raises(TypeError, match="an adapter needs parameters as numbers, got codes: from_pretrained adds it before"):
-        apply_adapter(codes, CONFIG, tmp_path)
+        adapter.apply_adapter(codes, CONFIG, tmp_path)
 
 
 def test_damaged_adapters_are_named(tmp_path, params, factors):
     with pytest.raises(FileNotFoundError, match="no adapter_model.safetensors in"):
-        load_adapter(tmp_path)
+        adapter.load_adapter(tmp_path)
     broken = jax.tree.map(jnp.asarray, factors)
     broken["mlp"]["down"]["b"] = broken["mlp"]["down"]["b"].at[1, 0, 0].set(jnp.nan)
-    save_adapter(tmp_path, broken, about(params))
+    adapter.save_adapter(tmp_path, broken, about(params))
     with pytest.raises(ValueError, match="mlp/down/b has values that are not finite"):
-        load_adapter(tmp_path)
-    save_adapter(tmp_path, factors, about(params))
+        adapter.load_adapter(tmp_path)
+    adapter.save_adapter(tmp_path, factors, about(params))
     weights = tmp_path / "adapter_model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="adapter_model.safetensors is damaged"):
-        load_adapter(tmp_path)
+        adapter.load_adapter(tmp_path)
     weights.write_bytes(whole)
     wrong = (("base", 1), ("fingerprint", None), ("rank", 0), ("stretch", "2"), ("stretch", float("inf")))
     described = [({"base": "x", "rank": 3}, "fingerprint, stretch")]
@@ -120,7 +120,7 @@ def test_damaged_adapters_are_named(tmp_path, params, factors):
     for content, told in described:
         (tmp_path / "adapter_config.json").write_text(json.dumps(content))
         with pytest.raises(ValueError, match=f"adapter_config.json.* {told}"):
-            load_adapter(tmp_path)
+            adapter.load_adapter(tmp_path)
 
 
 def test_factors_of_another_shape_are_refused(params, factors):
@@ -131,20 +131,18 @@ def test_factors_of_another_shape_are_refused(params, factors):
         ({**factors, "mlp": {"gate_up": factors["mlp"]["gate_up"]}}, "missing mlp/down/a; missing mlp/down/b"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=told):
-            merge_adapter(params, changed)
+            adapter.merge_adapter(params, changed)
 
 
 @pytest.mark.parametrize("part", ["experts", "latent attention"])
 def test_a_model_without_one_matrix_for_each_projection_is_refused(part):
     config = CONFIGS["mixtral"] if part == "experts" else WITH_LATENT
     params = vivid_params(config)
-    with pytest.raises(ValueError, match=f"one matrix for each projection, got a model with {part}"):
-        init_adapter(params, config.num_layers, 4, jax.random.key(0))
     with pytest.raises(ValueError, match=f"the model has {part}"):
-        merge_adapter(params, {"attention": {}})
+        adapter.merge_adapter(params, {"attention": {}})
 
 
 def test_stretching_leaves_fast_frequencies(params):
-    assert stretched(CONFIG, 1.0) is CONFIG
+    assert adapter.stretched(CONFIG, 1.0) is CONFIG
     with pytest.raises(ValueError, match="can be stretched once"):
-        stretched(stretched(CONFIG, 2.0), 2.0)
+        adapter.stretched(adapter.stretched(CONFIG, 2.0), 2.0)

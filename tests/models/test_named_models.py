@@ -21,6 +21,7 @@ from models.files.directories import locate_gguf
 from models.hub import named_models, packages
 from models.hub.named_models import NAMED_MODELS, ModelFile, NamedModel, Piece
 from tests.models.hub_server import serve
+from tests.models.test_adapter import factors_of
 from tests.models.tiny_gguf import write_tiny_gguf
 
 COUNT = 2
@@ -355,8 +356,7 @@ def test_an_adapter_is_merged_into_its_base_only(cache, tiny, monkeypatch, copie
     monkeypatch.setitem(NAMED_MODELS, "twin", model)
     monkeypatch.setattr(named_models, "__file__", str(tmp_path / "hub" / "named_models.py"))
     params, config = models.from_pretrained("tiny", dtype="float32")
-    shapes = jax.eval_shape(lambda: adapters.init_adapter(params, config.num_layers, 2, jax.random.key(0)))
-    factors = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.5, np.float32), shapes)
+    factors = factors_of(params, 2)
     about = adapters.AdapterConfig(base="tiny", fingerprint=adapters.fingerprint(params), rank=2, stretch=2.0)
     adapters.save_adapter(tmp_path / "adapters" / "small", factors, about)
     merged, described = models.from_pretrained("twin", dtype="float32")

@@ -14,6 +14,7 @@ from models.files import adapter, four_bits
 from models.files.eight_bits import BLOCK, SCALE, pack, pack_file
 from models.files.tables.checkpoint import EMBEDDING, checkpoint_table
 from models.files.tensors import SafeTensors
+from tests.models.test_adapter import factors_of
 from tests.models.test_families import edges
 from tests.tiny_models import BUILTIN, vivid_params
 
@@ -85,7 +86,7 @@ def test_scales_that_do_not_fit_are_named(directories, tmp_path, change, said):
 
 def test_an_adapter_in_8_bits_loads_as_its_numbers(tmp_path):
     params = vivid_params(CONFIG)
-    factors = jax.tree.map(lambda x: x + 0.01, adapter.init_adapter(params, 1, 32, jax.random.key(1)))
+    factors = factors_of(params, 32)
     adapter.save_adapter(tmp_path, factors, adapter.AdapterConfig(base="b", fingerprint="f", rank=32, stretch=1.0))
     before = adapter.load_adapter(tmp_path)[0]
     pack_file(tmp_path / adapter.WEIGHTS, tmp_path / adapter.WEIGHTS, 32)

@@ -7,28 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.pallas_kernels.cases import (
-    MOSAIC,
-    NEEDS_GPU,
-    ON_HOPPER,
-    alike,
-    every_body,
-    implementations,
-    near,
-    offloaded,
-    on_hopper,
-    thorough,
-)
+from tests.pallas_kernels import cases
 from tests.pallas_kernels.operations import PLACES, arguments, public, small, table
 
 SIZES = {  # of kernels that take no smaller ones
     ("gather_attention", "pallas_tpu"): {"P": 16},
     ("collision", "pallas_triton"): {"D": 32, "M": 4},
-    ("add_norm", MOSAIC): {"D": 256},
-    **{("rerank", back_end): {"D": 32, "C": 16, "M": 4} for back_end in ("pallas_triton", MOSAIC)},
+    ("add_norm", cases.MOSAIC): {"D": 256},
+    **{("rerank", back_end): {"D": 32, "C": 16, "M": 4} for back_end in ("pallas_triton", cases.MOSAIC)},
     ("low_rank_attention", "pallas_triton"): {"D": 32},
-    ("pack_token", MOSAIC): {"D": 64},
-    **{(name, MOSAIC): {"D": 32} for name in ("packed_attention", "packed_score", "project_query")},
+    ("pack_token", cases.MOSAIC): {"D": 64},
+    **{(name, cases.MOSAIC): {"D": 32} for name in ("packed_attention", "packed_score", "project_query")},
 }
 ROWS = {"add_norm": "T", "coded_product": "V", "merge_splits": "H"}  # the axis of rows, where it is not B
 # Kernels that are fast to interpret, and between them have every kind of argument; the others run thoroughly.
@@ -47,19 +36,19 @@ def kernels(names, quick):
     made = []
     for name in sorted(names):
         for back_end in table(name).implementations:
-            marks = [] if name in quick and back_end == "pallas_triton" else thorough
+            marks = [] if name in quick and back_end == "pallas_triton" else cases.thorough
             if back_end in ("pallas_triton", "pallas_tpu"):
                 made.append(pytest.param(name, back_end, "interpreted", marks=marks))
             if back_end == "pallas_triton":
-                made.append(pytest.param(name, back_end, back_end, marks=NEEDS_GPU))
-            if back_end == MOSAIC:
-                made.append(pytest.param(name, back_end, back_end, marks=[NEEDS_GPU, ON_HOPPER]))
+                made.append(pytest.param(name, back_end, back_end, marks=cases.NEEDS_GPU))
+            if back_end == cases.MOSAIC:
+                made.append(pytest.param(name, back_end, back_end, marks=[cases.NEEDS_GPU, cases.ON_HOPPER]))
     return pytest.mark.parametrize(("name", "back_end", "body"), made)
 
 
 def operation(name, back_end, body, shape):
     """A function of the arrays of a shape: the part of an operation's result that is defined."""
-    run = on_hopper(public(name))[body] if body == MOSAIC else implementations(name, back_end)[body]
+    run = cases.on_hopper(public(name))[body] if body == cases.MOSAIC else cases.implementations(name, back_end)[body]
 
     def defined(arrays):
         result = run(**shape.options | arrays)
@@ -83,7 +72,7 @@ def test_a_row_is_what_it_is_alone_and_mapped(name, back_end, body):
     mapped = jax.vmap(apart, [0 if x else None for x in own])
     whole, each = jax.jit(lambda x: (together(jax.tree.unflatten(structure, x)), mapped(*x)))(arrays)
     each = jax.tree.map(lambda x: x[:, 0], each)
-    alike(whole, each, rtol=shape.timed.tolerance, atol=shape.timed.tolerance)
+    cases.alike(whole, each, rtol=shape.timed.tolerance, atol=shape.timed.tolerance)
 
 
 @kernels(NUMBERS, {"evict_token", "kth_select"})
@@ -99,11 +88,11 @@ def test_numbers_mapped_alone_equal_calls_in_a_loop(name, back_end, body):
         return run(arrays | numbers)
 
     mapped, looped = jax.jit(lambda x: (jax.vmap(one)(x), jax.lax.map(one, x)))(numbers)
-    alike(mapped, looped, rtol=1e-5, atol=1e-5)
+    cases.alike(mapped, looped, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
-@every_body
+@cases.every_body
 @pytest.mark.parametrize(
     "stores", ["sentence_add", "store_buckets", "store_codes", "store_ids", "store_partial", "widen_page"]
 )
@@ -114,9 +103,9 @@ def test_copies_of_an_offloaded_cache_do_as_well(name, stores):
     arrays = {**shape.draw(jax.random.key(0)), "cursor": cursor}
     if "active" in arrays:
         arrays["active"] = cursor[:, None] - 1
-    copies = {x: near(arrays[x], cursor, size) for x, size in (("key", 6), ("value", 9)) if x in arrays}
+    copies = {x: cases.near(arrays[x], cursor, size) for x, size in (("key", 6), ("value", 9)) if x in arrays}
     run = operation(stores, "pallas_triton", name, shape)
-    got = jax.jit(lambda arrays, rows: run({**arrays, "rows": rows}))({**arrays, **copies}, offloaded(cursor))
+    got = jax.jit(lambda arrays, rows: run({**arrays, "rows": rows}))({**arrays, **copies}, cases.offloaded(cursor))
     want = jax.jit(operation(stores, "pallas_triton", "xla", shape))(arrays)
     np.testing.assert_equal(len(jax.tree.leaves(got)), len(jax.tree.leaves(want)))
-    alike(got, want, rtol=2e-5, atol=2e-5)
+    cases.alike(got, want, rtol=2e-5, atol=2e-5)

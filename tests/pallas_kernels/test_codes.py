@@ -16,21 +16,7 @@ from pallas_kernels.formats.quantised import Quantised, quantise, whole
 from pallas_kernels.host import Rows
 from pallas_kernels.machine import assume_machine
 from pallas_kernels.store.store_token import store_token
-from tests.pallas_kernels.cases import (
-    MOSAIC,
-    NAMES,
-    ON_HOPPER,
-    SCALE,
-    alike,
-    close,
-    compiled,
-    implementations,
-    joined,
-    name_and_marks,
-    near,
-    on_hopper,
-    softmax_attention,
-)
+from tests.pallas_kernels import cases
 from tests.pallas_kernels.test_quantised import levels_of, normal, numbers_of
 
 FLOAT8 = "float8_e4m3fn"
@@ -44,18 +30,18 @@ KINDS = {  # of keys and of values: the codes, whether vectors are mixed, and wh
     "grouped": [("int4", False, False), ("int4", False, True)],
 }
 CONFIG = dense_kernel.Config(block=16, splits=2)
-DENSE = implementations("dense_decode", config=CONFIG)
-GATHER = implementations("gather_attention", config=CONFIG)
-ROTATED, EVICT = implementations("rotated_rows"), implementations("evict_token")
+DENSE = cases.implementations("dense_decode", config=CONFIG)
+GATHER = cases.implementations("gather_attention", config=CONFIG)
+ROTATED, EVICT = cases.implementations("rotated_rows"), cases.implementations("evict_token")
 INV_FREQ = jnp.asarray(10.0 ** -np.arange(16), jnp.float32)
 coded, numbers = jax.jit(quantise, static_argnums=(1, 2, 3)), jax.jit(whole)
 
 
-def bodies(*cases, quick=()):
+def bodies(*rows, quick=()):
     """Parameters ``name`` and those of each case: interpreted kernels run the ``quick`` cases, others run thoroughly."""
     made = []
-    for name, marks in map(name_and_marks, NAMES):
-        for case in cases:
+    for name, marks in map(cases.name_and_marks, cases.NAMES):
+        for case in rows:
             first = name == "pallas_triton" or (name == "interpreted" and case[0] in quick)
             made.append(pytest.param(name, *case, marks=[*marks, *([] if first else [pytest.mark.thorough])]))
     return made
@@ -100,10 +86,10 @@ def test_dense_decode_equals_float64(name, kind, dtype, group, dim):
     assert dense_codes.takes(query, *pair) == (dtype == "bfloat16" and dim >= 32)
     position, limit = holes(5, 2, 2, slots), np.asarray([slots, 20], np.int32)
     seen = (position >= 0) & (np.arange(slots) < limit[:, None, None])
-    run = compiled(DENSE[name], scale=SCALE, mass=True)
+    run = cases.compiled(DENSE[name], scale=cases.SCALE, mass=True)
     *got, mass = run(query, *(soiled(x, ~seen) for x in pair), position=jnp.asarray(position), limit=jnp.asarray(limit))
-    *want, weight = softmax_attention(query, *exact, seen[:, :, None])
-    close(got, want, dtype)
+    *want, weight = cases.softmax_attention(query, *exact, seen[:, :, None])
+    cases.close(got, want, dtype)
     # The query is rounded to codes too, where it is bfloat16 and keys are int8.
     np.testing.assert_allclose(mass, weight.sum(axis=2), rtol=0.05, atol=0.01)
     assert not np.any(np.asarray(mass)[~seen])
@@ -123,13 +109,13 @@ def test_dense_decode_joined_to_what_is_beside(name, kind):
     position[0, 0, 16:33], position[1, 0] = -1, -1
     seen = (position >= 0) & (np.arange(slots) < np.asarray(limit)[:, None, None])
     rest = {"position": jnp.asarray(position), "limit": limit, "partials": partials, "gap": gap}
-    got = compiled(DENSE[name], scale=SCALE)(query, *pair, **rest)
-    close(got, joined(partials, *softmax_attention(query, *exact, seen[:, :, None])[:2]), "bfloat16")
+    got = cases.compiled(DENSE[name], scale=cases.SCALE)(query, *pair, **rest)
+    cases.close(got, cases.joined(partials, *cases.softmax_attention(query, *exact, seen[:, :, None])[:2]), "bfloat16")
     assert not np.any(got[0][1, 1, 2:]) and np.all(got[1][1, 1, 2:] == -np.inf)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize("name", cases.NAMES[1:])
 @pytest.mark.parametrize(("kind", "allowed"), [("int8", 2.0**-15), ("float8", 1e-6), ("int4", 2.0**-15)])
 def test_a_query_is_multiplied_exactly_or_in_two_digits(name, kind, allowed):
     """The logit of one slot, which is its lse, whatever the size of the query and of the largest of its numbers."""
@@ -139,10 +125,12 @@ def test_a_query_is_multiplied_exactly_or_in_two_digits(name, kind, allowed):
     query = jnp.asarray(query, "bfloat16")
     pair, exact = ([jax.tree.map(lambda x: x[:, :1], y) for y in x] for x in stored(kind, 16, 64, rows=3))
     position = jnp.full((3, 1, 16), -1, jnp.int32).at[:, :, 5].set(5)
-    _, lse = compiled(DENSE[name], scale=SCALE)(query, *pair, position=position, limit=jnp.full((3,), 16, jnp.int32))
+    _, lse = cases.compiled(DENSE[name], scale=cases.SCALE)(
+        query, *pair, position=position, limit=jnp.full((3,), 16, jnp.int32)
+    )
     query, key = np.asarray(query, np.float64), exact[0][:, :, 5]
     size = np.abs(query).max(-1) * np.abs(key).sum(-1)[..., None]
-    assert np.all(np.abs(lse - SCALE * (query @ key[..., None])[..., 0]) <= SCALE * allowed * size)
+    assert np.all(np.abs(lse - cases.SCALE * (query @ key[..., None])[..., 0]) <= cases.SCALE * allowed * size)
 
 
 GATHERED = [
@@ -171,7 +159,7 @@ def test_gather_attention_equals_float64(name, kind, dtype, group, dim, page):
     seen = np.zeros((2, 2, slots), bool)
     for at in np.ndindex(2, 2):
         seen[at][token[at][held[at]]] = True
-    bias, rest, fixed = 0.0, {}, {"scale": SCALE, "page_size": page, "logits": page == 1}
+    bias, rest, fixed = 0.0, {}, {"scale": cases.SCALE, "page_size": page, "logits": page == 1}
     if page > 1:
         rest["position"] = jnp.asarray(position)
     else:
@@ -180,15 +168,15 @@ def test_gather_attention_equals_float64(name, kind, dtype, group, dim, page):
         beside = (rng.normal(size=(2, 2, 1, group, dim)[:n]).astype(np.float32) for n in (5, 4))
         rest = {"bias": jnp.asarray(bias), "partials": tuple(map(jnp.asarray, beside))}
     lists = jnp.asarray(np.where(mask, items, 2**30)), jnp.asarray(mask)
-    out, lse, *logits = compiled(GATHER[name], **fixed)(query, *(soiled(x, ~seen) for x in pair), *lists, **rest)
+    out, lse, *logits = cases.compiled(GATHER[name], **fixed)(query, *(soiled(x, ~seen) for x in pair), *lists, **rest)
     keys, values = (np.take_along_axis(x, token[..., None], 2) for x in exact)
-    want = softmax_attention(query, keys, values, held[:, :, None], bias)[:2]
-    close((out, lse), want if page > 1 else joined([x[:, :, 0] for x in rest["partials"]], *want), dtype)
+    want = cases.softmax_attention(query, keys, values, held[:, :, None], bias)[:2]
+    cases.close((out, lse), want if page > 1 else cases.joined([x[:, :, 0] for x in rest["partials"]], *want), dtype)
     if page > 1:
         assert not np.any(out[0, 1]) and np.all(lse[0, 1] == -np.inf)
     else:
-        wanted = SCALE * np.asarray(query, np.float64) @ keys.swapaxes(2, 3) + bias
-        close(logits[0], np.where(held[:, :, None], wanted, -np.inf), dtype)
+        wanted = cases.SCALE * np.asarray(query, np.float64) @ keys.swapaxes(2, 3) + bias
+        cases.close(logits[0], np.where(held[:, :, None], wanted, -np.inf), dtype)
 
 
 @pytest.mark.parametrize("kind", ["int8", "mixed 8"])
@@ -201,8 +189,8 @@ def test_keys_rotated_when_read_are_dequantised_before(kind):
     rotation = Rotation(INV_FREQ, jnp.asarray([[0, 9], [0, 5]], jnp.int32), 4)
     dense = {"position": position, "limit": jnp.asarray([40, 9], jnp.int32), "rotation": rotation}
     for run, rest in ((gather_attention, listed), (dense_decode, dense)):
-        run = jax.jit(functools.partial(run, **rest, scale=SCALE))
-        close(run(query, *pair), run(query, *plain), "float32")
+        run = jax.jit(functools.partial(run, **rest, scale=cases.SCALE))
+        cases.close(run(query, *pair), run(query, *plain), "float32")
 
 
 HOSTED = [("int8", 8, False), ("int8", 1, True), ("float8", 1, False), ("k8v4", 1, False), ("int4", 8, False)]
@@ -210,29 +198,29 @@ HOSTED = [("int8", 8, False), ("int8", 1, True), ("float8", 1, False), ("k8v4", 
 
 @pytest.mark.parametrize(
     ("name", "kind", "page", "values_only"),
-    bodies(*HOSTED, quick=("k8v4",)) + [pytest.param(MOSAIC, *x, marks=ON_HOPPER) for x in HOSTED[:3]],
+    bodies(*HOSTED, quick=("k8v4",)) + [pytest.param(cases.MOSAIC, *x, marks=cases.ON_HOPPER) for x in HOSTED[:3]],
 )
 def test_gather_attention_of_rows_in_host_memory(name, kind, page, values_only):
     """The numbers of a resident cache, whose codes are where they are read: elsewhere are the largest ones."""
-    (dim, dtype), slots, sinks, ring = (64, "bfloat16") if name == MOSAIC else (32, "float32"), 64, 4, 16
+    (dim, dtype), slots, sinks, ring = (64, "bfloat16") if name == cases.MOSAIC else (32, "float32"), 64, 4, 16
     query, (pair, _) = normal(2, 2, 2, 3, dim).astype(dtype), stored(kind, slots, dim, dtype)
     rng, newest, every = np.random.default_rng(6), np.asarray([slots, 45], np.int32), np.arange(slots)
     held = np.broadcast_to(every < newest[:, None, None], (2, 2, slots))
     pair = [soiled(x, ~held) for x in pair]
     listed = np.argsort(rng.random((2, 2, slots // page)), axis=-1)[..., : 40 // page].astype(np.int32)
     mask = jnp.asarray((rng.random(listed.shape) < 0.8) & (listed * page < newest[:, None, None]))
-    fixed, arguments = {"scale": SCALE, "page_size": page}, (jnp.asarray(listed), mask)
+    fixed, arguments = {"scale": cases.SCALE, "page_size": page}, (jnp.asarray(listed), mask)
     rest = {"position": jnp.asarray(np.where(held, every, -1), jnp.int32)} if page > 1 else {}
-    run = compiled((GATHER | on_hopper(gather_attention))[name], **fixed)
+    run = cases.compiled((GATHER | cases.on_hopper(gather_attention))[name], **fixed)
     want = run(query, *pair, *arguments, **rest)
     hosted = np.concatenate([np.asarray(x.codes) for x in pair[values_only:]], axis=3)
     fill = np.asarray(largest(pair[1]), hosted.dtype)
     copied = (every < sinks) | (every >= newest[:, None] - ring)
     hosted = np.where(copied[:, None, :, None] | ~held[..., None], fill, hosted)
-    few = [dataclasses.replace(x, codes=near(x.codes, newest, sinks + ring, sinks, fill)) for x in pair]
+    few = [dataclasses.replace(x, codes=cases.near(x.codes, newest, sinks + ring, sinks, fill)) for x in pair]
     few[0] = pair[0] if values_only else few[0]
     rows = Rows(host=jax.device_put(hosted, jax.memory.Space.Host), newest=jnp.asarray(newest), sinks=sinks)
-    alike(run(query, *few, *arguments, rows=rows, **rest), want)
+    cases.alike(run(query, *few, *arguments, rows=rows, **rest), want)
 
 
 def test_rows_of_another_kind_are_refused():
@@ -243,7 +231,7 @@ def test_rows_of_another_kind_are_refused():
     for x, rows, told in ((short, host.astype(jnp.float32), r"\['float32', 'int8'\]"), (few, host, r"scales .* 4\)")):
         given = Rows(host=rows, newest=jnp.full((1,), 8, jnp.int32), sinks=0)
         with pytest.raises(ValueError, match=f"rows.host of .*{told}"):
-            gather_attention(normal(2, 1, 1, 1, 16), x, x, *lists, scale=SCALE, rows=given)
+            gather_attention(normal(2, 1, 1, 1, 16), x, x, *lists, scale=cases.SCALE, rows=given)
     one = jnp.zeros((1, 1, 16)), jnp.zeros((1, 1, 16)), jnp.zeros((1,), jnp.int32)
     held = {"cache_position": jnp.zeros((1, 1, 8), jnp.int32), "cursor": jnp.zeros((1,), jnp.int32)}
     with pytest.raises(ValueError, match="cache_key.scale"):
@@ -252,7 +240,7 @@ def test_rows_of_another_kind_are_refused():
 
 def store(name, *args, **rest):
     """`store_token` of an implementation, as a tuple."""
-    made = implementations("store_token")[name](*args, **rest)
+    made = cases.implementations("store_token")[name](*args, **rest)
     return made.key, made.value, made.position, made.cursor, made.query
 
 
@@ -268,8 +256,8 @@ def test_stored_tokens_are_quantised(name, kind, rotating):
     held |= {"query": query if rotating else None, "inv_freq": INV_FREQ if rotating else None}
     pair, _ = stored(kind, slots, dim, "float32", rows)
     old = dict(zip(("cache_key", "cache_value"), pair, strict=True))
-    got = compiled(functools.partial(store, name))(*new, place, **old, **held)
-    want = compiled(functools.partial(store, "xla"))(*new, place, **{x: numbers(old[x]) for x in old}, **held)
+    got = cases.compiled(functools.partial(store, name))(*new, place, **old, **held)
+    want = cases.compiled(functools.partial(store, "xla"))(*new, place, **{x: numbers(old[x]) for x in old}, **held)
     for made, exact, before, how in zip(got[:2], want[:2], pair, KINDS[kind], strict=True):
         exact = coded(exact[0, :, 2], *how)
         np.testing.assert_array_equal(made.scale[0, :, 2], exact.scale)
@@ -279,7 +267,7 @@ def test_stored_tokens_are_quantised(name, kind, rotating):
         kept[0, 2] = False
         for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(before), strict=True):
             np.testing.assert_array_equal(np.asarray(a).swapaxes(1, 2)[kept], np.asarray(b).swapaxes(1, 2)[kept])
-    alike(got[2:], want[2:], rtol=1e-6, atol=1e-6)
+    cases.alike(got[2:], want[2:], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "kind"), bodies(*((x,) for x in KINDS), quick=("int8",)))
@@ -290,12 +278,12 @@ def test_codes_go_to_copies_and_scales_to_slots(name, kind):
     place, cursor = jnp.asarray([1, -1, 24, 17], jnp.int32), jnp.asarray([1, 9, slots, 17], jnp.int32)
     pair, _ = stored(kind, slots, dim, "float32", rows)
     held = {"cache_position": jnp.zeros((rows, heads, slots), jnp.int32), "cursor": cursor, "query": None, "inv_freq": None}
-    run = compiled(functools.partial(store, name))
+    run = cases.compiled(functools.partial(store, name))
     want = run(*new, place, cache_key=pair[0], cache_value=pair[1], **held)
     few = dataclasses.replace(pair[1], codes=pair[1].codes[:, :, :size])  # all keys are on the device
     hosted = Rows(host=jnp.zeros((rows, heads, slots, pair[1].codes.shape[3]), few.codes.dtype), newest=cursor, sinks=sinks)
     got = run(*new, place, cache_key=pair[0], cache_value=few, **held, rows=hosted)
-    alike(jax.tree.leaves((got[0], got[1].scale, got[2:4])), jax.tree.leaves((want[0], want[1].scale, want[2:4])))
+    cases.alike(jax.tree.leaves((got[0], got[1].scale, got[2:4])), jax.tree.leaves((want[0], want[1].scale, want[2:4])))
     expected = np.array(few.codes)
     for row, slot in ((0, 1), (3, 17)):  # the others store nothing
         expected[row, :, slot if slot < sinks else sinks + (slot - sinks) % (size - sinks)] = want[1].codes[row, :, slot]
@@ -309,12 +297,12 @@ def test_rotated_rows_and_eviction_equal_those_of_the_numbers(name, kind):
     pair, _ = stored(kind, 30, 32)
     token = jnp.asarray(np.random.default_rng(6).integers(0, 30, (2, 21)), jnp.int32)
     if not any(x.packed for x in pair) or name == "xla":  # its check refuses packed codes
-        run = compiled(ROTATED[name])
-        alike(run(*pair, token, INV_FREQ), run(*map(numbers, pair), token, INV_FREQ))
+        run = cases.compiled(ROTATED[name])
+        cases.alike(run(*pair, token, INV_FREQ), run(*map(numbers, pair), token, INV_FREQ))
     position = jnp.broadcast_to(jnp.arange(30, dtype=jnp.int32), (2, 2, 30))
     rest = position, jnp.asarray([30, 3], jnp.int32), normal(5, 2, 2, 30)
-    got = compiled(EVICT[name], budget=5)(*pair, *rest)
-    alike([*map(numbers, got[:2]), *got[2:]], compiled(EVICT["xla"], budget=5)(*map(numbers, pair), *rest))
+    got = cases.compiled(EVICT[name], budget=5)(*pair, *rest)
+    cases.alike([*map(numbers, got[:2]), *got[2:]], cases.compiled(EVICT["xla"], budget=5)(*map(numbers, pair), *rest))
 
 
 def test_other_calls_run_the_kernel_that_casts_codes():
@@ -335,7 +323,7 @@ def test_mixing_takes_no_launch_beside_the_kernel(dtype):
     pair, _ = stored("mixed 8", 96, 64, dtype)
     query, items = jnp.zeros((2, 2, 3, 64), dtype), jnp.zeros((2, 2, 9), jnp.int32)
     with assume_machine("gpu", (9, 0)):
-        traced = jax.make_jaxpr(functools.partial(gather_attention, scale=SCALE))(query, *pair, items, items > 0)
+        traced = jax.make_jaxpr(functools.partial(gather_attention, scale=cases.SCALE))(query, *pair, items, items > 0)
     names = [x.primitive.name for x in _equations(traced.jaxpr)]
     assert names.count("pallas_call") == 1
     assert names.count("dot_general") == (0 if dtype == "bfloat16" else 2)

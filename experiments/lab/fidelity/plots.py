@@ -6,22 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from experiments import records
 from experiments.answering import PAPERS
 from experiments.lab.fidelity.report import FULL, Row, cells
-from experiments.records import (
-    QUIET,
-    REFERENCE,
-    amount_axis,
-    chosen,
-    error_bars,
-    legend,
-    method_styles,
-    method_title,
-    new_figure,
-    quiet_label,
-    tidy,
-    token_label,
-)
 
 _NAMES = 3  # in a row of the legend, for each panel across
 _LEAST = 1e-7  # nats; float32 does not tell smaller distances from zero
@@ -46,13 +33,13 @@ def distance(record: Mapping[str, Any]) -> Any:
     def line(panel: Any, budgets: Sequence[Row], style: Mapping[str, Any]) -> None:
         read = [row["bytes_read_per_step"] / 1e6 for row in budgets]
         panel.plot(read, [row["value"] for row in budgets], **style)
-        error_bars(panel, read, [[max(end, _LEAST) for end in row["interval_95"]] for row in budgets], style["color"])
+        records.error_bars(panel, read, [[max(end, _LEAST) for end in row["interval_95"]] for row in budgets], style["color"])
 
     figure, panels = _panels(record, line, "MB read per decode step")
     for panel, rows in panels:
         full = rows[0]["full_bytes_read_per_step"] / 1e6
-        panel.axvline(full, color=REFERENCE, linestyle="--", linewidth=1, label="bytes under Full")
-        amount_axis(panel, [full, *(row["bytes_read_per_step"] / 1e6 for row in rows)], axis="x")
+        panel.axvline(full, color=records.REFERENCE, linestyle="--", linewidth=1, label="bytes under Full")
+        records.amount_axis(panel, [full, *(row["bytes_read_per_step"] / 1e6 for row in rows)], axis="x")
     return _with_legend(figure, panels)
 
 
@@ -80,11 +67,11 @@ def _panels(record: Mapping[str, Any], line: Callable[..., None], xlabel: str) -
     for row in rows:
         least[_name(row)] = min(least.get(_name(row), row["value"]), row["value"])
     # The papers' methods have a colour, then the methods of the least KL; the others are grey and share an entry.
-    coloured = chosen(names, [*PAPERS, *sorted(names, key=least.__getitem__)])
-    styles = dict(zip(coloured, method_styles(coloured), strict=True))
-    quiet = quiet_label([method_title(name) for name in names if name not in coloured], 40)
+    coloured = records.chosen(names, [*PAPERS, *sorted(names, key=least.__getitem__)])
+    styles = dict(zip(coloured, records.method_styles(coloured), strict=True))
+    quiet = records.quiet_label([records.method_title(name) for name in names if name not in coloured], 40)
     streams, lengths = (list(dict.fromkeys(cell[at] for cell in grouped)) for at in (0, 1))
-    figure = new_figure(1 + 4.2 * len(lengths), 1.2 + 3.6 * len(streams))
+    figure = records.new_figure(1 + 4.2 * len(lengths), 1.2 + 3.6 * len(streams))
     grid = figure.subplots(len(streams), len(lengths), squeeze=False)
     for panel in grid.ravel():
         panel.set_axis_off()
@@ -94,17 +81,17 @@ def _panels(record: Mapping[str, Any], line: Callable[..., None], xlabel: str) -
         panel.set_axis_on()
         for name in names:
             if budgets := sorted((row for row in mine if _name(row) == name), key=lambda row: row["bytes_read_per_step"]):
-                style = styles.get(name, QUIET)
-                line(panel, budgets, {**style, "label": method_title(name) if name in coloured else quiet})
+                style = styles.get(name, records.QUIET)
+                line(panel, budgets, {**style, "label": records.method_title(name) if name in coloured else quiet})
         panel.set_yscale("log")
-        tidy(panel, f"{stream}, {token_label(length)} tokens", xlabel, "KL(Full || method), nats")
+        records.tidy(panel, f"{stream}, {records.token_label(length)} tokens", xlabel, "KL(Full || method), nats")
         panels.append((panel, mine))
     return figure, panels
 
 
 def _with_legend(figure: Any, panels: Sequence[tuple[Any, list[Row]]]) -> Any:
     lengths = {rows[0]["length"] for _, rows in panels}
-    legend(figure, [panel for panel, _ in panels], _NAMES * len(lengths))
+    records.legend(figure, [panel for panel, _ in panels], _NAMES * len(lengths))
     return figure
 
 

@@ -12,35 +12,13 @@ import jax
 from tqdm import tqdm
 
 import models
-from experiments.answering import (
-    Calibration,
-    Choice,
-    LoadedModel,
-    Setting,
-    account,
-    batch_rows,
-    check_system,
-    chess_thresholds,
-    needs_thresholds,
-    reads_all,
-)
+from experiments import answering, records
 from experiments.evaluation import CompileAhead
 from experiments.lab.fidelity import texts as streams
 from experiments.lab.fidelity.distance import distance, lead, lower, share_rooms
 from experiments.lab.fidelity.settings import FidelitySettings
 from experiments.lab.fidelity.summary import summary
 from experiments.lab.fidelity.texts import Texts
-from experiments.records import (
-    LIBRARY_FIELD,
-    CompileClock,
-    Results,
-    Timer,
-    check_library,
-    commit,
-    knobs_of,
-    operations,
-    versions,
-)
 from experiments.speed.rows import note_run, now
 from experiments.tasks import library_origin, reads_library
 from kvjax.accounting.stats import Stats
@@ -68,7 +46,7 @@ class Job:
     """
 
     label: str
-    setting: Setting
+    setting: answering.Setting
     method: Method
     length: int
     stream: str
@@ -99,10 +77,10 @@ class Runner:
     def __init__(
         self,
         settings: FidelitySettings,
-        model: LoadedModel,
+        model: answering.LoadedModel,
         out: pathlib.Path,
         *,
-        reference: LoadedModel | None = None,
+        reference: answering.LoadedModel | None = None,
         force: bool = False,
         progress: bool = True,
     ) -> None:
@@ -120,7 +98,7 @@ class Runner:
         asks = set(settings.streams) - _RUNNING
         template = models.ChatTemplate.from_directory(model.directory) if asks and settings.template == "auto" else None
         if asks:
-            check_system(template, settings.system)
+            answering.check_system(template, settings.system)
         self._around = template.around(settings.system, **settings.template_variables) if template else None
         common = {
             **{name: vars(settings)[name] for name in ("task", "haystack", "samples", "tokens", "seed", "system")},
@@ -132,9 +110,9 @@ class Runner:
             "reference": reference and {name: getattr(reference, of) for name, of in _ABOUT.items()},
         }
         self.path = out / FILE
-        self.results = Results(self.path, "fidelity", common, fresh=force)
+        self.results = records.Results(self.path, "fidelity", common, fresh=force)
         if any(map(self._reads_code, settings.streams)):
-            check_library(self.results.metrics, f"{self.path}", library_origin())
+            records.check_library(self.results.metrics, f"{self.path}", library_origin())
 
     def run(self) -> None:
         """Measure the rows that the folder does not have, length by length and stream by stream."""
@@ -148,9 +126,9 @@ class Runner:
         for length, stream in jobs:
             texts[length, stream] = self.texts(stream, length, texts)
         bar = progress_bar(total=total, unit="row", disable=not self._progress)
-        about = {"commit": commit(), "versions": versions(), "device": jax.devices()[0].device_kind}
-        with CompileAhead() as ahead, CompileClock() as clock, bar:
-            note_run(self.results, now(), {**about, **operations()})
+        about = {"commit": records.commit(), "versions": records.versions(), "device": jax.devices()[0].device_kind}
+        with CompileAhead() as ahead, records.CompileClock() as clock, bar:
+            note_run(self.results, now(), {**about, **records.operations()})
             for cell, mine in jobs.items():
                 for job in mine if ahead.spare else ():
                     self._compile(job, texts[cell], ahead)
@@ -171,7 +149,7 @@ class Runner:
         ahead.add(key, lambda: [lower(self.model, job.method, batch, self.settings.kv_dtype)])
         return key
 
-    def _measure(self, jobs: Sequence[Job], texts: Texts, ahead: CompileAhead, clock: CompileClock, bar: Any) -> None:
+    def _measure(self, jobs: Sequence[Job], texts: Texts, ahead: CompileAhead, clock: records.CompileClock, bar: Any) -> None:
         """Measure the rows of a stream at a length."""
         rows, full = self._rows(jobs[0].length), self._setting(self.settings.choices[0], jobs[0].length, {}).method
         batches = [texts.rows(start, rows) for start in range(0, len(texts), rows)]
@@ -179,11 +157,11 @@ class Runner:
         reference = [jax.device_get(lead(self._reference, full, batch)[0]) for _, batch in batches]
         for job in jobs:
             bar.set_description(f"{job.label} {job.stream} {job.length}")
-            with Timer(clock) as waiting:
+            with records.Timer(clock) as waiting:
                 if ahead.spare:
                     ahead.wait(self._compile(job, texts, ahead))
             parts, stats = [], []
-            with Timer(clock) as reading:
+            with records.Timer(clock) as reading:
                 for (real, batch), expected in zip(batches, reference, strict=True):
                     logits, measured = lead(self.model, job.method, batch, self.settings.kv_dtype)
                     apart = distance(expected, logits, batch.targets)
@@ -196,7 +174,7 @@ class Runner:
                 **job.identity,
                 "budget": job.identity["knobs"].get("budget"),
                 "note": job.setting.note,
-                **({LIBRARY_FIELD: library_origin()} if self._reads_code(job.stream) else {}),
+                **({records.LIBRARY_FIELD: library_origin()} if self._reads_code(job.stream) else {}),
                 "seconds": round(reading.run, 2),
                 "compile_seconds": round(waiting.run + waiting.compile + reading.compile, 2),
             }
@@ -213,31 +191,33 @@ class Runner:
         roomy = share_rooms(choices, [setting.method for setting in settings], length)
         for choice, setting, method in zip(choices, settings, roomy, strict=True):
             identity = {
-                "method": choice.label, "knobs": knobs_of(setting.method), "length": length, "stream": stream,
+                "method": choice.label, "knobs": records.knobs_of(setting.method), "length": length, "stream": stream,
             }  # fmt: skip
             if self.results.find(identity) is None:
                 jobs.append(Job(choice.label, setting, method, length, stream, identity))
         return jobs
 
-    def _setting(self, choice: Choice, length: int, extra: Mapping[str, Any]) -> Setting:
+    def _setting(self, choice: answering.Choice, length: int, extra: Mapping[str, Any]) -> answering.Setting:
         return choice.at(length, self.model.tokenizer, self.model.config, extra)
 
-    def _thresholds(self, choice: Choice) -> Mapping[str, Any]:
+    def _thresholds(self, choice: answering.Choice) -> Mapping[str, Any]:
         """Calibrate CHESS' thresholds at the shortest length on prompts of a task; return {} for other methods."""
-        if not needs_thresholds(choice.name, choice.knobs):
+        if not answering.needs_thresholds(choice.name, choice.knobs):
             return {}
         task, prompts, tokens = _CALIBRATION
         length = min(*self.settings.lengths, self.model.config.max_position_embeddings - tokens)
         if "chess_calibration" not in self.results.notes:
             self._say(f"calibrating CHESS on {prompts} prompts of {length} tokens")
-        return chess_thresholds(self.model, Calibration((task,), length, prompts, tokens, self.settings.seed), self.results)
+        return answering.chess_thresholds(
+            self.model, answering.Calibration((task,), length, prompts, tokens, self.settings.seed), self.results
+        )
 
     def _reads_code(self, stream: str) -> bool:
         """Tell whether the texts of a stream are made from Python's standard library."""
         return stream == "code" or stream not in _RUNNING and reads_library(self.settings.task, self.settings.task_haystack)
 
     def _rows(self, length: int) -> int:
-        return batch_rows(length, self.settings.batch_tokens, self.settings.samples)
+        return answering.batch_rows(length, self.settings.batch_tokens, self.settings.samples)
 
     @functools.cached_property
     def _begun(self) -> float:
@@ -248,12 +228,12 @@ class Runner:
             tqdm.write(f"{time.monotonic() - self._begun:7.1f} s  {line}", file=sys.stderr)
 
 
-def _vocabulary(model: LoadedModel) -> tuple[int, dict[str, int]]:
+def _vocabulary(model: answering.LoadedModel) -> tuple[int, dict[str, int]]:
     """Return the number of logits, and the number of every token."""
     return model.config.vocab_size, model.tokenizer.get_vocab()
 
 
 def _account(stats: Sequence[tuple[int, Stats]], rows: int) -> dict[str, Any]:
     """Account for the batches, without the allocated bytes, because budgets share the room of the largest budget."""
-    means = {name: value for name, value in account(stats, rows).items() if name != "resident_bytes_per_row"}
-    return {**means, "no_effect": reads_all(means)}
+    means = {name: value for name, value in answering.account(stats, rows).items() if name != "resident_bytes_per_row"}
+    return {**means, "no_effect": answering.reads_all(means)}

@@ -10,17 +10,7 @@ import numpy as np
 from jsonargparse.typing import PositiveInt
 
 import kvjax
-from experiments.answering import (
-    METHODS,
-    Calibration,
-    LoadedModel,
-    ModelSettings,
-    Setting,
-    chess_thresholds,
-    knobs_by_method,
-    needs_thresholds,
-    paper_method,
-)
+from experiments import answering
 from experiments.benchmarks import Cell, Reading, encode_cell
 from experiments.cli import option
 from experiments.lab.insight.recall import Recall, Watched, readings
@@ -31,7 +21,7 @@ from models.hub.progress import progress_bar
 
 
 @dataclasses.dataclass(frozen=True)
-class InsightSettings(ModelSettings):
+class InsightSettings(answering.ModelSettings):
     """The settings of `experiments.lab.insight`.
 
     Attributes:
@@ -69,7 +59,7 @@ class InsightSettings(ModelSettings):
     @property
     def names(self) -> tuple[str, ...]:
         """The methods' names."""
-        methods = METHODS if self.methods == ("all",) else self.methods
+        methods = answering.METHODS if self.methods == ("all",) else self.methods
         return tuple(dict.fromkeys(map(registry.canonical_name, methods)))
 
     @property
@@ -79,21 +69,23 @@ class InsightSettings(ModelSettings):
         return {name: vars(self)[name] for name in fields} | {"top": list(self.top)}
 
 
-def method_settings(settings: InsightSettings, model: LoadedModel, results: Results) -> list[Setting]:
+def method_settings(settings: InsightSettings, model: answering.LoadedModel, results: Results) -> list[answering.Setting]:
     """Make the methods in the order of the settings; calibrate CHESS unless its knobs make that needless."""
-    calibration = Calibration((settings.task,), settings.length, 4, 128, settings.seed)  # prompts, and tokens after each
-    knobs, methods = knobs_by_method(settings.knobs), []
+    calibration = answering.Calibration(
+        (settings.task,), settings.length, 4, 128, settings.seed
+    )  # prompts, and tokens after each
+    knobs, methods = answering.knobs_by_method(settings.knobs), []
     for name in settings.names:
         chosen = dict(knobs.get(name, {}))
         note = ", ".join(f"{knob}={value}" for knob, value in chosen.items())  # as the command line takes them
-        if needs_thresholds(name, chosen):
-            chosen = {**chess_thresholds(model, calibration, results), **chosen}
-        setting = paper_method(name, settings.length, tokenizer=model.tokenizer, config=model.config, given=chosen)
+        if answering.needs_thresholds(name, chosen):
+            chosen = {**answering.chess_thresholds(model, calibration, results), **chosen}
+        setting = answering.paper_method(name, settings.length, tokenizer=model.tokenizer, config=model.config, given=chosen)
         methods.append(dataclasses.replace(setting, note=note or setting.note))
     return methods
 
 
-def full_text(model: LoadedModel, tokens: Sequence[int], settings: InsightSettings) -> np.ndarray:
+def full_text(model: answering.LoadedModel, tokens: Sequence[int], settings: InsightSettings) -> np.ndarray:
     """Generate Full's text after a prompt, past any EOS: int32 [new_tokens]."""
     new = settings.new_tokens
     cache = kvjax.prefill(model.params, [tokens], config=model.config, max_new_tokens=new, pad_multiple=settings.length)
@@ -102,7 +94,7 @@ def full_text(model: LoadedModel, tokens: Sequence[int], settings: InsightSettin
 
 
 def watch(
-    model: LoadedModel, tokens: Sequence[int], text: np.ndarray, method: Any, settings: InsightSettings, bar: Any
+    model: answering.LoadedModel, tokens: Sequence[int], text: np.ndarray, method: Any, settings: InsightSettings, bar: Any
 ) -> tuple[Recall, np.ndarray]:
     """Run a prompt under a watched method.
 
@@ -176,7 +168,7 @@ def summary(
     }
 
 
-def run_methods(settings: InsightSettings, model: LoadedModel, results: Results) -> None:
+def run_methods(settings: InsightSettings, model: answering.LoadedModel, results: Results) -> None:
     """Watch the methods that the results do not have yet.
 
     Args:

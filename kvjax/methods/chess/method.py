@@ -41,19 +41,7 @@ from kvjax.attention.over_cache import Selection
 from kvjax.cache import Cache, LayerCache, LayerSpec, LayerStorage
 from kvjax.cache.divided import here
 from kvjax.cache.offload import Near
-from kvjax.methods.chess.page_tree import (
-    Shape,
-    Triple,
-    best_pages,
-    build,
-    cascade,
-    mean_page,
-    most_pages,
-    page_vectors,
-    put_page,
-    score_nodes,
-    with_parents,
-)
+from kvjax.methods.chess import page_tree
 from kvjax.methods.chess.state import Pages, note_entropy
 from kvjax.protocol.fields import check_within
 from kvjax.protocol.method import LayerMethod, Method, Prompt, Step
@@ -125,7 +113,7 @@ class ChessLayer(SlotMethod):
 class Chess(Method):
     """Context-aware hierarchical page selection for the whole model; see the module docstring."""
 
-    ratios: Triple | str = traced(
+    ratios: page_tree.Triple | str = traced(
         "shares of grids, chunks and pages to keep; or the name of a preset",
         default=PRESETS["aggressive"],
         above=0,
@@ -198,7 +186,7 @@ class Chess(Method):
         first, batch = specs[0], specs[0].batch
         slots = first.prompt_slots + first.max_new_tokens
         grown = -(-first.max_new_tokens // self.page_size) + 1
-        most = most_pages(slots, self._shape, self.capacity)
+        most = page_tree.most_pages(slots, self._shape, self.capacity)
         listed = min(most + self.num_sink_pages + self.window + 1 + grown, self._shape.counts(slots)[0])
         whole, real = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), jnp.float32)
         return Pages(
@@ -211,7 +199,7 @@ class Chess(Method):
         pages = cache.shared
         if pages.nodes is None:
             complete = cache.length // self.page_size
-            nodes = build(_stored(cache), self._shape, complete, self._unrotate(cache))
+            nodes = page_tree.build(_stored(cache), self._shape, complete, self._unrotate(cache))
             pages = dataclasses.replace(pages, nodes=nodes, complete=complete, seen=cache.length)
             pages = self._reconstruct(pages, cache, jnp.ones(complete.shape, bool))
             return dataclasses.replace(cache, shared=pages)
@@ -230,9 +218,9 @@ class Chess(Method):
         return dataclasses.replace(cache, shared=self._reconstruct(pages, cache, fresh))
 
     @property
-    def _shape(self) -> Shape:
+    def _shape(self) -> page_tree.Shape:
         fan = (self.pages_per_chunk, self.chunks_per_grid) if self.hierarchy else None
-        return Shape(page_size=self.page_size, fan=fan)
+        return page_tree.Shape(page_size=self.page_size, fan=fan)
 
     def _unrotate(self, cache: Cache) -> list[Array] | None:
         """Return the frequencies of each layer of ``cache``, whose layers are the model's that run the method."""
@@ -259,8 +247,8 @@ class Chess(Method):
 
         # Conditionals are here, once per step, and not in every layer. They return small arrays, so nothing large is copied.
         def vectors() -> Array:
-            own = page_vectors(_stored(cache), page[:, None], self.page_size, self._unrotate(cache))
-            return with_parents(pages.tree, page, own[:, 0])
+            own = page_tree.page_vectors(_stored(cache), page[:, None], self.page_size, self._unrotate(cache))
+            return page_tree.with_parents(pages.tree, page, own[:, 0])
 
         stored, levels = pages.tree.mean_keys, 1 + len(self._shape.fan or ())
         none = functools.partial(jnp.zeros, (len(page), levels, stored.shape[2]), stored.dtype)
@@ -272,7 +260,7 @@ class Chess(Method):
         blank = jnp.zeros_like(pages.mean)
         pages = dataclasses.replace(
             pages,
-            nodes=put_page(pages.tree, page, added, ready),
+            nodes=page_tree.put_page(pages.tree, page, added, ready),
             active=pages.active.at[row, at].set(page, mode="drop"),
             count=count,
             complete=complete,
@@ -309,16 +297,18 @@ class Chess(Method):
     def _listed(self, pages: Pages, cache: Cache, when: Array) -> tuple[Array, Array]:
         """Compute the fields ``active`` and ``count`` of `_reconstruct`."""
         total = -(-cache.length // self.page_size)
-        by_page, by_chunk, by_grid = score_nodes(pages.tree, self._anchor(pages, cache, total))
+        by_page, by_chunk, by_grid = page_tree.score_nodes(pages.tree, self._anchor(pages, cache, total))
         page = jnp.arange(by_page.shape[1], dtype=jnp.int32)[None]
         exists = page < pages.complete[:, None]
         kept = (page < self.num_sink_pages) | (page >= total[:, None] - self.window)
         candidate = exists & ~kept if self.candidates == "history" else exists
-        ratios = cast("Triple", self.ratios)  # the name of a preset was replaced by its numbers
+        ratios = cast("page_tree.Triple", self.ratios)  # the name of a preset was replaced by its numbers
         if self.hierarchy:
-            best = cascade(by_grid, by_chunk, by_page, candidate, ratios, self.pages_per_chunk, self.chunks_per_grid)
+            best = page_tree.cascade(
+                by_grid, by_chunk, by_page, candidate, ratios, self.pages_per_chunk, self.chunks_per_grid
+            )
         else:
-            best = best_pages(by_page, candidate, ratios)
+            best = page_tree.best_pages(by_page, candidate, ratios)
         few = (total <= self.num_sink_pages + self.window + 1) | (pages.complete < 2)
         best = (best | kept | few[:, None]) & exists
         active, listed = compact(best, pages.active.shape[1])
@@ -331,11 +321,11 @@ class Chess(Method):
         last = total[:, None] - number + jnp.arange(number, dtype=jnp.int32)[None]
         vectors = jnp.take_along_axis(pages.tree.pages, jnp.maximum(last, 0)[..., None], axis=1)
         newest = jnp.maximum(total - 1, 0)[:, None]
-        fresh = page_vectors(_stored(cache), newest, self.page_size, self._unrotate(cache))
+        fresh = page_tree.page_vectors(_stored(cache), newest, self.page_size, self._unrotate(cache))
         vectors = jnp.where((last == newest)[..., None], fresh, vectors.astype(jnp.float32))
         exists = (last >= 0)[..., None]
         anchor = jnp.where(exists, vectors, 0).sum(axis=1) / jnp.maximum(jnp.sum(exists, axis=1), 1).astype(jnp.float32)
-        return anchor - mean_page(pages.tree, pages.complete) if self.centred else anchor
+        return anchor - page_tree.mean_page(pages.tree, pages.complete) if self.centred else anchor
 
 
 def _stored(cache: Cache) -> list[LayerCache]:

@@ -19,21 +19,7 @@ from kvjax.wrappers import Prefill, Stages
 from pallas_kernels.formats.quantised import dequantise, quantise
 from pallas_kernels.host import copied_slots
 from pallas_kernels.machine import assume_machine
-from tests.harness import (
-    METHODS,
-    NAMES,
-    ONE_LAYER,
-    TINY,
-    WRAPPERS,
-    any_example,
-    drive,
-    example,
-    group,
-    random_tokens,
-    read,
-    stored,
-    tiny_params,
-)
+from tests import harness
 from tests.kvjax.cases import ask, go_on
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -44,7 +30,10 @@ OWN = (
     "shadowkv",
     "think",
 )  # with a storage of their own; written out, because a test asks all methods
-LAYERS = [*ONE_LAYER, *(group(name) for name, x in WRAPPERS.items() if "codes" not in x.lacks and not x.drafts)]
+LAYERS = [
+    *harness.ONE_LAYER,
+    *(harness.group(name) for name, x in harness.WRAPPERS.items() if "codes" not in x.lacks and not x.drafts),
+]
 SIZES = {"batch": 2, "prompt_slots": 4096, "max_new_tokens": 64}
 
 
@@ -56,7 +45,7 @@ def but_own(params, slow):
 
 @functools.cache
 def rows():
-    return random_tokens(3, 3, 2, 2, 56, 16)
+    return harness.random_tokens(3, 3, 2, 2, 56, 16)
 
 
 def rounded(x, kv_dtype, which):
@@ -77,15 +66,15 @@ def test_rounds_keys_and_values_and_changes_nothing_else(name, kind, chunk):
     """Without rotation, so that the other run gets the rounded keys. Empty slots hold NaN."""
     q, k, v = rows()
     options = {"prompt": 48, "inv_freq": np.zeros(8, np.float32), "chunk": chunk}
-    method = any_example(name)
-    got = drive(method, q, k, v, LENGTHS, kv_dtype=kind, poison=True, **options)
-    want = drive(method, q, rounded(k, kind, 0), rounded(v, kind, 1), LENGTHS, **options)
+    method = harness.any_example(name)
+    got = harness.drive(method, q, k, v, LENGTHS, kv_dtype=kind, poison=True, **options)
+    want = harness.drive(method, q, rounded(k, kind, 0), rounded(v, kind, 1), LENGTHS, **options)
     for row, length in enumerate(LENGTHS):
         np.testing.assert_allclose(got.prompt[row, :, :, :length], want.prompt[row, :, :, :length], atol=1e-6)
     np.testing.assert_allclose(got.outputs, want.outputs, atol=1e-6)
     np.testing.assert_array_equal(got.attended, want.attended)
     np.testing.assert_array_equal(got.kept, want.kept)
-    assert isinstance(stored(got.state), QuantisedCache) and not np.array_equal(k, rounded(k, kind, 0))
+    assert isinstance(harness.stored(got.state), QuantisedCache) and not np.array_equal(k, rounded(k, kind, 0))
 
 
 @pytest.mark.parametrize(
@@ -145,23 +134,23 @@ def test_host_memory_has_the_codes_of_a_resident_cache(kind, key_bytes, value_by
     np.testing.assert_array_equal(np.where(copied, cache.value, 0), np.where(copied, value, 0))
 
 
-@pytest.mark.parametrize("name", but_own(METHODS, slow="quest"))
+@pytest.mark.parametrize("name", but_own(harness.METHODS, slow="quest"))
 def test_a_model_goes_on_from_it(name, tmp_path):
     """Generation in two calls, questions, forks and saved caches of ragged rows; and what the accounting says."""
-    cache = read(any_example(name), kv_dtype="int8")
+    cache = harness.read(harness.any_example(name), kv_dtype="int8")
     assert cache.kv_dtype == "int8" and ", in int8)" in repr(cache)
     kvjax.save_cache(tmp_path / "cache", cache)
-    params = tiny_params()
+    params = harness.tiny_params()
     half = kvjax.generate(params, kvjax.fork(cache), max_new_tokens=STEPS // 2, eos_token_ids=())
     rest = kvjax.generate(params, half.cache, max_new_tokens=STEPS - STEPS // 2, eos_token_ids=())
-    loaded = kvjax.load_cache(tmp_path / "cache", config=TINY, method=any_example(name))
+    loaded = kvjax.load_cache(tmp_path / "cache", config=harness.TINY, method=harness.any_example(name))
     assert jax.tree.structure(loaded) == jax.tree.structure(cache)
     asked = ask(kvjax.fork(cache))
     once = go_on(cache)
     np.testing.assert_array_equal(np.concatenate([half.tokens, rest.tokens], axis=1), once.tokens)
     np.testing.assert_array_equal(go_on(loaded).tokens, once.tokens)
     assert np.isfinite(asked.logits).all()
-    plain = go_on(read(any_example(name)))
+    plain = go_on(harness.read(harness.any_example(name)))
     assert np.abs(once.cache.logits - plain.cache.logits).max() > 0
     np.testing.assert_array_equal(once.stats.length, plain.stats.length)
     assert np.all(once.stats.full_bytes_read < plain.stats.full_bytes_read)
@@ -171,7 +160,7 @@ def test_a_model_goes_on_from_it(name, tmp_path):
 
 def test_a_slot_takes_its_codes_and_their_scales():
     """A slot of D numbers takes D bytes and a scale of 2, for the key and for the value."""
-    config = dataclasses.replace(TINY, head_dim=128, dtype="bfloat16")
+    config = dataclasses.replace(harness.TINY, head_dim=128, dtype="bfloat16")
     full, small = (kvjax.memory_needed("full", config, **SIZES, kv_dtype=kind).device for kind in (None, "int8"))
     slots = 2 * 4160 * config.num_kv_heads * config.num_layers
     assert full - small == slots * 2 * (256 - 130)
@@ -198,33 +187,35 @@ def test_a_slot_takes_its_codes_and_their_scales():
 def test_the_memory_that_is_said_is_the_size_of_the_arrays(dim, kind):
     """A value in 4 bits of 6 channels has one scale, of 8 channels four."""
     spec = LayerSpec(
-        batch=3, num_kv_heads=TINY.num_kv_heads, group_size=2, head_dim=dim, dtype=TINY.dtype, prompt_slots=40,
-        max_new_tokens=8, kv_dtype=kind,
+        batch=3, num_kv_heads=harness.TINY.num_kv_heads, group_size=2, head_dim=dim, dtype=harness.TINY.dtype,
+        prompt_slots=40, max_new_tokens=8, kv_dtype=kind,
     )  # fmt: skip
     cache = jax.eval_shape(functools.partial(empty_resident, spec, 48))
-    config = dataclasses.replace(TINY, head_dim=dim)
+    config = dataclasses.replace(harness.TINY, head_dim=dim)
     needed = kvjax.memory_needed("full", config, batch=3, prompt_slots=40, max_new_tokens=8, kv_dtype=kind)
     assert needed.device == config.num_layers * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", harness.NAMES)
 def test_a_class_and_its_layers_agree_on_quantising(name):
     """What the class says is what its layers say; the message about another method's refusal asks the classes."""
-    layers = layer_methods(example(name), TINY)
-    assert {"codes" in layer.lacks for layer in (*layers, example(name))} == {name in OWN}
+    layers = layer_methods(harness.example(name), harness.TINY)
+    assert {"codes" in layer.lacks for layer in (*layers, harness.example(name))} == {name in OWN}
 
 
 def test_unknown_dtypes_and_own_storages_are_refused():
     with pytest.raises(ValueError, match="kv_dtype must be 'int8', .*'k8v4' or 'int4', or None .*, got 'int3'"):
-        kvjax.prefill({}, [[1, 2]], config=TINY, kv_dtype="int3")
+        kvjax.prefill({}, [[1, 2]], config=harness.TINY, kv_dtype="int3")
     for name in OWN:
         called = registry.builtin()[name].__name__
         with pytest.raises(ValueError, match=f"{called} has a storage of its own and cannot run with kv_dtype='int8'"):
-            kvjax.memory_needed(example(name), TINY, **SIZES, kv_dtype="int8")
-    for wrap in (lambda x: Prefill(method=x), lambda x: Stages(evict=example("snapkv"), retrieve=x)):
+            kvjax.memory_needed(harness.example(name), harness.TINY, **SIZES, kv_dtype="int8")
+    for wrap in (lambda x: Prefill(method=x), lambda x: Stages(evict=harness.example("snapkv"), retrieve=x)):
         names = "AttentionMatching, MosaicKV, ShadowKV, ThinK"
         said = f"ThinK has .*; take kv_dtype=None, or a method other than {names}: all others take it"
         with pytest.raises(ValueError, match=said):
-            kvjax.memory_needed(wrap(example("think")), TINY, **SIZES, kv_dtype="int8")
+            kvjax.memory_needed(wrap(harness.example("think")), harness.TINY, **SIZES, kv_dtype="int8")
     with assume_machine("tpu"), pytest.raises(ValueError, match="Quest: offload must be False with .* on a TPU, .* got True"):
-        kvjax.memory_needed(example("quest", num_dense_layers=0, offload=True), TINY, **SIZES, kv_dtype="int8")
+        kvjax.memory_needed(
+            harness.example("quest", num_dense_layers=0, offload=True), harness.TINY, **SIZES, kv_dtype="int8"
+        )

@@ -19,23 +19,11 @@ from kvjax.decoding.decode import run_extend, run_step
 from kvjax.decoding.layers import layer_methods
 from kvjax.decoding.sliding_window import SlidingWindow, window_attention
 from kvjax.protocol.typing import layer_windows
-from tests.harness import (
-    METHODS,
-    TINY,
-    any_example,
-    drive,
-    example,
-    frequencies,
-    padded,
-    prompts,
-    random_tokens,
-    repeated,
-    tiny_params,
-)
+from tests import harness
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-FIRST = dataclasses.replace(TINY, windows=(6, None))  # the second layer is the method's
-EVERY = dataclasses.replace(TINY, windows=(6, 17))
+FIRST = dataclasses.replace(harness.TINY, windows=(6, None))  # the second layer is the method's
+EVERY = dataclasses.replace(harness.TINY, windows=(6, 17))
 QUESTIONS = [[5, 9, 2, 7], [8], []]
 STEPS = 8
 
@@ -69,11 +57,11 @@ LENGTHS = np.array([1, 5, 6, 7, 23])
     ],
 )
 def test_a_layer_attends_to_its_window_and_stores_nothing_else(window, chunk):
-    q, k, v = random_tokens(0, len(LENGTHS), 2, 2, LENGTHS.max() + STEPS, 8)
+    q, k, v = harness.random_tokens(0, len(LENGTHS), 2, 2, LENGTHS.max() + STEPS, 8)
     method = SlidingWindow(window=window)
-    got = drive(method, q, k, v, LENGTHS, prompt=int(LENGTHS.max()), chunk=chunk, poison=True)
+    got = harness.drive(method, q, k, v, LENGTHS, prompt=int(LENGTHS.max()), chunk=chunk, poison=True)
     at = np.arange(q.shape[-2], dtype=np.int32)
-    q, k = (np.asarray(rope.rotate(x, at, frequencies(8))) for x in (q, k))
+    q, k = (np.asarray(rope.rotate(x, at, harness.frequencies(8))) for x in (q, k))
     for row, length in enumerate(LENGTHS):
         end = length + STEPS
         for head in range(2):
@@ -110,10 +98,10 @@ def test_queries_in_blocks_attend_as_all_at_once(monkeypatch):
 
 
 def test_a_method_runs_in_the_layers_without_a_window_only():
-    quest = example("quest", num_dense_layers=0)
-    methods = layer_methods(quest, dataclasses.replace(TINY, num_layers=4, windows=(None, 6, None, 17)))
+    quest = harness.example("quest", num_dense_layers=0)
+    methods = layer_methods(quest, dataclasses.replace(harness.TINY, num_layers=4, windows=(None, 6, None, 17)))
     assert methods == (quest, SlidingWindow(window=6), quest, SlidingWindow(window=17))
-    assert layer_methods(quest, TINY) == (quest, quest)
+    assert layer_methods(quest, harness.TINY) == (quest, quest)
 
 
 def test_windows_of_a_model_of_ones_own():
@@ -135,20 +123,22 @@ def test_windows_of_a_model_of_ones_own():
 
 def test_memory_covers_the_window_alone():
     sizes = {"batch": 1, "prompt_slots": 64, "max_new_tokens": 8, "chunk_size": 16}
-    full, some, every = (kvjax.memory_needed("full", x, **sizes).device for x in (TINY, FIRST, EVERY))
-    slot = TINY.num_kv_heads * (2 * TINY.head_dim * 4 + 4)  # key, value and position
+    full, some, every = (kvjax.memory_needed("full", x, **sizes).device for x in (harness.TINY, FIRST, EVERY))
+    slot = harness.TINY.num_kv_heads * (2 * harness.TINY.head_dim * 4 + 4)  # key, value and position
     assert full - some == (72 - 6) * slot and full - every == (2 * 72 - 6 - 17) * slot
-    away = kvjax.memory_needed(example("quest", num_dense_layers=0, offload=True), FIRST, **sizes, order="chunks")
-    assert away.host == TINY.num_kv_heads * 72 * 2 * TINY.head_dim * 4, "a layer with a window stays on the device"
+    away = kvjax.memory_needed(harness.example("quest", num_dense_layers=0, offload=True), FIRST, **sizes, order="chunks")
+    assert away.host == harness.TINY.num_kv_heads * 72 * 2 * harness.TINY.head_dim * 4, (
+        "a layer with a window stays on the device"
+    )
 
 
 # ---- the whole model ----------------------------------------------------------------------------------------------
 
 
 def read(config, method, rows=None, **options):
-    tokens, lengths = padded(prompts() if rows is None else rows)
+    tokens, lengths = harness.padded(harness.prompts() if rows is None else rows)
     options = {"pad_multiple": 1, "max_new_tokens": 24, **options}
-    return kvjax.prefill(tiny_params(), tokens, lengths=lengths, config=config, method=method, **options)
+    return kvjax.prefill(harness.tiny_params(), tokens, lengths=lengths, config=config, method=method, **options)
 
 
 def check_windows(config, cache):
@@ -171,24 +161,24 @@ def after(config, method):
     """The shapes of a cache after a prompt, a question and a decode step."""
 
     def run():
-        cache = run_extend(tiny_params(), read(config, method), *map(jnp.asarray, padded(QUESTIONS, 4)))
-        return run_step(tiny_params(), cache, jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1), bool))
+        cache = run_extend(harness.tiny_params(), read(config, method), *map(jnp.asarray, harness.padded(QUESTIONS, 4)))
+        return run_step(harness.tiny_params(), cache, jnp.zeros((3, 1), jnp.int32), jnp.ones((3, 1), bool))
 
     return jax.eval_shape(run)
 
 
-@pytest.mark.parametrize("name", repeated(METHODS, but=["chess"]))
+@pytest.mark.parametrize("name", harness.repeated(harness.METHODS, but=["chess"]))
 def test_a_model_of_windows_only_runs_under_every_method(name):
     """Every method is then `Full` over windows: same shapes, and no shared state."""
-    cache = after(dataclasses.replace(EVERY, dtype="bfloat16"), any_example(name))
+    cache = after(dataclasses.replace(EVERY, dtype="bfloat16"), harness.any_example(name))
     check_windows(EVERY, cache)
     assert cache.shared is None
     assert {x.dtype for state in cache.layers for x in (state.key, state.value)} == {jnp.dtype("bfloat16")}
 
 
 def test_state_that_layers_share_is_of_the_layers_without_a_window():
-    method = example("chess")
-    plain, windowed = after(TINY, method), after(FIRST, method)
+    method = harness.example("chess")
+    plain, windowed = after(harness.TINY, method), after(FIRST, method)
     check_windows(FIRST, windowed)
     shapes = [[x.shape for x in jax.tree.leaves(cache.layers[1])] for cache in (plain, windowed)]
     assert shapes[0] == shapes[1]

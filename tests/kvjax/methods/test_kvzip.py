@@ -204,21 +204,6 @@ def test_the_second_reading_is_a_pass_behind_the_prompt(windows):
         assert [set(x[x >= 0].tolist()) for x in position] == want[at], f"layer {layer}"
 
 
-@pytest.mark.thorough
-def test_storage_is_bounded_by_the_budget_and_other_methods_read_beside_it():
-    """Of 1024 tokens 24 slots stay in each head; SnapKV's slots are compressed earlier, inside the layers."""
-    tiny = TinyModel(num_layers=2)
-    params = jax.eval_shape(lambda: tiny.random_params(0))
-    tokens, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1024), (1,)))
-    read = functools.partial(
-        kvjax.decoding.prefill.run_prefill_each, methods=(SnapKV(budget=40), KVzip(budget=16, head_factor=1.5)), model=tiny,
-        max_new_tokens=5, chunk_size=1024,
-    )  # fmt: skip
-    caches = jax.eval_shape(read, params, tokens, length)
-    assert [stored(x).num_slots for cache in caches for x in cache.layers] == [45, 45, 29, 29]
-    assert all(x.prompt is None for cache in caches for x in cache.layers)
-
-
 def test_all_layers_are_whole_until_the_second_reading_ends():
     sizes = {"batch": 1, "prompt_slots": 1024, "max_new_tokens": 5}
     tiny = TinyModel(num_layers=8)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from kvjax.methods import FreeKV, InfLLM, KVzip, ParisKV, RetroInfer, SelfExtend
+from kvjax.methods import AdaKV, ExpectedAttention, FreeKV, InfLLM, KVzip, ParisKV, RetroInfer, SelfExtend
 from kvjax.methods.mosaickv.method import MosaicKV
 from kvjax.protocol.method import LayerSpec
 from tests.harness import example
@@ -27,6 +27,8 @@ def init(method, dim):
         ("budget .*page_size=32", lambda: FreeKV(budget=31)),
         ("chunk .*num_local=4096", lambda: InfLLM(chunk=8192)),
         ("budget .*block_size=128", lambda: InfLLM(budget=127)),
+        ("budget .*obs_window=32", lambda: AdaKV(budget=31)),
+        ("budget .*num_sink=4", lambda: ExpectedAttention(budget=4)),
         ("budget .*num_sink=4", lambda: KVzip(budget=4)),
         ("offload", lambda: KVzip(offload=True)),
         ("KVzip.* ModelConfig with can_probe = False; .*plus=False", lambda: KVzip(plus=True).check_sizes(LATENT)),

@@ -42,11 +42,6 @@ def test_budgets_of_heads_have_the_mean_that_is_asked_for(budget, window, beta):
     assert [method.for_layer(layer, 5).capacity for layer in range(5)] == [max(row) for row in found]
 
 
-def test_equal_scores_are_snapkv():
-    equal = HeadKV(budget=64, scores=((3.0, 3.0), (3.0, 3.0)))
-    assert budgets(equal) == [[64, 64], [64, 64]]
-
-
 def test_periodic_layers_have_the_budgets_of_heads():
     method = Periodic(evict=HeadKV(budget=64, scores=SCORES), budget=48, interval=8)
     for layer in range(2):

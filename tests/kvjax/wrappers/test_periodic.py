@@ -269,16 +269,6 @@ def test_a_step_asks_once_whether_rows_are_due():
 # ---- what wraps what ----------------------------------------------------------------------------------------------
 
 
-def test_layers_have_the_budgets_of_their_method():
-    method = Periodic(evict=PyramidKV(budget=16, obs_window=4, beta=4), budget=10, interval=8)
-    pyramid = PyramidKV(budget=10, obs_window=4, beta=4)
-    for layer in range(3):
-        made = method.for_layer(layer, 3)
-        assert made.evict == method.evict.for_layer(layer, 3) and made.interval == 8
-        assert made.budget == made.capacity == pyramid.for_layer(layer, 3).budget
-    assert method.for_layer(0, 3).evict.budget > method.for_layer(2, 3).evict.budget
-
-
 def test_rkv_is_periodic_by_itself():
     assert RKV(budget=16, interval=5).for_layer(0, 2) == Periodic(evict=RKV(budget=16, interval=None), interval=5)
     once = RKV(budget=16, interval=None)

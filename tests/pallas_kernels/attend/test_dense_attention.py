@@ -11,17 +11,7 @@ from pallas_kernels import _cudnn
 from pallas_kernels.attend.dense_attention import cudnn, dense_attention
 from pallas_kernels.numerics import merge_partials
 from pallas_kernels.score.column_mass import column_mass
-from tests.pallas_kernels.cases import (
-    NEEDS_GPU,
-    SCALE,
-    alike,
-    close,
-    compiled,
-    dense_oracle,
-    one_by_one,
-    one_shape,
-    positioned_cache,
-)
+from tests.pallas_kernels import cases
 
 
 def added(query, key, value, *, scale, bias):
@@ -39,79 +29,79 @@ def on_cpu(monkeypatch):
     """The implementation for cuDNN, with plain JAX in the place of cuDNN, whose products are exact on a GPU too."""
     monkeypatch.setattr(_cudnn, "fused_attention", added)
     with jax.default_matmul_precision("highest"):
-        yield functools.partial(cudnn.dense_attention, query_first=None, scale=SCALE, limit=None, block=1024)
+        yield functools.partial(cudnn.dense_attention, query_first=None, scale=cases.SCALE, limit=None, block=1024)
 
 
 @pytest.mark.parametrize(("block", "dtype"), [(7, "float32"), (1024, "bfloat16")])
-@pytest.mark.parametrize(("group", "dim", "length"), one_shape((4, 64, 5), (1, 128, 1)))
+@pytest.mark.parametrize(("group", "dim", "length"), cases.one_shape((4, 64, 5), (1, 128, 1)))
 def test_attention_and_column_mass_equal_float64(block, dtype, group, dim, length):
-    (query, key, value), positions = positioned_cache(group, group, dim, length, dtype=dtype)
-    expected = dense_oracle(query, key, value, **positions)
-    run = compiled(dense_attention, scale=SCALE, block=block)
+    (query, key, value), positions = cases.positioned_cache(group, group, dim, length, dtype=dtype)
+    expected = cases.dense_oracle(query, key, value, **positions)
+    run = cases.compiled(dense_attention, scale=cases.SCALE, block=block)
     out, lse = run(query, key, value, **positions)
     assert out.dtype == dtype and lse.dtype == jnp.float32
-    close((out, lse), expected[:2], dtype)
+    cases.close((out, lse), expected[:2], dtype)
     assert not np.any(out[0, 1]) and not np.any(out[1, :, :, 0])
-    mass = compiled(column_mass, scale=SCALE, block=block)(query, key, lse, **positions)
+    mass = cases.compiled(column_mass, scale=cases.SCALE, block=block)(query, key, lse, **positions)
     assert mass.dtype == jnp.float32
-    close(mass, expected[2].sum((2, 3)), dtype)
+    cases.close(mass, expected[2].sum((2, 3)), dtype)
 
 
 @pytest.mark.parametrize("limit", [0, 16, 20, 50])
 def test_a_limit_hides_nothing_and_skips_the_rest(limit):
-    (query, key, value), positions = positioned_cache(7)
+    (query, key, value), positions = cases.positioned_cache(7)
     positions["key_position"] = jnp.where(jnp.arange(50)[None, None] < limit, positions["key_position"], -1)
-    run = compiled(dense_attention, scale=SCALE, block=16)
+    run = cases.compiled(dense_attention, scale=cases.SCALE, block=16)
     plain = run(query, key, value, **positions)
     bounded = run(query, key, value, **positions, limit=jnp.int32(limit))
-    alike(plain, bounded, rtol=1e-6, atol=1e-6)
+    cases.alike(plain, bounded, rtol=1e-6, atol=1e-6)
     if limit == 16:  # a limit that lies skips whole blocks: the loop really stops there
-        (_, _, _), full = positioned_cache(7)
+        (_, _, _), full = cases.positioned_cache(7)
         early = run(query, key, value, **full, limit=jnp.int32(limit))
-        alike(plain, early, rtol=1e-6, atol=1e-6)
+        cases.alike(plain, early, rtol=1e-6, atol=1e-6)
 
 
 def test_chunks_of_a_prompt_skip_the_future():
     """Whole blocks in the future are never read, so NaN in the values there changes nothing."""
-    (query, key, value), positions = positioned_cache(8, slots=64)
+    (query, key, value), positions = cases.positioned_cache(8, slots=64)
     positions["key_position"] = jnp.broadcast_to(jnp.arange(64), (2, 2, 64))
     positions["query_position"] = jnp.broadcast_to(jnp.arange(10, 15), (2, 5))
     key, value = np.nan_to_num(key), np.nan_to_num(value)
     value[:, :, 16:] = np.nan
-    out, _ = compiled(dense_attention, scale=SCALE, block=16)(query, key, value, **positions)
-    close(out, dense_oracle(query, key, value, **positions)[0], "float32")
+    out, _ = cases.compiled(dense_attention, scale=cases.SCALE, block=16)(query, key, value, **positions)
+    cases.close(out, cases.dense_oracle(query, key, value, **positions)[0], "float32")
 
 
-@pytest.mark.parametrize("name", ["xla", pytest.param("cudnn", marks=NEEDS_GPU)])
+@pytest.mark.parametrize("name", ["xla", pytest.param("cudnn", marks=cases.NEEDS_GPU)])
 def test_a_query_sees_nothing_before_its_first_position(name):
     dtype = "float32" if name == "xla" else "bfloat16"
-    arrays, positions = positioned_cache(9, dtype=dtype)
+    arrays, positions = cases.positioned_cache(9, dtype=dtype)
     positions["query_first"] = jnp.maximum(positions["query_position"] - 9, 0)
-    run = compiled(dense_attention, scale=SCALE, block=16, implementation=name)
-    close(run(*arrays, **positions), dense_oracle(*arrays, **positions)[:2], dtype)
+    run = cases.compiled(dense_attention, scale=cases.SCALE, block=16, implementation=name)
+    cases.close(run(*arrays, **positions), cases.dense_oracle(*arrays, **positions)[:2], dtype)
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("float32", None), ("bfloat16", 9)])
 def test_a_bias_for_cudnn_hides_what_no_query_sees(on_cpu, dtype, width):
     """Lengths are odd, empty slots hold NaN, one cache is empty, and one query is padding."""
-    arrays, positions = positioned_cache(10, length=5, slots=51, dtype=dtype)
+    arrays, positions = cases.positioned_cache(10, length=5, slots=51, dtype=dtype)
     if width is not None:
         positions["query_first"] = jnp.maximum(positions["query_position"] - width, 0)
     out, lse = jax.jit(on_cpu)(*arrays, **positions)
-    expected = dense_oracle(*arrays, **positions)
-    close((out, lse), expected[:2], dtype)
+    expected = cases.dense_oracle(*arrays, **positions)
+    cases.close((out, lse), expected[:2], dtype)
     assert not np.any(out[0, 1]) and not np.any(out[1, :, :, 0])
 
 
 def test_a_mapped_bias_equals_calls_one_by_one(on_cpu):
     """Also where the positions of queries are the same for all calls."""
-    (first, positions), (second, others) = (positioned_cache(seed) for seed in (11, 12))
+    (first, positions), (second, others) = (cases.positioned_cache(seed) for seed in (11, 12))
 
     @jax.jit
     def run(arrays, held):
         return on_cpu(*arrays, query_position=positions["query_position"], key_position=held)
 
-    one_by_one(run, (first, positions["key_position"]), (second, others["key_position"]))
+    cases.one_by_one(run, (first, positions["key_position"]), (second, others["key_position"]))
 
 
 def test_parts_of_other_shapes_are_refused():

@@ -10,20 +10,10 @@ import pytest
 from pallas_kernels.attend.dense_decode import pallas_triton
 from pallas_kernels.formats.quantised import quantise, whole
 from pallas_kernels.numerics import merge_partials
-from tests.pallas_kernels.cases import (
-    SCALE,
-    close,
-    compiled,
-    every_body,
-    implementations,
-    joined,
-    positioned_cache,
-    softmax_attention,
-    thorough,
-)
+from tests.pallas_kernels import cases
 
 CONFIG = pallas_triton.Config(block=16, splits=3)
-RUN = implementations("dense_decode", config=CONFIG)
+RUN = cases.implementations("dense_decode", config=CONFIG)
 
 
 def cache(seed, group, length, dim=32, slots=75, dtype="float32"):
@@ -31,7 +21,7 @@ def cache(seed, group, length, dim=32, slots=75, dtype="float32"):
 
     Returns query, key and value, the positions and limits by their names, and what each query sees, bool [B, H, G, T, S].
     """
-    (query, key, value), where = positioned_cache(seed, group, dim, length, slots)
+    (query, key, value), where = cases.positioned_cache(seed, group, dim, length, slots)
     limit, slot = jnp.asarray([slots, slots // 2 + 1], jnp.int32), np.arange(slots)
     at, asked = np.asarray(where["key_position"]), np.asarray(where["query_position"])
     held = (at >= 0) & (slot < np.asarray(limit)[:, None, None])
@@ -43,7 +33,7 @@ def cache(seed, group, length, dim=32, slots=75, dtype="float32"):
 
 
 def oracle(query, key, value, seen):
-    return softmax_attention(query, key[:, :, None], value[:, :, None], seen)[:2]
+    return cases.softmax_attention(query, key[:, :, None], value[:, :, None], seen)[:2]
 
 
 MORE = [
@@ -53,10 +43,14 @@ MORE = [
 ]  # fmt: skip
 
 
-@every_body
+@cases.every_body
 @pytest.mark.parametrize(
     ("kind", "dtype", "group", "length", "dim", "slots"),
-    [(None, "float32", 3, 5, 32, 75), ("int8", "bfloat16", 4, 5, 32, 75), *(pytest.param(*x, marks=thorough) for x in MORE)],
+    [
+        (None, "float32", 3, 5, 32, 75),
+        ("int8", "bfloat16", 4, 5, 32, 75),
+        *(pytest.param(*x, marks=cases.thorough) for x in MORE),
+    ],
 )
 def test_several_queries_and_what_each_slot_receives_equal_float64(name, kind, dtype, group, length, dim, slots):
     """A slot receives from the first query. In bfloat16, codes have a kernel of their own. A row's first query is padding."""
@@ -67,15 +61,15 @@ def test_several_queries_and_what_each_slot_receives_equal_float64(name, kind, d
         stored = [jax.jit(quantise, static_argnums=1)(np.nan_to_num(x), kind) for x in stored]
         exact = [jax.jit(whole)(x) for x in stored]
         stored = [dataclasses.replace(x, scale=jnp.where(held, x.scale, jnp.nan)) for x in stored]
-    out, lse, mass = compiled(RUN[name], scale=SCALE, mass=True)(query, *stored, **rest)
+    out, lse, mass = cases.compiled(RUN[name], scale=cases.SCALE, mass=True)(query, *stored, **rest)
     assert out.dtype == dtype and lse.dtype == jnp.float32
-    *want, weight = softmax_attention(query, *(x[:, :, None] for x in exact), seen)
-    close((out, lse, mass), (*want, weight[:, :, :, 0].sum(axis=2)), dtype)
+    *want, weight = cases.softmax_attention(query, *(x[:, :, None] for x in exact), seen)
+    cases.close((out, lse, mass), (*want, weight[:, :, :, 0].sum(axis=2)), dtype)
     assert not np.any(out[1, :, :, 0]) and np.all(lse[1, :, :, 0] == -np.inf)
     assert not np.any(np.asarray(mass)[1])
 
 
-@every_body
+@cases.every_body
 def test_parts_partials_and_a_gap_with_several_queries(name):
     """Where nothing is beside, its output is NaN; slots of the gap hold no token."""
     (query, key, value), rest, seen = cache(4, 3, 5)
@@ -87,9 +81,11 @@ def test_parts_partials_and_a_gap_with_several_queries(name):
     lse[0, 0, 1:], lse[1, :, :, :2] = -np.inf, -np.inf
     beside[lse == -np.inf] = np.nan
     partials = jnp.asarray(beside), jnp.asarray(lse, jnp.float32)
-    want = joined(partials, *oracle(query, key, value, seen))
-    got = compiled(RUN[name], scale=SCALE)(query, key, value, **rest, gap=jnp.asarray(gap), partials=partials)
-    parts = compiled(RUN[name], scale=SCALE, parts=True)(query, key, value, **rest, gap=jnp.asarray(gap), partials=partials)
+    want = cases.joined(partials, *oracle(query, key, value, seen))
+    got = cases.compiled(RUN[name], scale=cases.SCALE)(query, key, value, **rest, gap=jnp.asarray(gap), partials=partials)
+    parts = cases.compiled(RUN[name], scale=cases.SCALE, parts=True)(
+        query, key, value, **rest, gap=jnp.asarray(gap), partials=partials
+    )
     assert parts[0].shape == (2, 2, parts[1].shape[2], 3, 5, 32) and parts[0].dtype == jnp.float32
     for result in (got, jax.jit(merge_partials)(*(np.moveaxis(x, 2, 0) for x in parts))):
-        close(result, want, "float32")
+        cases.close(result, want, "float32")

@@ -6,24 +6,10 @@ import pytest
 
 from pallas_kernels.attend.shadowkv.low_rank_attention import pallas_triton
 from pallas_kernels.host import to_host
-from tests.pallas_kernels.cases import (
-    SCALE,
-    alike,
-    close,
-    compiled,
-    every_body,
-    every_body_and_dtype,
-    implementations,
-    joined,
-    on_gpu,
-    one_shape,
-    rotated,
-    softmax_attention,
-    thorough,
-)
+from tests.pallas_kernels import cases
 
 CONFIG = pallas_triton.Config(block=16, splits=2)
-RUN = implementations("low_rank_attention", config=CONFIG)
+RUN = cases.implementations("low_rank_attention", config=CONFIG)
 
 
 def problem(seed, group=3, dim=32, rank=48, page=4, listed=7, slots=50, dtype="float32", rows=2, heads=3):
@@ -59,45 +45,45 @@ def problem(seed, group=3, dim=32, rank=48, page=4, listed=7, slots=50, dtype="f
 def oracle(args, rest, seen):
     query, left, right, value = (np.asarray(x, np.float64) for x in args[:4])
     key = np.nan_to_num(left)[:, None] @ right
-    key = rotated(key, np.arange(key.shape[2]), rest["inv_freq"])
-    result = softmax_attention(query, key, value, seen[:, :, None])[:2]
+    key = cases.rotated(key, np.arange(key.shape[2]), rest["inv_freq"])
+    result = cases.softmax_attention(query, key, value, seen[:, :, None])[:2]
     if rest["partials"] is not None:
         for part in range(3):
-            result = joined([x[:, :, part] for x in rest["partials"]], *result)
+            result = cases.joined([x[:, :, part] for x in rest["partials"]], *result)
     return result
 
 
-SHAPES = one_shape((3, 32, 48, 4, 7, 50), (1, 64, 160, 8, 12, 200), (8, 128, 16, 3, 5, 20), (4, 128, 160, 1, 40, 64))
+SHAPES = cases.one_shape((3, 32, 48, 4, 7, 50), (1, 64, 160, 8, 12, 200), (8, 128, 16, 3, 5, 20), (4, 128, 160, 1, 40, 64))
 
 
-@every_body_and_dtype
+@cases.every_body_and_dtype
 @pytest.mark.parametrize(("group", "dim", "rank", "page", "listed", "slots"), SHAPES)
 def test_attention_equals_float64(name, dtype, group, dim, rank, page, listed, slots):
     args, rest, seen = problem(slots, group, dim, rank, page, listed, slots, dtype)
-    run = compiled(RUN[name], scale=SCALE, page_size=page)
+    run = cases.compiled(RUN[name], scale=cases.SCALE, page_size=page)
     out, lse = run(*args, **rest)
     assert out.dtype == dtype and lse.dtype == jnp.float32
-    close((out, lse), oracle(args, rest, seen), dtype)
+    cases.close((out, lse), oracle(args, rest, seen), dtype)
     assert not np.any(out[0, 1, 1:]) and np.all(lse[0, 1, 1:] == -np.inf)
-    alike((out, lse), run(*args, **rest))
+    cases.alike((out, lse), run(*args, **rest))
 
 
-@thorough
-@every_body
+@cases.thorough
+@cases.every_body
 @pytest.mark.parametrize(("block", "splits"), [(16, 1), (64, 1), (32, 3)])
 def test_nothing_beside_blocks_and_splits(name, block, splits):
     """At positions around 100,000: an angle is a product of float32 everywhere."""
     args, rest, seen = problem(1, page=16, rank=16, listed=9, slots=100_000)
     rest["partials"] = None
     config = pallas_triton.Config(block=block, splits=splits)
-    run = implementations("low_rank_attention", config=config)[name]
-    got = compiled(run, scale=SCALE, page_size=16)(*args, **rest)
-    close(got, oracle(args, rest, seen), "float32")
+    run = cases.implementations("low_rank_attention", config=config)[name]
+    got = cases.compiled(run, scale=cases.SCALE, page_size=16)(*args, **rest)
+    cases.close(got, oracle(args, rest, seen), "float32")
     assert not np.any(got[0][0, 1]) and np.all(got[1][0, 1] == -np.inf)
 
 
-@pytest.mark.parametrize("name", ["xla", pytest.param("pallas_triton", marks=on_gpu.args[1][2].marks)])
+@pytest.mark.parametrize("name", ["xla", pytest.param("pallas_triton", marks=cases.on_gpu.args[1][2].marks)])
 def test_values_in_host_memory(name):
     args, rest, _ = problem(3)
-    run = compiled(RUN[name], scale=SCALE, page_size=4)
-    alike(run(*args, **rest), run(*args[:3], to_host(args[3]), *args[4:], **rest))
+    run = cases.compiled(RUN[name], scale=cases.SCALE, page_size=4)
+    cases.alike(run(*args, **rest), run(*args[:3], to_host(args[3]), *args[4:], **rest))

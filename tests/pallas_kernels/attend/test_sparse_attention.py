@@ -10,18 +10,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attend.sparse_attention import pallas_triton, reference
-from tests.pallas_kernels.cases import (
-    SCALE,
-    close,
-    compiled,
-    every_kernel,
-    implementations,
-    in_dtypes,
-    softmax_attention,
-    thorough,
-)
+from tests.pallas_kernels import cases
 
-RUN = implementations("sparse_attention", config=pallas_triton.Config(tile=16))
+RUN = cases.implementations("sparse_attention", config=pallas_triton.Config(tile=16))
 
 
 def problem(seed, dtype="float32", rows=3, heads=2, group=2, dim=16, start=64, tokens=72, block=32, extra=9):
@@ -71,27 +62,27 @@ def problem(seed, dtype="float32", rows=3, heads=2, group=2, dim=16, start=64, t
 
 def expected(query, key, value, seen):
     query, key, value = (np.nan_to_num(np.asarray(x.astype(jnp.float32), np.float64)) for x in (query, key, value))
-    return softmax_attention(query, key[:, :, None], value[:, :, None], seen)[:2]
+    return cases.softmax_attention(query, key[:, :, None], value[:, :, None], seen)[:2]
 
 
-@in_dtypes(every_kernel)
+@cases.in_dtypes(cases.every_kernel)
 @pytest.mark.parametrize(
     ("start", "tokens", "block"),
     [
         (64, 72, 32),
-        pytest.param(0, 40, 16, marks=thorough),
-        pytest.param(0, 15, 16, marks=thorough),
-        pytest.param(128, 64, 64, marks=thorough),
+        pytest.param(0, 40, 16, marks=cases.thorough),
+        pytest.param(0, 15, 16, marks=cases.thorough),
+        pytest.param(128, 64, 64, marks=cases.thorough),
     ],
 )
 def test_what_is_listed_is_attended(name, dtype, start, tokens, block):
     """Also where start is a Python number, and where a row has one real token."""
     args, more, seen = problem(tokens, dtype, start=start, tokens=tokens, block=block)
-    run = compiled(RUN[name], block=block, scale=SCALE)
+    run = cases.compiled(RUN[name], block=block, scale=cases.SCALE)
     out, lse = run(*args, **more)
     assert out.dtype == dtype and out.shape == args[0].shape and lse.dtype == jnp.float32
     want, want_lse = expected(*args, seen)
-    close(out, want, dtype)
+    cases.close(out, want, dtype)
     real = seen.any(-1)
     np.testing.assert_allclose(np.asarray(lse)[real], want_lse[real], atol=2e-5 if dtype == "float32" else 2e-2)
     assert (np.asarray(lse)[~real] == -np.inf).all()
@@ -104,7 +95,7 @@ def test_the_memory_of_plain_jax_does_not_grow_with_the_square_of_the_tokens():
     query, key = (jax.ShapeDtypeStruct((1, 1, *x, tokens, 16), jnp.bfloat16) for x in ((1,), ()))
     lists = {"distances": 1024, "first": 1024, "count": 1024, "columns": 1000}
     more = {name: shape((1, 1, 1, size)) for name, size in lists.items()} | {"num_columns": shape((1, 1, 1))}
-    run = jax.jit(functools.partial(reference.sparse_attention, block=block, scale=SCALE))
+    run = jax.jit(functools.partial(reference.sparse_attention, block=block, scale=cases.SCALE))
     program = run.lower(query, key, key, **more, start=shape(()), length=shape((1,)))
     shapes = [x for line in program.as_text().splitlines() for x in _sizes(line)]
     assert max(shapes) <= 1 << 20

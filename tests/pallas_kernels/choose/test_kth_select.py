@@ -10,28 +10,19 @@ import pytest
 from kvjax.selection import compact as compact_slots
 from kvjax.selection import top_slots
 from pallas_kernels.choose.kth_select import KTH_SELECT, kth_select, kth_select_mask, pallas_triton
-from tests.pallas_kernels.cases import (
-    MOSAIC,
-    NEEDS_GPU,
-    NEEDS_JAX_TRITON,
-    alike,
-    implementations,
-    on_hopper,
-    one_shape,
-    thorough,
-)
+from tests.pallas_kernels import cases
 
 LONG = pallas_triton.Config(direct=16, nodes=32, width=8, depth=2, tile=16, hold=16, programs=6)
 MANY = pallas_triton.Config(direct=16, nodes=32, width=8, depth=2, tile=8, hold=16, programs=200)  # segments, packed
 SELECT = {
     "xla": functools.partial(kth_select, implementation="xla"),
-    "interpreted": implementations("kth_select")["interpreted"],
-    "interpreted long": implementations("kth_select", config=LONG)["interpreted"],
-    "interpreted, many segments": implementations("kth_select", config=MANY)["interpreted"],
+    "interpreted": cases.implementations("kth_select")["interpreted"],
+    "interpreted long": cases.implementations("kth_select", config=LONG)["interpreted"],
+    "interpreted, many segments": cases.implementations("kth_select", config=MANY)["interpreted"],
     "pallas_triton": functools.partial(kth_select, implementation="pallas_triton"),
     "jax_triton": functools.partial(kth_select, implementation="jax_triton"),
-} | on_hopper(kth_select)
-MARKS = {"pallas_triton": [NEEDS_GPU], "jax_triton": [NEEDS_GPU, NEEDS_JAX_TRITON]}
+} | cases.on_hopper(kth_select)
+MARKS = {"pallas_triton": [cases.NEEDS_GPU], "jax_triton": [cases.NEEDS_GPU, cases.NEEDS_JAX_TRITON]}
 
 
 @functools.cache
@@ -41,7 +32,7 @@ def selecting(name, capacity):
 
 
 DIVIDED = ("interpreted long", "interpreted, many segments")  # as "interpreted" but for the division of the work
-SELECT_NAMES = [pytest.param(x, marks=MARKS.get(x, [])) for x in SELECT if x != MOSAIC]  # which `conftest` adds
+SELECT_NAMES = [pytest.param(x, marks=MARKS.get(x, [])) for x in SELECT if x != cases.MOSAIC]  # which `conftest` adds
 
 
 def oracle(score, budget, capacity):
@@ -93,7 +84,7 @@ KINDS = ["normal", "ties", "equal", "extreme", "denormal", "sorted", "one segmen
     "name", [pytest.param(*x.values, marks=[*x.marks, *[pytest.mark.slow] * (x.values[0] in DIVIDED)]) for x in SELECT_NAMES]
 )
 @pytest.mark.parametrize(
-    "kind", [pytest.param(x, marks=[thorough] * (x in ("sorted", "one segment", "tiny range"))) for x in KINDS]
+    "kind", [pytest.param(x, marks=[cases.thorough] * (x in ("sorted", "one segment", "tiny range"))) for x in KINDS]
 )
 def test_lists_equal_a_stable_sort(name, kind):
     score = scores(kind, (2, 2, 301))
@@ -109,14 +100,14 @@ def test_lists_equal_a_stable_sort(name, kind):
         np.testing.assert_array_equal(slots, expected[0])
 
 
-@pytest.mark.parametrize("name", [*SELECT_NAMES[:3], pytest.param(DIVIDED[1], marks=thorough), *SELECT_NAMES[4:]])
+@pytest.mark.parametrize("name", [*SELECT_NAMES[:3], pytest.param(DIVIDED[1], marks=cases.thorough), *SELECT_NAMES[4:]])
 @pytest.mark.parametrize(
-    ("slots", "budget", "capacity"), one_shape((64, 100, 31), (7, 5, 20), (1, 1, 1), (17, 17, 17), (97, 64, 97))
+    ("slots", "budget", "capacity"), cases.one_shape((64, 100, 31), (7, 5, 20), (1, 1, 1), (17, 17, 17), (97, 64, 97))
 )
 def test_rows_and_lists_of_any_size(name, slots, budget, capacity):
     score = scores("normal", (1, 3, slots))
     run = jax.jit(SELECT[name], static_argnums=(1, 2))
-    alike(run(jnp.asarray(score), budget, capacity), oracle(score, budget, capacity))
+    cases.alike(run(jnp.asarray(score), budget, capacity), oracle(score, budget, capacity))
 
 
 @pytest.mark.parametrize("name", ["interpreted", "first that runs"])
@@ -130,14 +121,16 @@ def test_mask_and_count_agree(name):
     np.testing.assert_array_equal(public[1], keep)
 
 
-@pytest.mark.parametrize("budget", [[[0, 3], [5, -1]], *(pytest.param(x, marks=thorough) for x in ([[2, 0]], [[0], [4]]))])
+@pytest.mark.parametrize(
+    "budget", [[[0, 3], [5, -1]], *(pytest.param(x, marks=cases.thorough) for x in ([[2, 0]], [[0], [4]]))]
+)
 @pytest.mark.parametrize("name", ["interpreted", "interpreted long", "interpreted, many segments"])
 def test_rows_that_want_nothing_are_not_read(name, budget):
     """Whatever other rows want."""
     score, budget = scores("normal", (2, 2, 301)), np.asarray(budget, np.int32)
     expected = oracle(score, budget, 13)
     score[np.broadcast_to(budget, (2, 2)) <= 0] = np.nan
-    alike(selecting(name, 13)(jnp.asarray(score), jnp.asarray(budget)), expected)
+    cases.alike(selecting(name, 13)(jnp.asarray(score), jnp.asarray(budget)), expected)
 
 
 def of_shares(logits, lse):
@@ -147,9 +140,9 @@ def of_shares(logits, lse):
 
 
 @pytest.mark.parametrize(  # jax_triton does not take them
-    "name", [*SELECT_NAMES[:3], pytest.param("interpreted, many segments", marks=thorough), SELECT_NAMES[-2]]
+    "name", [*SELECT_NAMES[:3], pytest.param("interpreted, many segments", marks=cases.thorough), SELECT_NAMES[-2]]
 )
-@pytest.mark.parametrize(("group", "slots"), one_shape((3, 301), (1, 17), (8, 90)))
+@pytest.mark.parametrize(("group", "slots"), cases.one_shape((3, 301), (1, 17), (8, 90)))
 def test_the_largest_shares_of_query_heads(name, group, slots):
     """Of a list all parts are empty but one, and all of another; budgets of no entry and of more than there are."""
     rng = np.random.default_rng(slots)
@@ -180,7 +173,7 @@ def test_selection_of_valid_slots_of_any_score():
     assert np.all(keep)
 
 
-@NEEDS_GPU
+@cases.NEEDS_GPU
 @pytest.mark.parametrize("name", SELECT_NAMES[-2:])
 @pytest.mark.parametrize(
     ("slots", "capacity"), [(8192, 128), (16_384, 1638), (131_072, 2048), (1_000_003, 2048), (70_001, 8192)]
@@ -191,4 +184,4 @@ def test_kth_select_at_full_size(slots, capacity, kind, name):
     run = jax.jit(SELECT[name], static_argnums=2)
     expected = oracle(score, capacity, capacity)
     for _ in range(3):
-        alike(run(jnp.asarray(score), jnp.int32(capacity), capacity), expected)
+        cases.alike(run(jnp.asarray(score), jnp.int32(capacity), capacity), expected)

@@ -12,20 +12,11 @@ import pytest
 
 from pallas_kernels.formats.coded_matrix import CHUNK, GROUP, CodedMatrix, decoded, levels, packed, taken
 from pallas_kernels.layer.coded_product import coded_product, few_vectors
-from tests.pallas_kernels.cases import (
-    NAMES,
-    NEEDS_GPU,
-    NEEDS_JAX_TRITON,
-    compiled,
-    every_body,
-    implementations,
-    one_shape,
-    thorough,
-)
+from tests.pallas_kernels import cases
 
-RUN = implementations("coded_product") | {"jax_triton": functools.partial(coded_product, implementation="jax_triton")}
+RUN = cases.implementations("coded_product") | {"jax_triton": functools.partial(coded_product, implementation="jax_triton")}
 RUN = {name: functools.partial(run, dtype=jnp.float32) for name, run in RUN.items()}
-EACH = [*NAMES, pytest.param("jax_triton", marks=[NEEDS_GPU, NEEDS_JAX_TRITON])]
+EACH = [*cases.NAMES, pytest.param("jax_triton", marks=[cases.NEEDS_GPU, cases.NEEDS_JAX_TRITON])]
 KINDS = ("8 bits", "8 bits in groups", "4 bits")
 
 
@@ -51,13 +42,13 @@ def draw(kind, count=40, width=128, seed=0):
 
 @pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [[3, 40, 128], [5, 40, 128], *one_shape([1, 33, 64], [4, 33, 448], [16, 64, 448])])
+@pytest.mark.parametrize("shape", [[3, 40, 128], [5, 40, 128], *cases.one_shape([1, 33, 64], [4, 33, 448], [16, 64, 448])])
 def test_product_equals_float64(name, kind, shape):
     rows, count, width = shape
     matrix, numbers, _ = draw(kind, count, width)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(rows, width)), jnp.bfloat16)
     expected = np.asarray(x, np.float64) @ numbers.T
-    error = np.abs(np.asarray(compiled(RUN[name])(x, matrix), np.float64) - expected).max() / np.abs(expected).max()
+    error = np.abs(np.asarray(cases.compiled(RUN[name])(x, matrix), np.float64) - expected).max() / np.abs(expected).max()
     # Plain JAX rounds numbers with a scale of their own group to bfloat16, as the weights of a model in bfloat16 are.
     assert error < (4e-3 if name == "xla" and kind != "8 bits" else 1e-5)
 
@@ -69,7 +60,7 @@ def test_few_vectors_keep_small_numbers_beside_large_ones_and_pass_nan_on(kind):
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.normal(size=(4, 256)) * 2.0 ** rng.integers(-20, 20, (4, 1)), jnp.bfloat16)
     x = x.at[0, 100:].set(0).at[1, 3].set(jnp.nan).at[3, 255].set(jnp.inf)
-    got = np.asarray(compiled(RUN["interpreted"])(x, matrix), np.float64)
+    got = np.asarray(cases.compiled(RUN["interpreted"])(x, matrix), np.float64)
     assert np.isnan(got[[1, 3]]).all()
     expected = np.asarray(x, np.float64)[[0, 2]] @ numbers.T
     error = np.abs(got[[0, 2]] - expected).max(axis=1) / np.abs(expected).max(axis=1)
@@ -87,10 +78,10 @@ def passed(x, *, numbers, scale=None, gated=False, residual=None):
     return out if residual is None else residual + out
 
 
-@every_body
+@cases.every_body
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", one_shape([3, 22, 192], [1, 22, 448], [4, 32, 2048]))
-@pytest.mark.parametrize("names", one_shape(["scale gated residual"], ["scale"], ["gated"], ["residual"]))
+@pytest.mark.parametrize("shape", cases.one_shape([3, 22, 192], [1, 22, 448], [4, 32, 2048]))
+@pytest.mark.parametrize("names", cases.one_shape(["scale gated residual"], ["scale"], ["gated"], ["residual"]))
 def test_norm_gates_and_sum_in_passing_equal_float64_and_nan_stays_in_its_row(name, kind, shape, names):
     (rows, count, width), rng = shape, np.random.default_rng(1)
     matrix, numbers, _ = draw(kind, count, width)
@@ -107,7 +98,7 @@ def test_norm_gates_and_sum_in_passing_equal_float64_and_nan_stays_in_its_row(na
         matrix = jax.tree.map(lambda part: part.reshape(2, count // 2, -1), matrix)
     if rows > 1:
         x = x.at[1, 7].set(jnp.nan)
-    got = np.asarray(compiled(RUN[name], eps=1e-6, gated=gated)(x, matrix, **arrays))
+    got = np.asarray(cases.compiled(RUN[name], eps=1e-6, gated=gated)(x, matrix, **arrays))
     assert rows == 1 or np.isnan(got[1]).all()
     error = np.abs(got - expected)[np.arange(rows) != 1].max() / np.abs(expected).max()
     assert error < (2e-2 if name == "xla" else 2e-4)  # plain JAX rounds the norm to bfloat16, as a norm of its own does
@@ -118,7 +109,9 @@ PRODUCTS = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4
 SIZES = [(8, 8, 512), (4, 16, 256), (8, 4, 512), (8, 16, 256), (8, 8, 1024), (4, 8, 256)]
 
 
-@pytest.mark.parametrize(("bits", "block", "span"), [*SIZES[:2], *(pytest.param(*x, marks=thorough) for x in SIZES[2:])])
+@pytest.mark.parametrize(
+    ("bits", "block", "span"), [*SIZES[:2], *(pytest.param(*x, marks=cases.thorough) for x in SIZES[2:])]
+)
 def test_each_of_these_sizes_equals_float64_with_gates_and_a_last_program_that_is_not_full(bits, block, span):
     assert (block, span) in {tuple(few_vectors.sizes(1, bits, *x).values())[:2] for x in PRODUCTS}
     count, width = 2 * (block // 2 + 1), span * 32 // bits
@@ -129,7 +122,7 @@ def test_each_of_these_sizes_equals_float64_with_gates_and_a_last_program_that_i
     residual = jnp.asarray(rng.normal(size=(1, count // 2)), jnp.float32)
     expected = passed(x, numbers=numbers, gated=True, scale=scale, residual=residual)
     how = {"dtype": jnp.float32, "eps": 1e-6, "gated": True, "interpret": True}
-    got = compiled(few_vectors.coded_product, block=block, span=span, **how)(x, matrix, scale, residual)
+    got = cases.compiled(few_vectors.coded_product, block=block, span=span, **how)(x, matrix, scale, residual)
     np.testing.assert_allclose(got, expected, rtol=2e-4, atol=2e-4 * np.abs(expected).max())
 
 

@@ -5,22 +5,17 @@ import numpy as np
 import pytest
 
 from pallas_kernels.score.page_score import page_score, pallas_tpu, pallas_triton
-from tests.pallas_kernels.cases import (
-    compiled,
-    every_body,
-    every_body_and_thorough_tpu,
-    every_body_and_tpu,
-    implementations,
-    in_dtypes,
-    on_hopper,
-    thorough,
-)
+from tests.pallas_kernels import cases
 
 TOLERANCE = 2e-5  # bounds of any dtype are read as they are, products are float32
 RUN = (
-    implementations("page_score", config=pallas_triton.Config(block=16))
-    | on_hopper(page_score)
-    | {"interpreted_tpu": implementations("page_score", "pallas_tpu", config=pallas_tpu.Config(block=128))["interpreted"]}
+    cases.implementations("page_score", config=pallas_triton.Config(block=16))
+    | cases.on_hopper(page_score)
+    | {
+        "interpreted_tpu": cases.implementations("page_score", "pallas_tpu", config=pallas_tpu.Config(block=128))[
+            "interpreted"
+        ]
+    }
 )
 
 
@@ -49,36 +44,36 @@ def oracle(query, low, high, limit, reduce, newest):
     return np.where(page == limit - 1, np.inf, score) if newest else score
 
 
-@in_dtypes(every_body_and_thorough_tpu)
+@cases.in_dtypes(cases.every_body_and_thorough_tpu)
 @pytest.mark.parametrize(
     ("group", "dim", "pages", "per_head", "newest"),
     [
         (3, 16, 50, False, True),
-        pytest.param(1, 16, 33, True, False, marks=thorough),
-        pytest.param(3, 16, 16, True, False, marks=thorough),
-        pytest.param(4, 64, 50, False, True, marks=thorough),
-        pytest.param(4, 128, 300, True, True, marks=thorough),
+        pytest.param(1, 16, 33, True, False, marks=cases.thorough),
+        pytest.param(3, 16, 16, True, False, marks=cases.thorough),
+        pytest.param(4, 64, 50, False, True, marks=cases.thorough),
+        pytest.param(4, 128, 300, True, True, marks=cases.thorough),
     ],
 )
 def test_scores_equal_float64(name, dtype, group, dim, pages, per_head, newest):
     args = problem(group, group=group, dim=dim, pages=pages, dtype=dtype, per_head=per_head)
-    run = compiled(RUN[name], newest=newest)
+    run = cases.compiled(RUN[name], newest=newest)
     got = run(*args)
     assert got.dtype == jnp.float32 and got.shape == args[1].shape[:3]
     np.testing.assert_allclose(got, oracle(*args, "max", newest), rtol=TOLERANCE, atol=TOLERANCE * dim)
     np.testing.assert_array_equal(got, run(*args))
 
 
-@every_body
+@cases.every_body
 def test_scores_of_each_query_head(name):
     args = problem(8, group=3, dim=16, dtype="bfloat16", per_head=True)
-    got = compiled(RUN[name], reduce="each", newest=True)(*args)
+    got = cases.compiled(RUN[name], reduce="each", newest=True)(*args)
     np.testing.assert_allclose(got, oracle(*args, "each", True), rtol=TOLERANCE, atol=TOLERANCE * 16)
 
 
-@every_body_and_tpu
+@cases.every_body_and_tpu
 def test_limit_in_slots_and_a_query_of_more_bits_than_the_bounds(name):
     query, low, high, limit = problem(6, group=3, dtype="bfloat16")
     query = query.astype(jnp.float32) * 1.001
-    got = compiled(RUN[name], page_size=5)(query, low, high, jnp.maximum(5 * limit - 4, 0))
+    got = cases.compiled(RUN[name], page_size=5)(query, low, high, jnp.maximum(5 * limit - 4, 0))
     np.testing.assert_allclose(got, oracle(query, low, high, limit, "max", False), rtol=2e-5, atol=1e-4)

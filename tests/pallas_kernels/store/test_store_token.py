@@ -7,23 +7,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels.store.store_token import STORE_TOKEN, pallas_triton, reference
-from tests.pallas_kernels.cases import (
-    alike,
-    compiled,
-    every_body,
-    every_kernel,
-    near,
-    offloaded,
-    on_hopper,
-    one_shape,
-    rotated,
-)
+from tests.pallas_kernels import cases
 
 RUN = {
     "xla": reference.store_token,
     "interpreted": functools.partial(pallas_triton.store_token, interpret=True),
     "pallas_triton": pallas_triton.store_token,
-} | on_hopper(STORE_TOKEN)
+} | cases.on_hopper(STORE_TOKEN)
 
 
 def case(batch, heads, group, dim=16, slots=9, dtype="float32", rotating=True, seed=0):
@@ -54,7 +44,7 @@ def oracle(key, value, place, *, cache_key, cache_value, cache_position, cursor,
     asked = None if query is None else np.zeros(query.shape)
     for row, at in enumerate(np.asarray(place)):
         if query is not None:
-            asked[row] = rotated(query[row][..., None, :], [at], inv_freq)[..., 0, :]
+            asked[row] = cases.rotated(query[row][..., None, :], [at], inv_freq)[..., 0, :]
         if at < 0:
             continue
         moved[row] += 1
@@ -63,7 +53,7 @@ def oracle(key, value, place, *, cache_key, cache_value, cache_position, cursor,
             continue
         for head in range(keys.shape[1]):
             new = key[row, head]
-            keys[row, head, slot] = new if query is None else rotated(new[None], [at], inv_freq)[0]
+            keys[row, head, slot] = new if query is None else cases.rotated(new[None], [at], inv_freq)[0]
             values[row, head, slot] = value[row, head]
             positions[row, head, slot] = at
     return keys, values, positions, moved, asked
@@ -77,27 +67,27 @@ CASES = {
 }
 
 
-@every_body
+@cases.every_body
 @pytest.mark.parametrize("label", CASES)
 def test_matches_a_loop_over_rows_and_heads(name, label):
     args, kwargs = case(**CASES[label])
     tolerance = 2e-2 if CASES[label].get("dtype") else 2e-6
-    for got, want in zip(compiled(RUN[name])(*args, **kwargs), oracle(*args, **kwargs), strict=True):
+    for got, want in zip(cases.compiled(RUN[name])(*args, **kwargs), oracle(*args, **kwargs), strict=True):
         assert (got is None) == (want is None)
         if got is not None:
             np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=tolerance, rtol=tolerance)
 
 
-@every_kernel
-@pytest.mark.parametrize("full_keys", one_shape(True, False))
+@cases.every_kernel
+@pytest.mark.parametrize("full_keys", cases.one_shape(True, False))
 def test_copies_of_an_offloaded_cache_do_as_well(name, full_keys):
     """Each array by its own number of rows: values may be few while keys are all there."""
     args, kwargs = case(4, 2, 4, slots=24)
     kwargs["cursor"] = jnp.asarray([1, 9, 24, 17], jnp.int32)
     whole = oracle(*args, **kwargs)
-    copies = {x: near(kwargs[x], kwargs["cursor"], 7) for x in ("cache_key", "cache_value")}
+    copies = {x: cases.near(kwargs[x], kwargs["cursor"], 7) for x in ("cache_key", "cache_value")}
     copies = copies if not full_keys else {**copies, "cache_key": kwargs["cache_key"]}
-    few = compiled(RUN[name])(*args, **{**kwargs, **copies}, rows=offloaded(kwargs["cursor"]))
+    few = cases.compiled(RUN[name])(*args, **{**kwargs, **copies}, rows=cases.offloaded(kwargs["cursor"]))
     end = np.minimum(whole[3], 24)  # a full row stores nothing, though its cursor moves
-    keys = whole[0] if full_keys else near(whole[0], end, 7)
-    alike(few, (keys, near(whole[1], end, 7), *whole[2:]), rtol=2e-6, atol=2e-6)
+    keys = whole[0] if full_keys else cases.near(whole[0], end, 7)
+    cases.alike(few, (keys, cases.near(whole[1], end, 7), *whole[2:]), rtol=2e-6, atol=2e-6)
