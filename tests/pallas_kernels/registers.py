@@ -419,9 +419,7 @@ def emulated():
         },
         plgpu: {"load": lambda ref, **_: ref[...]},
         module: {"run": assembly},
-        bins: dict.fromkeys(
-            ("meet_all", "meet_memory"), lambda parts: (HERE.cluster if parts > 1 else HERE.block).wait()
-        ),
+        bins: dict.fromkeys(("meet_all", "meet_memory"), lambda parts: (HERE.cluster if parts > 1 else HERE.block).wait()),
         Team: TEAM,
         team: {"order": order},
         products.Products: {x: here[x] for x in ("queries", "chunks", "multiply", "largest")},

@@ -1,59 +1,51 @@
 """Both stages of ParisKV's choice in one kernel for Mosaic GPU: a cluster of programs has a list.
 
-`collision`'s programs vote and list the candidates; then the same programs estimate them as `rerank`'s do. So lists that are
-done with voting need not wait for others, and nothing is launched between.
+The programs that vote for a list estimate its candidates. So a list that is done with voting waits for no other list, and
+nothing is launched between the stages.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_kernels._mosaic_gpu import arrays, assembly, bins
+from pallas_kernels._mosaic_gpu import arrays, bins
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu.pallas import plgpu
-from pallas_kernels.choose.pariskv.collision import pallas_mosaic_gpu as collision
-from pallas_kernels.choose.pariskv.rerank import pallas_mosaic_gpu as rerank
-from pallas_kernels.choose.pariskv.rerank.lookup import room_for, width_of
+from pallas_kernels.choose.pariskv.choice import best as stage_two
+from pallas_kernels.choose.pariskv.choice import vote as stage_one
+from pallas_kernels.choose.pariskv.choice.lookup import room_for, width_of
+from pallas_kernels.formats.key_codes import SLICE
 
-DELAY = 0  # cycles between the lists of one multiprocessor
-
-
-def _later(parts):
-    """Wait so that the lists of one multiprocessor are in several phases."""
-    late = lax.div(lax.axis_index("x") * parts, jnp.int32(bins.BLOCKS)) * DELAY
-    lines = [".reg .pred p; .reg .b32 begun, x; mov.u32 begun, %clock; LATE: mov.u32 x, %clock; sub.s32 x, x, begun;"]
-    assembly.run([*lines, "setp.lt.s32 p, x, $0; @p nanosleep.u32 100; @p bra LATE;"], (), [late])
+MOST = 8 * stage_one.MOST_KEYS
+TAKES = f"{arrays.HOPPER}, D of 32, 64 or 128, lists of up to {MOST} slots"
 
 
 def _body(
     query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, rows_ref, cursor_ref, limits_ref, *refs,
     votes, best, heads, first, regions, scale, signed,
 ):  # fmt: skip
-    signs_ref, (slots_ref, list_ref, mask_ref, rotated_ref, count_ref, *refs) = refs[:signed], refs[signed:]
-    numbers, keys, codes, tally, sums, *places = refs
-    if DELAY:
-        _later(votes.parts)
-    # What votes need in shared memory is where estimates and codes of candidates are later.
-    scratch = numbers, keys, codes.at[1], tally, codes.at[0], sums
-    wanted = collision.vote(
-        query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *signs_ref, rotated_ref, slots_ref, count_ref,
-        *scratch, n=votes, heads=heads, first=first,
+    # The candidates are in global memory, so that the programs of a cluster share them evenly. In shared memory what votes
+    # need is where estimates and codes of candidates are later.
+    signs_ref, (slots_ref, list_ref, mask_ref, numbers, keys, codes, tally, sums, *places) = refs[:signed], refs[signed:]
+    count = stage_one.vote(
+        query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, signs_ref, slots_ref,
+        numbers, keys, codes.at[1], tally, codes.at[0], sums, n=votes, heads=heads, first=first,
     )  # fmt: skip
     bins.meet_memory(votes.parts)
-    rerank.best(
-        numbers, slots_ref, lambda: jnp.clip(wanted - best.begin(), 0, best.keys), rows_ref, position_ref, cursor_ref,
-        stop_ref, limits_ref, list_ref, mask_ref, keys, codes, tally, sums, *places,
-        n=best, regions=regions, heads=heads, scale=scale,
+    stage_two.best(
+        numbers, slots_ref, count, rows_ref, position_ref, cursor_ref, stop_ref, limits_ref, list_ref, mask_ref,
+        keys, codes, tally, sums, *places, n=best, regions=regions, heads=heads, scale=scale,
     )  # fmt: skip
 
 
 def share_of(lists, slots, candidates, dim, parts=None, groups=None):
     """Choose how a list is shared in each stage: by the same programs."""
-    both = collision.share_of(lists, slots, parts, groups), rerank.share_of(lists, candidates, dim, parts, groups)
-    parts, groups = (max(x) for x in zip(*(x[:2] for x in both), strict=True))
-    return collision.share_of(lists, slots, parts, groups), rerank.share_of(lists, candidates, dim, parts, groups)
+
+    def stages(*given):
+        return stage_one.share_of(lists, slots, *given), stage_two.share_of(lists, candidates, dim, *given)
+
+    return stages(*(max(x) for x in zip(*(x[:2] for x in stages(parts, groups)), strict=True)))
 
 
 def choice(
@@ -64,23 +56,44 @@ def choice(
     (group, dim), lists = query.shape[2:], batch * heads
     votes, best = share_of(lists, slots, capacity, dim)
     limits = jnp.stack([jnp.asarray(x, jnp.int32) for x in (budget, enough)])
-    tables, words = slices * collision.HALF // collision.BYTES + 64, (votes.size // collision.BYTES, room_for(best.groups, dim) // 2)
-    words = [
-        (max(dim // width_of(dim) * best.size, collision.ROOM * votes.threads // 32),), (2, max(tables, *words)),
-        (2 * bins.BINS,), (32,),
-    ]
-    if best.parts > 1 and regions.best <= rerank.FEW:
-        words += [(4 * rerank.FEW,), (best.parts * rerank.FEW,)]
-    out = (capacity, jnp.int32), (regions.size, jnp.int32), (regions.size, jnp.bool_), (dim, jnp.float32)
-    results = arrays.program(
-        functools.partial(_body, votes=votes, best=best, heads=heads, first=first, regions=regions, scale=scale, signed=signs is not None),
-        [*(jax.ShapeDtypeStruct((lists, size), dtype) for size, dtype in out), jax.ShapeDtypeStruct((lists,), jnp.int32)],
+    tables = slices * stage_one.HALF // stage_one.BYTES + 64
+    sizes = [
+        (max(dim // width_of(dim) * best.size, stage_one.ROOM * votes.threads // 32),),
+        (2, max(tables, votes.size // stage_one.BYTES, room_for(best.groups, dim) // 2)), (2 * bins.BINS,), (32,),
+    ]  # fmt: skip
+    if best.parts > 1 and regions.best <= stage_two.FEW:
+        sizes += [(4 * stage_two.FEW,), (best.parts * stage_two.FEW,)]
+    out = (capacity, jnp.int32), (regions.size, jnp.int32), (regions.size, jnp.bool_)
+    signs = () if signs is None else (signs,)
+    _, *results = arrays.program(
+        functools.partial(
+            _body, votes=votes, best=best, heads=heads, first=first, regions=regions, scale=scale, signed=len(signs)
+        ),
+        [jax.ShapeDtypeStruct((lists, size), dtype) for size, dtype in out],
         grid=(lists,),
         parts=votes.parts,
         groups=votes.groups,
-        scratch=[plgpu.SMEM((t.THREADS,), jnp.float32), *(plgpu.SMEM(x, jnp.int32) for x in words)],
+        scratch=[plgpu.SMEM((t.THREADS,), jnp.float32), *(plgpu.SMEM(x, jnp.int32) for x in sizes)],
     )(
         query.reshape(lists, group, dim), counts.reshape(lists, -1), shares, ids.reshape(lists * slots, slices),
-        position.reshape(lists, slots), stop, rows.reshape(-1, dim), cursor, limits, *(() if signs is None else (signs,)),
+        position.reshape(lists, slots), stop, rows.reshape(-1, dim), cursor, limits, *signs,
     )  # fmt: skip
-    return tuple(x.reshape(batch, heads, -1) for x in results[1:3])
+    return tuple(x.reshape(batch, heads, -1) for x in results)
+
+
+def check(
+    query, signs, counts, ids, rows, position, cursor, stop, shares, budget, enough, *, first, capacity, regions, scale
+):
+    """Raise ``NotImplementedError`` for other GPUs and sizes that the kernel does not take."""
+    arrays.check_hopper()
+    arrays.check_floats(query)
+    slots, dim, most = position.shape[2], query.shape[3], 8 * stage_two.most_of(query.shape[3])
+    tiers, slices = shares.shape[1] - 2, dim // SLICE
+    if dim not in (32, 64, 128):
+        raise NotImplementedError(f"got head_dim {dim}, expected 32, 64 or 128")
+    if tiers > stage_one.MOST_VOTES or tiers * slices > bins.BINS - 2:
+        raise NotImplementedError(f"got {tiers} tiers and {slices} slices, expected at most {bins.BINS - 2} votes")
+    if not 1 <= slots <= MOST or not 1 <= capacity <= most or rows.size // dim // slots * max(slots, capacity) >= 2**31:
+        raise NotImplementedError(f"got {slots} slots and room for {capacity}, expected 1 to {MOST} and to {most}")
+    if not regions.size <= slots:
+        raise NotImplementedError(f"got {regions}, expected a list of at most {slots}")
