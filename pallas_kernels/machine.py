@@ -67,11 +67,17 @@ _ASSUMED = jax.make_user_context(None)
 
 
 def current_machine() -> Machine:
-    """Return the machine that a call traced now runs on: the assumed machine, see `assume_machine`, or the default backend.
+    """Return the machine that a call traced now runs on: the assumed one, see `assume_machine`, or of `default_platform`.
 
     Of several GPUs in a process the least capable one counts.
     """
-    return _ASSUMED.value or _present(jax.default_backend())
+    return _ASSUMED.value or _present(default_platform())
+
+
+def default_platform() -> str:
+    """Return the platform where JAX puts arrays: of ``jax.default_device``, or else of the default backend."""
+    device = jax.config.jax_default_device
+    return jax.default_backend() if device is None else getattr(device, "platform", device)
 
 
 def _present(platform: str) -> Machine:

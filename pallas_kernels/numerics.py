@@ -24,6 +24,17 @@ def finite_or_zero(maximum: jax.Array) -> jax.Array:
     return jnp.where(maximum == -jnp.inf, jnp.zeros_like(maximum), maximum)
 
 
+def log_denominator(maximum: jax.Array, total: jax.Array) -> jax.Array:
+    """Return the log of a softmax' denominator: -inf where ``total`` is 0, whose logarithm would have no derivative.
+
+    Args:
+        maximum: of the logits, float32.
+        total: float32 like it, the sum of exp(logit - `finite_or_zero` (maximum)).
+    """
+    some = total > 0
+    return jnp.where(some, maximum + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
+
+
 def ceil_share(fraction: jax.Array, count: jax.Array) -> jax.Array:
     """Compute ``ceil(fraction * count)``, at least 1 if ``count`` is: float32 and int32 that broadcast, to int32.
 
@@ -198,12 +209,12 @@ def merge_partials(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array
     """
     if out.shape[:-1] != lse.shape:
         raise ValueError(f"merge_partials: got out {out.shape} and lse {lse.shape}, expected [N, ..., D] and [N, ...]")
-    maximum = finite_or_zero(jnp.max(lse, axis=0))
+    maximum = finite_or_zero(jax.lax.stop_gradient(jnp.max(lse, axis=0)))
     weight = jnp.exp(lse - maximum[None])
     total = jnp.sum(weight, axis=0)
     kept = jnp.where((weight > 0)[..., None], out, 0)
     merged = jnp.sum(kept * weight[..., None], axis=0) / jnp.where(total > 0, total, 1)[..., None]
-    return merged, maximum + jnp.log(total)
+    return merged, log_denominator(maximum, total)
 
 
 def merge_with(out: jax.Array, lse: jax.Array, partials: jax.Array, partials_lse: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -237,13 +248,13 @@ def merge_pair(out: jax.Array, lse: jax.Array, other: jax.Array, other_lse: jax.
     Returns:
         out [..., D] in the dtype of the argument ``out``, and lse [...] float32; 0 and -inf where both parts are empty.
     """
-    shift = finite_or_zero(jnp.maximum(lse, other_lse))
+    shift = finite_or_zero(jax.lax.stop_gradient(jnp.maximum(lse, other_lse)))
     weight, other_weight = jnp.exp(lse - shift), jnp.exp(other_lse - shift)
     total = weight + other_weight
     share, other_share = ((x / jnp.where(total > 0, total, 1))[..., None] for x in (weight, other_weight))
     other = jnp.where(other_share > 0, other, 0)
     merged = out.astype(jnp.float32) * share + other.astype(jnp.float32) * other_share
-    return merged.astype(out.dtype), shift + jnp.log(total)
+    return merged.astype(out.dtype), log_denominator(shift, total)
 
 
 def drawn[T](draw: Callable[[Array], T], seed: Array | int) -> T:

@@ -161,67 +161,63 @@ def encode_cell(reading: Reading, cell: Cell) -> Encoded:
     """Encode the examples of a cell; generate them first if they are not given."""
     file = reading.tokenizer_file
     tokenizer = _tokenizer(file, file.stat().st_mtime_ns)
-
-    def ids(text: str, special: bool = False) -> list[int]:
-        return encode_prompt(tokenizer, text) if special else tokenizer.encode(text, add_special_tokens=False).ids
-
-    every = cell.given
-    if not every:
-        # The suites' lengths include the chat template.
-        around = len(ids("".join(reading.around))) if reading.around else 0
-        with length_within(cell.length, around) as length:
-            every = tuple(
-                examples(
-                    cell.task,
-                    length=length,
-                    count=cell.samples,
-                    seed=cell.seed,
-                    count_tokens=lambda text: len(ids(text)),
-                    haystack=cell.haystack,
-                    depth=cell.depth,
-                    questions=cell.questions,
-                )
-            )
-    heads, tails, wholes, cut, keys = [], [], [], [], list[str]()
+    every = cell.given or _generated(reading, cell, tokenizer)
+    encoded: list[tuple[Any, ...]] = []
     last_of: dict[str, str] = {}  # by group, the key of its last example: a conversation's answers depend on it
-    groups = [example.group for example in every]
-    for example, previous in zip(every, ["", *groups], strict=False):
+    for example, previous in zip(every, ["", *(x.group for x in every)], strict=False):
         head, tail, before = reading.parts(example, bool(previous) and example.group == previous)
-        special = not before  # a template brings its own special tokens
-        head_ids, tail_ids = ids(head, special), ids(tail)
-        whole_ids = ids(head + tail, special)
-        new_tokens = reading.new_tokens or example.max_new_tokens
-        excess = 0
-        if reading.limit is not None:
-            # Tokens may merge where head and tail meet. The prompt is encoded whole or in two parts: the longer form counts.
-            size = max(len(whole_ids), len(head_ids) + len(tail_ids))
-            excess = size + new_tokens - reading.limit
-        if excess > 0:
-            opening = _opening(tokenizer, head, head_ids, before)
-            kept = len(head_ids) - opening - excess
-            if kept < 1:
-                alone = reading.limit - kept
-                raise ValueError(
-                    f"{cell.title}: question and answer must fit {reading.limit} tokens, got {alone} without the context, "
-                    f"{opening} of them for what precedes it: begin-of-text, template, system message"
-                )
-            head_ids = head_ids[:opening] + truncate(head_ids[opening:], kept, reading.truncation)
-            whole_ids = head_ids + tail_ids
-        heads.append(tuple(head_ids))
-        tails.append(tuple(tail_ids))
-        wholes.append(tuple(whole_ids))
-        cut.append(max(excess, 0))
+        ids, cut = _ids(reading, cell, tokenizer, example, head, tail, before)
         rest = {
-            "ids": [head_ids, tail_ids, whole_ids],
+            "ids": ids,
             **{name: vars(example)[name] for name in ("answers", "scorer", "classes", "stop")},
-            "new_tokens": new_tokens,
+            "new_tokens": reading.new_tokens or example.max_new_tokens,
             "labels": dict(example.labels),
             "before": last_of.get(example.group) if example.group else None,
         }
         prompt = _digest(f"{example.task}\0{head}\0{tail}")  # before truncation
         last_of[example.group] = f"{prompt}-{_digest(json.dumps(rest, sort_keys=True))}"
-        keys.append(last_of[example.group])
-    return Encoded(cell, every, *(tuple(part) for part in (heads, tails, wholes, cut, numbered(keys))))
+        encoded.append((*map(tuple, ids), cut, last_of[example.group]))
+    *parts, keys = zip(*encoded, strict=True) if encoded else [()] * 5
+    return Encoded(cell, every, *parts, tuple(numbered(keys)))
+
+
+def _generated(reading: Reading, cell: Cell, tokenizer: Tokenizer) -> tuple[Example, ...]:
+    """Generate the examples of a cell, whose length includes the chat template, as the suites' lengths do."""
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    options = {name: vars(cell)[name] for name in ("seed", "haystack", "depth", "questions")}
+    with length_within(cell.length, count("".join(reading.around or ()))) as length:
+        return tuple(examples(cell.task, length=length, count=cell.samples, count_tokens=count, **options))
+
+
+def _ids(
+    reading: Reading, cell: Cell, tokenizer: Tokenizer, example: Example, head: str, tail: str, before: int
+) -> tuple[list[list[int]], int]:
+    """Encode head, tail, and both as a single text; cut the context to the limit, and say how many tokens were cut out."""
+
+    def ids(text: str) -> list[int]:  # a template brings its own special tokens
+        return tokenizer.encode(text, add_special_tokens=False).ids if before else encode_prompt(tokenizer, text)
+
+    first, whole = ids(head), ids(head + tail)
+    last = tokenizer.encode(tail, add_special_tokens=False).ids
+    if reading.limit is None:
+        return [first, last, whole], 0
+    # Tokens may merge where head and tail meet. The prompt is encoded whole or in two parts: the longer form counts.
+    size = max(len(whole), len(first) + len(last))
+    excess = size + (reading.new_tokens or example.max_new_tokens) - reading.limit
+    if excess <= 0:
+        return [first, last, whole], 0
+    opening = _opening(tokenizer, head, first, before)
+    kept = len(first) - opening - excess
+    if kept < 1:
+        raise ValueError(
+            f"{cell.title}: question and answer must fit {reading.limit} tokens, got {reading.limit - kept} without the "
+            f"context, {opening} of them for what precedes it: begin-of-text, template, system message"
+        )
+    first = first[:opening] + truncate(first[opening:], kept, reading.truncation)
+    return [first, last, first + last], excess
 
 
 def truncate(ids: list[int], limit: int, mode: str) -> list[int]:

@@ -7,6 +7,7 @@ import numpy as np
 
 from experiments.answering import PAPERS
 from experiments.evaluation.comparison import BASELINE, COUNTED
+from experiments.evaluation.reachable import ORACLE, family
 from experiments.records import REFERENCE, Curve, chosen, line_style, method_title, name_curves, new_figure, tidy, token_label
 from experiments.tasks import GROUPS
 
@@ -42,8 +43,8 @@ def by_kind(rows: Sequence[Mapping[str, Any]]) -> dict[Setting, dict[str, float]
 def paraphrase(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Plot the score of paraphrased facts against the score of their literal twins, a point for each method.
 
-    A method below the diagonal loses what the question does not name. The methods of papers and those that lose most have
-    names. Of several lengths and places of the question, those of most methods are drawn.
+    A method below the diagonal loses what the question does not name. The oracle, the methods of papers and those that lose
+    most have names. Of several lengths and places of the question, those of most methods are drawn.
     """
     points = {
         setting: (means["literal"], means["paraphrased"])
@@ -59,8 +60,9 @@ def paraphrase(rows: Sequence[Mapping[str, Any]]) -> Any:
     points = {setting: point for setting, point in points.items() if setting[1:] == (question, length)}
     title = {setting: method_title(setting[0]) for setting in points if setting[0] != BASELINE}
     losing = sorted(title, key=lambda setting: points[setting][1] - points[setting][0])
+    known = [setting for setting in title if family(setting[0]) == ORACLE]
     papers = [setting for name in PAPERS for setting in title if setting[0] == name]
-    names = chosen(title, [*papers, *losing], _NAMED)
+    names = chosen(title, [*known, *papers, *losing], _NAMED)
     figure = new_figure(6.5, 6)
     panel = figure.subplots()
     panel.plot((0, 50, 100), (0, 50, 100), color=REFERENCE, linestyle="--", linewidth=1)

@@ -236,6 +236,7 @@ def stream(
     def blocks(
         cache: Cache, key: Array | None, memory: Memory | None
     ) -> Iterator[list]:  # what is above runs before the first block is asked for
+        check_alive(cache)  # another call may have consumed it since
         ends = set(jax.device_get(eos).tolist())
         (done,) = place_rows(cache.plan, checks.as_jax(np.zeros(cache.batch, bool)))
         texts = [GrowingText(tokenizer, stops) for _ in range(cache.batch)]

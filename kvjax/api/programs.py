@@ -138,20 +138,10 @@ def lower_programs(
             cache, lowered = _lower(extend_program, params, cache, by_row(_integers(rows, question_length)), count)
             cache = _placed(cache)
             yield lowered
-        yield _lower(
-            generate_program,
-            params,
-            cache,
-            Sampler(),
-            None,
-            _integers(num_eos),
-            by_row(jax.ShapeDtypeStruct((rows,), jnp.bool_)),
-            count if with_limits else None,
-            None,
-            steps=max_new_tokens,
-            stop_early=num_eos > 0 or with_limits,
-            top=None,
-        )[1]
+        done, limits = by_row(jax.ShapeDtypeStruct((rows,), jnp.bool_)), count if with_limits else None
+        drawn = Sampler(), None, _integers(num_eos), done, limits, None
+        sizes = {"steps": max_new_tokens, "stop_early": num_eos > 0 or with_limits, "top": None}
+        yield _lower(generate_program, params, cache, *drawn, **sizes)[1]
 
 
 @in_32_bits

@@ -25,7 +25,7 @@ from pallas_kernels import axes
 from pallas_kernels.attend.past_attention import past_attention
 from pallas_kernels.attend.prefix_attention import prefix_attention
 from pallas_kernels.choose.kth_select import kth_select, kth_select_mask
-from pallas_kernels.numerics import finite_or_zero, merge_pair, merge_partials
+from pallas_kernels.numerics import finite_or_zero, log_denominator, merge_pair, merge_partials
 from pallas_kernels.store.store_token import store_token
 
 FEW = 8  # tokens whose attention costs about what one token's costs: it reads the cache once, and sends one message
@@ -141,12 +141,12 @@ def merged(out: Array, lse: Array, cache: LayerStorage) -> tuple[Array, Array]:
         every = lax.all_gather(jnp.concatenate([wide, lse[..., None]], axis=-1), axes.SLOTS)
         wide, lse = merge_partials(every[..., :-1], every[..., -1])
         return wide.astype(out.dtype), lse
-    shift = finite_or_zero(axes.most(lse, axes.SLOTS))  # many tokens: send as few bytes as possible
+    shift = finite_or_zero(axes.most(lax.stop_gradient(lse), axes.SLOTS))  # many tokens: send as few bytes as possible
     weight = jnp.exp(lse - shift)
     added = axes.total(jnp.concatenate([wide * weight[..., None], weight[..., None]], axis=-1), axes.SLOTS)
     weight = added[..., -1]
     wide = added[..., :-1] / jnp.where(weight > 0, weight, 1)[..., None]
-    return wide.astype(out.dtype), shift + jnp.log(weight)
+    return wide.astype(out.dtype), log_denominator(shift, weight)
 
 
 def attend_past(query: Array, key: Array, value: Array, cache: LayerStorage, position: Array) -> tuple[Array, Array]:

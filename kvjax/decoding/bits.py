@@ -1,5 +1,6 @@
-"""Arrays of 32 bits, whatever ``jax_enable_x64`` says."""
+"""Arrays of 32 bits, whatever ``jax_enable_x64`` says, and programs for the platform where the arrays are."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.protocol.describe import is_known
+from pallas_kernels.machine import default_platform
 
 _INT32 = np.iinfo(np.int32)
 
@@ -19,17 +21,29 @@ def in_32_bits[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     Under ``jax_enable_x64`` a Python number would enter a program with 64 bits, and a sum of int32 would have 64. Then
     kernels would refuse their arguments, and tokens would differ. JAX arrays of 64 bits among the arguments are converted,
     also traced arrays; integers that int32 cannot hold stay as they are, for `kvjax.decoding.checks` to refuse.
+
+    If the caller has put arrays on another platform than JAX's default, as on the CPU beside a GPU, implementations are
+    chosen for that platform.
     """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not jax.config.jax_enable_x64:
-            return function(*args, **kwargs)
-        args, kwargs = jax.tree.map(_narrow, (args, kwargs))
-        with jax.enable_x64(False):
-            return function(*args, **kwargs)
+        with _platform_of((args, kwargs)):
+            if not jax.config.jax_enable_x64:
+                return function(*args, **kwargs)
+            args, kwargs = jax.tree.map(_narrow, (args, kwargs))
+            with jax.enable_x64(False):
+                return function(*args, **kwargs)
 
     return run
+
+
+def _platform_of(tree: Any) -> contextlib.AbstractContextManager[Any]:
+    """Make the device of the arrays that a caller has placed the default of a context, if it is of another platform."""
+    placed = next((x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and is_known(x) and x.committed), None)
+    device = None if placed is None else min(placed.sharding.addressable_devices, key=lambda x: x.id)
+    same = device is None or device.platform == default_platform()
+    return contextlib.nullcontext() if same else jax.default_device(device)
 
 
 def _narrow(leaf: Any) -> Any:

@@ -231,7 +231,9 @@ def test_one_temperature_is_for_all_rows_and_zero_is_greedy():
 def test_a_consumed_cache_is_refused():
     cache = read("full")
     view = np.asarray(cache.length)  # JAX deletes no array that NumPy looks at
+    waiting = kvjax.stream(tiny_params(), cache, max_new_tokens=2)
     first = kvjax.generate(tiny_params(), cache, max_new_tokens=2)
+    refuses("consumed", lambda: next(waiting))
     assert view.shape == (3,) and not cache.length.is_deleted()
     kvjax.generate(tiny_params(), first.cache, max_new_tokens=2, eos_token_ids=3)  # one id needs no list
     assert "tokens attended" in first.stats.summary(), "what is known of the first turn outlives its cache"

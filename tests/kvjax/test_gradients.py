@@ -1,4 +1,4 @@
-"""Reverse mode through `prefill`, `extend` and `decode_step`, as soft prompts and saliency need it.
+"""Reverse and forward mode through `prefill`, `extend` and `decode_step`, as soft prompts and saliency need it.
 
 The loss is a sum of logits after two decoded tokens, in a model of one layer. Its derivative along a direction is compared
 with the difference of two losses in float64, whose attention is computed by the oracles.
@@ -61,9 +61,12 @@ def test_gradients_equal_float64_differences(name):
     wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     along = jax.tree.map(lambda x: rng.normal(size=x.shape) / np.sqrt(x.size), wide)
     ends = [float64_loss(jax.tree.map(lambda x, d, h=h: x + h * d, wide, along), name) for h in (1e-5, -1e-5)]
-    made = jax.jit(jax.grad(functools.partial(loss, method=example(name))))(params)
+    of = functools.partial(loss, method=example(name))
+    made = jax.jit(jax.grad(of))(params)
     got = sum(jax.tree.leaves(jax.tree.map(lambda x, d: (np.asarray(x, np.float64) * d).sum(), made, along)))
-    np.testing.assert_allclose(got, (ends[0] - ends[1]) / 2e-5, rtol=2e-3, atol=2e-3)
+    ahead = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), along)
+    _, forward = jax.jit(lambda params: jax.jvp(of, (params,), (ahead,)))(params)
+    np.testing.assert_allclose([got, forward], [(ends[0] - ends[1]) / 2e-5] * 2, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.thorough

@@ -7,6 +7,7 @@ import dataclasses
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import pytest
 import kvjax
 from kvjax.api.measure import measure
 from kvjax.decoding import Sampler
+from kvjax.testing.model import TinyModel
 from tests.harness import ALL, MOST_UNLIKE, any_example, example, read, repeated, tiny_params, whole
 from tests.kvjax.cases import base, go_on, model
 
@@ -186,3 +188,23 @@ def test_every_method_runs_as_plain_jax_without_back_ends_for_kernels(names):
     for line, module in zip(lines, ("triton", "tpu", "triton"), strict=True):
         assert f"this JAX has no jax.experimental.pallas.{module} (ModuleNotFoundError" in line
     assert " and no jax.experimental.pallas.tpu" in lines[2] and " and no " not in lines[0] + lines[1]
+
+
+def test_plain_jax_runs_for_parameters_on_the_cpu_beside_a_gpu(monkeypatch):
+    """By where they are, and by ``jax.default_device``; this process says that its default is a GPU."""
+    model, cpu = TinyModel(num_layers=1, head_dim=64, dtype="bfloat16"), jax.devices()[0]
+    params = model.random_params()
+
+    def tokens(params):
+        cache = kvjax.prefill(params, [list(range(40))], config=model, method=any_example("quest"), max_new_tokens=4)
+        return kvjax.generate(params, cache, max_new_tokens=4).tokens
+
+    with kvjax.default_implementation("xla"):
+        want = np.asarray(tokens(params))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(compute_capability="9.0")])
+    with pytest.raises(Exception, match="cpu|CPU"):  # a kernel is chosen
+        tokens(params)
+    with jax.default_device(cpu):
+        np.testing.assert_array_equal(tokens(params), want)
+    np.testing.assert_array_equal(tokens(jax.device_put(params, cpu)), want)

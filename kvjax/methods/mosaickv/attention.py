@@ -11,7 +11,7 @@ from kvjax.methods.mosaickv.store import Store, owner
 from kvjax.methods.mosaickv.strategy import Layout, Packed, product
 from pallas_kernels.attend.mosaickv.packed_attention import packed_attention
 from pallas_kernels.formats.packed_vectors import unpack
-from pallas_kernels.numerics import even_block, finite_or_zero, merge_pair
+from pallas_kernels.numerics import even_block, finite_or_zero, log_denominator, merge_pair
 from pallas_kernels.query.mosaickv.project_query import project_query
 from pallas_kernels.score.mosaickv.packed_score import packed_score
 from pallas_kernels.soft_cap import capped
@@ -145,7 +145,7 @@ def attend_packed(layout: Layout, store: Store, cache: LayerStorage, query: Arra
 def _weights(logits: Array, seen: Array) -> tuple[Array, Array]:
     """Compute a softmax over what is ``seen``: float32 [..., K], and its lse [...]; 0 and -inf where nothing is seen."""
     logits = jnp.where(seen, logits, -jnp.inf)
-    shift = finite_or_zero(jnp.max(logits, axis=-1))
+    shift = finite_or_zero(lax.stop_gradient(jnp.max(logits, axis=-1)))
     weight = jnp.exp(logits - shift[..., None])
     total = jnp.sum(weight, axis=-1)
-    return weight / jnp.where(total > 0, total, 1)[..., None], shift + jnp.log(total)
+    return weight / jnp.where(total > 0, total, 1)[..., None], log_denominator(shift, total)

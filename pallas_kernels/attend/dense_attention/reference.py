@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attend.dense_attention.blocks import block_count, block_logits
-from pallas_kernels.numerics import bounded_loop, finite_or_zero, product_precision
+from pallas_kernels.numerics import bounded_loop, finite_or_zero, log_denominator, product_precision
 
 LEAST_BLOCK = 1024  # slots
 FEW_BYTES = 1 << 23  # of keys that a decode step reads in one piece
@@ -30,7 +30,7 @@ def dense_attention(query, key, value, *, query_position, key_position, query_fi
             turn=turn,
         )  # fmt: skip
         logits = jnp.where(visible, logits, -jnp.inf)
-        risen = jnp.maximum(maximum, jnp.max(logits, axis=-1))
+        risen = jax.lax.stop_gradient(jnp.maximum(maximum, jnp.max(logits, axis=-1)))
         shift = finite_or_zero(risen)
         decay = jnp.exp(maximum - shift)
         weight = jnp.exp(logits - shift[..., None])
@@ -52,5 +52,5 @@ def dense_attention(query, key, value, *, query_position, key_position, query_fi
     most, operands = -(-key.shape[2] // block), (flat, key, value, query_position, key_position, query_first, turn)
     total, maximum, out = bounded_loop(add_block, most, count, carry, operands)
     out = out / jnp.where(total > 0, total, 1)[..., None]
-    lse = finite_or_zero(maximum) + jnp.log(total)
+    lse = log_denominator(maximum, total)
     return out.astype(query.dtype).reshape(*query.shape[:4], -1), lse.reshape(rows, heads, group, length)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats.quantised import mixed_problem, numbers, numbers_at, vectors
 from pallas_kernels.host import copy_row, has_copy, take_rows
-from pallas_kernels.numerics import finite_or_zero, join_pieces, merge_with, rotate_halves, sum_pieces
+from pallas_kernels.numerics import finite_or_zero, join_pieces, log_denominator, merge_with, rotate_halves, sum_pieces
 from pallas_kernels.soft_cap import capped
 
 BLOCK = 1024  # listed rows of keys, or of values, that are in memory at once, unless they are read from the host
@@ -44,11 +44,11 @@ def gather_attention(
     if bias is not None:
         products = products + (bias if bias.ndim == 4 else jnp.broadcast_to(bias, lists)[:, :, None])
     products = jnp.where(mask[:, :, None], products, -jnp.inf)
-    shift = finite_or_zero(jnp.max(products, axis=-1, initial=-jnp.inf))
+    shift = finite_or_zero(jax.lax.stop_gradient(jnp.max(products, axis=-1, initial=-jnp.inf)))
     weight = jnp.exp(products - shift[..., None])
     total = jnp.sum(weight, axis=-1)
     out = sum_pieces(summed, block, index, mask, weight)
-    out, lse = out / jnp.where(total > 0, total, 1)[..., None], shift + jnp.log(total)
+    out, lse = out / jnp.where(total > 0, total, 1)[..., None], log_denominator(shift, total)
     out, lse = (out, lse) if partials is None else merge_with(out, lse, *partials)
     return (turned(out.astype(query.dtype)), lse, *([products] if logits else []))
 

@@ -6,7 +6,7 @@ The memory is bounded, but the work is as much as for dense attention.
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.numerics import finite_or_zero, product_precision
+from pallas_kernels.numerics import finite_or_zero, log_denominator, product_precision
 from pallas_kernels.soft_cap import capped
 
 QUERIES = 512  # queries at once, about
@@ -56,7 +56,7 @@ def sparse_attention(query, key, value, *, distances, first, count, columns, num
             seen = seen & (slot[None] <= asked[:, None])[None, None, None] & real[:, None, None, None]
             logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k, precision=precision, preferred_element_type=jnp.float32)
             logits = jnp.where(seen, capped(logits * scale), -jnp.inf)
-            risen = jnp.maximum(maximum, jnp.max(logits, axis=-1))
+            risen = lax.stop_gradient(jnp.maximum(maximum, jnp.max(logits, axis=-1)))
             shift = finite_or_zero(risen)
             decay, weight = jnp.exp(maximum - shift), jnp.exp(logits - shift[..., None])
             v = jnp.where(real[:, None, :, None], v, 0)  # a weight of 0 does not silence a NaN
@@ -71,7 +71,7 @@ def sparse_attention(query, key, value, *, distances, first, count, columns, num
         sums, maximum, out = lax.fori_loop(0, (stop + width - 1) // width, add, carry)
         out = out / jnp.where(sums > 0, sums, 1)[..., None]
         real = (asked[None] < total[:, None])[:, None, None]
-        lse = jnp.where(real, finite_or_zero(maximum) + jnp.log(sums), -jnp.inf)
+        lse = jnp.where(real, log_denominator(maximum, sums), -jnp.inf)
         return jnp.where(real[..., None], out, 0).astype(value.dtype), lse
 
     made = lax.map(attend, jnp.arange(steps, dtype=jnp.int32))

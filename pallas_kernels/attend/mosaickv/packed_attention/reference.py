@@ -41,7 +41,7 @@ def packed_attention(parts, query, key, value, basis, blocks, count, last, recen
     logits = capped(jnp.concatenate([logits, newest], axis=-1) * scale)
     visible = jnp.concatenate([seen, stored >= 0], axis=-1)[:, :, None]
     logits = jnp.where(visible, logits, -jnp.inf)
-    weight = jnp.exp(logits - finite_or_zero(jnp.max(logits, axis=-1, keepdims=True)))
+    weight = jnp.exp(logits - finite_or_zero(lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))))
     total = jnp.sum(weight, axis=-1, keepdims=True)
     weight = weight / jnp.where(total > 0, total, 1)
     out = sum_pieces(summed, BLOCK, slot, seen, segment, weight[..., : listed * granule])
