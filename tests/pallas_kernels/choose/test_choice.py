@@ -6,6 +6,7 @@ import pytest
 
 from pallas_kernels.choose.pariskv.choice import choice
 from pallas_kernels.choose.pariskv.choice import pallas_mosaic_gpu as kernel
+from pallas_kernels.formats.key_codes import rows as rows_of
 from tests.pallas_kernels.cases import MOSAIC, compiled, every_body, on_mosaic_alone, thorough
 from tests.pallas_kernels.choose import test_collision as votes
 from tests.pallas_kernels.choose import test_rerank as best
@@ -18,7 +19,11 @@ def problem(seed, ties=False, **sizes):
     """Keys with ids and codes, and the candidates of each head by loops."""
     (query, signs, counts, ids, position, stop, shares), zone = votes.problem(seed, first=FIRST, **sizes)
     slots, dim = position.shape[2], query.shape[3]
-    rows = best.problem(seed, dim=dim, slots=slots, ties=ties)[3]
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 256, (*position.shape, dim // 2))
+    weight = np.ones((*position.shape, dim // 8)) if ties else np.abs(rng.normal(size=(*position.shape, dim // 8)))
+    codes = codes[:, :, rng.integers(0, 3, slots)] if ties else codes
+    rows = rows_of(jnp.asarray(codes, jnp.uint8), jnp.asarray(weight, jnp.bfloat16))
     rows = jnp.where((position >= 0)[..., None], rows, 255)  # a weight that is NaN
     cursor = jnp.asarray([slots, int(stop[1]) + 30], jnp.int32)
     means, candidates = np.zeros((*zone.shape[:2], dim), np.float32), np.full((*zone.shape[:2], CAPACITY), -1, np.int32)
