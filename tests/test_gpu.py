@@ -43,6 +43,16 @@ def first_layers(params, config, count):
     return {k: x for k, x in params.items() if k not in dropped}, dataclasses.replace(config, num_layers=count)
 
 
+@pytest.mark.parametrize("name", ["snapkv", "quest"])
+def test_parameters_on_the_cpu_of_this_machine_run_there(builtin, name):
+    params, config, tokenizer = builtin
+    params, config = first_layers(params, dataclasses.replace(config, dtype="float32"), 2)
+    placed = jax.device_put(jax.tree.map(lambda x: x.astype("float32"), params), jax.devices("cpu")[0])
+    cache = kvjax.prefill(placed, [prompt(tokenizer, 100)], config=config, method=kvjax.make(name), max_new_tokens=4)
+    out = kvjax.generate(placed, cache, max_new_tokens=4)
+    assert {x.platform for x in out.tokens.devices()} == {"cpu"}
+
+
 # Attention over chunks, and in one pass.
 @pytest.mark.parametrize(("method", "chunk_size"), [("full", 16384), ("snapkv", 16384), ("quest", 2048)])
 def test_finds_a_needle_in_bfloat16(builtin, method, chunk_size):

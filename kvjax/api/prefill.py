@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array
 
 from kvjax.accounting.memory import check_memory
@@ -119,8 +120,8 @@ def prefill_each(
             (`generate`, `extend`) then consumes all caches that share its arrays: `kvjax.fork` each cache before, except
             the last. Each kind of layer is then a program of its own. On a mesh nothing is shared.
         inputs: with ``share_storage``, a list that calls on the same prompts share when not all caches fit at once. The first
-            call fills it with the hidden states before each layer and behind the last, [B, S, E] each; the others take them,
-            and run of each layer only what caches need. A call whose layers are one program leaves it empty.
+            call fills it with the tokens and the hidden states before each layer and behind the last, [B, S, E] each; the
+            others take these, and run of each layer only what caches need. It stays empty if the layers are one program.
 
     See `prefill` for the other arguments and the errors.
     """
@@ -128,7 +129,10 @@ def prefill_each(
     check_arrays(params)
     check_kv_dtype(kv_dtype)
     chunk_size = positive_int("chunk_size", chunk_size)
-    padded, length = pad_tokens(tokens, lengths, positive_int("pad_multiple", pad_multiple))
+    pad_multiple, most = positive_int("pad_multiple", pad_multiple), max(128, config.max_position_embeddings)
+    if pad_multiple > most:
+        raise ValueError(f"pad_multiple must be at most {most}, the positions of the model, got {pad_multiple}")
+    padded, length = pad_tokens(tokens, lengths, pad_multiple)
     chosen = resolve_each(methods, longest(length, padded), padded.shape[1])
     if alone := [describe(method) for method in chosen if len(chosen) > 1 and not shares_prefill(method, config)]:
         raise ValueError(
@@ -151,6 +155,8 @@ def prefill_each(
         mesh = None if plan is None else plan.mesh
         with jax.default_device(device_of(params)):
             check_memory(chosen, config, mesh, kv_dtype, sizes | {"chunk_size": chunk_size}, share_storage, params, order)
+    if inputs and is_known(padded) and not np.array_equal(*jax.device_get((inputs[0], padded))):
+        raise ValueError("inputs must have been filled by a call on the same prompts, got those of other tokens")
     static: dict[str, Any] = {"model": config, "max_new_tokens": max_new_tokens, "chunk_size": chunk_size}
     args = params, padded, length, on_device(tuple(chosen))
     static |= {"kv_dtype": kv_dtype, "order": order}
@@ -158,7 +164,7 @@ def prefill_each(
     if once and not tracing() and (found := read_by_layer(run_of_layers, *args, **static, inputs=inputs)) is not None:
         return found
     static["plan"] = plan  # as in `lower_programs`: an argument that is left out makes another program
-    known = tuple(inputs or ())
+    known = tuple(inputs or ())[1:]
     caches = prefill_once_program(*args, **static, inputs=known).caches if once else prefill_program(*args, **static)
     # A program's results have memory of their own from its start. So what waits in host memory comes back behind its end.
     return [brought_back(cache) for cache in caches]

@@ -128,7 +128,7 @@ def lower_programs(
     caches = one_layer.read_by_layer(lower, *given, **static, inputs=inputs) if once else None
     yield from (lowered for _, lowered in found.values())
     if caches is None:
-        known = {"inputs": tuple(inputs or ())} if once else {}
+        known = {"inputs": tuple(inputs or ())[1:]} if once else {}
         caches, lowered = _lower(prefill_once_program if once else prefill_program, *given, **static, **known, plan=plan)
         caches = caches.caches if once else caches
         yield lowered

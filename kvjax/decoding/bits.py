@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from kvjax.protocol.describe import is_known
 from pallas_kernels.machine import default_platform
@@ -40,7 +41,8 @@ def in_32_bits[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 def _platform_of(tree: Any) -> contextlib.AbstractContextManager[Any]:
     """Make the device of the arrays that a caller has placed the default of a context, if it is of another platform."""
-    placed = next((x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and is_known(x) and x.committed), None)
+    arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, Tracer))
+    placed = next((x for x in arrays if x.committed), None)
     device = None if placed is None else min(placed.sharding.addressable_devices, key=lambda x: x.id)
     same = device is None or device.platform == default_platform()
     return contextlib.nullcontext() if same else jax.default_device(device)

@@ -154,21 +154,23 @@ def read_by_layer(
     plan = _planned(structure, shapes, model, batch, padded, sizes, chunk_size, order)
     if plan is None:
         return None
+    known, fills = list(inputs or ())[1:], inputs is not None and not inputs
+    if fills:
+        inputs.append(tokens)
     tokens, hidden, length = call(begin, params, tokens, length, model=model, slots=plan.order.slots)
     shared, every = (
         tuple(map(init_shared, methods, (model,) * len(methods), of_rows(plan.specs, rows)))
         for rows in (plan.order.rows, batch)
     )
     whole = []
-    known = list(inputs or ())
     known = known if known and known[0].shape == hidden.shape else []
     for at, own in enumerate(zip(*each, strict=True)):
-        if inputs is not None and not known:
+        if fills:
             inputs.append(hidden)
         given = alone(params, at)[1], known[at] if known else hidden, tokens, length, own, shared
         hidden, made = call(read, *given, layer=plan.layers[at], onward=not known)
         whole.append(plan.kept[at].restore_layer(0, made))
-    if inputs is not None and not known:
+    if fills:
         inputs.append(hidden)
     logits = call(last_logits, params, known[-1] if known else hidden, length, model=model)
     caches = []

@@ -18,7 +18,7 @@ import kvjax
 from kvjax.api.measure import measure
 from kvjax.decoding import Sampler
 from kvjax.testing.model import TinyModel
-from tests.harness import ALL, MOST_UNLIKE, any_example, example, read, repeated, tiny_params, whole
+from tests.harness import ALL, MOST_UNLIKE, any_example, example, padded, prompts, read, repeated, tiny_params, whole
 from tests.kvjax.cases import base, go_on, model
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -208,3 +208,16 @@ def test_plain_jax_runs_for_parameters_on_the_cpu_beside_a_gpu(monkeypatch):
     with jax.default_device(cpu):
         np.testing.assert_array_equal(tokens(params), want)
     np.testing.assert_array_equal(tokens(jax.device_put(params, cpu)), want)
+
+
+@pytest.mark.xdist_group("quest")
+def test_rows_of_a_device_inside_a_shard_map_of_ones_own():
+    where, (tokens, lengths) = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)), padded(prompts())
+
+    def run(tokens, lengths):
+        options = {"config": model("quest"), "method": any_example("quest"), "max_new_tokens": 24, "pad_multiple": 1}
+        return go_on(kvjax.prefill(tiny_params(), tokens, lengths=lengths, **options)).tokens
+
+    rows = jax.sharding.PartitionSpec("x")
+    of_device = jax.shard_map(run, mesh=where, in_specs=rows, out_specs=rows, check_vma=False)
+    np.testing.assert_array_equal(jax.jit(of_device)(tokens, lengths), base("quest")[1].tokens)

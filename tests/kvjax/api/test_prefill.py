@@ -103,6 +103,12 @@ def test_methods_that_do_not_read_densely_read_alone():
         read_each([])
 
 
+def test_prompts_are_not_padded_beyond_the_models_positions():
+    most = max(128, ONE.max_position_embeddings)
+    with pytest.raises(ValueError, match=f"pad_multiple must be at most {most}, the positions of the model, got 1000000000"):
+        kvjax.prefill(tiny_params(), [[1, 2]], config=ONE, max_new_tokens=4, pad_multiple=10**9)
+
+
 def test_caches_that_do_not_fit_together_are_refused(monkeypatch):
     """Each would fit alone. One sentence says what each needs, and nothing is traced."""
     methods, rows = [example("quest"), example("snapkv")], padded(prompts())[0]

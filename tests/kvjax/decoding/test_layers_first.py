@@ -129,14 +129,18 @@ def test_methods_that_share_a_prompt_share_each_layer():
 def test_other_methods_begin_with_the_hidden_states_of_the_first(names, chunk):
     inputs = []
     read([example("full")], None, share_storage=True, inputs=inputs, chunk_size=chunk)
-    assert len(inputs) == TINY.num_layers + 1
+    assert len(inputs) == TINY.num_layers + 2
     methods = [example(name) for name in names]
     caches = read(methods, None, share_storage=True, inputs=inputs, chunk_size=chunk)
     for one, other in zip(caches, read(methods, "chunks", chunk_size=chunk), strict=True):
         equal(one, other)
-    assert len(inputs) == TINY.num_layers + 1
-    spoilt = read(methods, None, share_storage=True, inputs=[x * 0 for x in inputs], chunk_size=chunk)
-    assert not np.allclose(spoilt[0].logits, caches[0].logits)
+    assert len(inputs) == TINY.num_layers + 2
+    spoilt = [inputs[0], *(x * 0 for x in inputs[1:])]
+    assert not np.allclose(
+        read(methods, None, share_storage=True, inputs=spoilt, chunk_size=chunk)[0].logits, caches[0].logits
+    )
+    with pytest.raises(ValueError, match="inputs must have been filled by a call on the same prompts"):
+        read(methods, None, share_storage=True, inputs=[inputs[0].at[0, 0].add(1), *inputs[1:]], chunk_size=chunk)
 
 
 @pytest.mark.slow
