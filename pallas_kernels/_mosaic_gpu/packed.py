@@ -93,9 +93,19 @@ class Vectors:
             raise NotImplementedError(f"got {self.group} query heads, expected at most {MOST_QUERIES}")
 
 
-def steps_of(lists: int, steps: int, programs: int) -> int:
-    """Choose how many of the ``steps`` of a list a program takes, so that all end soonest if ``programs`` run at once."""
-    return min(range(1, steps + 1), key=lambda some: (-(-lists * -(-steps // some) // programs) * (some + START), some))
+def shares_of(lists: int, steps: int, programs: int) -> tuple[int, int]:
+    """Choose how many steps a program takes, and how many each list has, so that all end soonest if ``programs`` run at once.
+
+    A list has at least ``steps``. Programs share lists evenly, whole lists if that is sooner.
+    """
+
+    def end(some):
+        return -(-lists * -(-steps // some) // programs) * (some + START)
+
+    some, even = min(range(1, steps + 1), key=lambda some: (end(some), some)), -(-lists * steps // programs)
+    if even + START * (-(-even // steps) + 1) < end(some):
+        return even, steps
+    return some, -(-steps // some) * some
 
 
 def warp():
@@ -225,15 +235,19 @@ def _before(bits, index, distance: int, steps):
 
 def unpacked(n: Vectors, vectors):
     """Unpack vectors that are `placed`, 16 of this lane's channels or all at a time: a list of pairs for each."""
-    channels = 2 * n.channels // len(vectors)
+    channels, places = 2 * n.channels // len(vectors), [place - 4 for _, place in vectors]
+    two = channels == HALF  # vectors share a word
     for first in range(0, channels, HALF):
-        each, later = [], []
-        for bits, place in vectors:
-            *words, place = w.unpack(bits[first // WORD] >> first % WORD, place, min(HALF, channels - first))
+        each = []
+        for i, (bits, _) in enumerate(vectors):
+            half, word = first // HALF % 2, bits[first // WORD]
+            if two:
+                half, (low, high) = i % 2, (x[0] for x, _ in vectors[i // 2 * 2 :][:2])
+                word = w.permuted(low, high, w.LOWER)
+            *words, behind = w.unpack(word, places[i], half, min(HALF, channels - first), two)
+            places[i] = behind + ((word >> WORD - 1) & half) * 4
             each.append(words)
-            later.append((bits, place))
         yield first // 2, each
-        vectors = later
 
 
 def whole(loaded, vectors: int):

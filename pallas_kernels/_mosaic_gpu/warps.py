@@ -208,44 +208,44 @@ def transposed(x):
     return _run("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", x, result=[t.i32()])[0]
 
 
-# Of the two bits of a pair of channels: the bytes of a permutation of a value and its successor that give the first and the
-# second channel, where byte 4 is zero; and the bytes of the values that they have.
-FIRST, SECOND, PAST = 0x10441044, 0x32104444, 0x08040400
+def unpack(word, place, half, channels, two):
+    """List the values of some channels of this lane, two of 16 bits in a word, with zeros for channels without a bit.
 
-
-def unpack(bits, place, channels):
-    """List the values of channels of this lane, two of 16 bits in a word, with zeros for channels without a bit.
-
-    The last number of the list is the place of the value behind them.
+    The last number of the list is ``place`` for the second half of the same vector.
 
     Args:
-        bits: a bit for each of 8 or 16 ``channels``, the lowest ones.
-        place: the shared address of the first value; behind each value is its successor, and then this one and its successor.
-        channels: how many.
+        word: a bit for each of 32 channels of a vector, or of 16 of ``two``.
+        place: the shared address in front of the first value; behind each value is its successor, and then the next one's.
+        half: which half of the word.
+        channels: how many of it, 4, 8 or 16.
+        two: whether the word is of two vectors.
     """
-    return _run(unpacking(channels), bits, place, result=[t.i32()] * (channels // 2 + 1))
+    return _run(unpacking(half, channels, two), word, place, result=[t.i32()] * (channels // 2 + 1))
 
 
-def unpacking(channels):
+def unpacking(half, channels, two):
     """Return the PTX of `unpack`."""
-    words = channels // 2
-    lines = [f"and.b32 e, ${words + 1}, 0x33333333; shr.u32 o, ${words + 1}, 2; and.b32 o, o, 0x33333333;"]
-    lines.append(f"mov.b32 b, ${words + 2};")  # a result may have the register of an operand
-    lines.append(f"shr.u32 y, ${words + 1}, 1; or.b32 y, y, ${words + 1};")  # of a pair, bit 0: whether it has a value
-    for kind in "eo":  # pairs of even numbers, and of odd ones; each has four bits
-        tables = {"x": PAST, "s": FIRST, "t": SECOND}
-        lines += [f"prmt.b32 {name}{kind}, {table}, 0, {kind};" for name, table in tables.items()]
-    lines.append("add.u32 a, xe, xo;")
-    for pair in range(words):  # the place of its values
-        at = pair // 2
-        even = f"dp4a.u32.u32 w{pair}, a, {(1 << 8 * at) // 255}, b;" if at else "mov.b32 w0, b;"
-        lines.append(f"dp4a.u32.u32 w{pair}, xe, {1 << 8 * at}, w{pair - 1};" if pair % 2 else even)
+    words, lines = channels // 2, []
+    bits, place = (f"${words + i}" for i in (1, 2))
+    # The second channel of a pair has the value before the word that the first channels so far end at: so sums are of a
+    # pair's first channel and the second one of the pair before.
+    lines.append(f"shl.b32 u, {bits}, 1;" + f" and.b32 u, u, {0xFFFEFFFE};" * two)
+    lines.append("shr.u32 s, u, 1; and.b32 s, s, 0x55555555; sub.u32 v, u, s; and.b32 p0, v, 0x03030303;")
+    for i in (1, 2, 3):  # of four pairs in a byte, the first ones
+        lines.append(f"shr.u32 s, v, {2 * i}; and.b32 s, s, 0x03030303; add.u32 p{i}, p{i - 1}, s;")
+    lines.append(f"shr.u32 y, {bits}, 1; or.b32 y, y, {bits}; mov.b32 x0, {bits};")
+    lines += [f"shl.b32 x{i}, {bits}, {i};" for i in range(1, 8)]
     for pair in range(words):
-        at, kind = pair // 2, "eo"[pair % 2]
-        # The register keeps the place where nothing is loaded, of which the permutation takes nothing. Tests of single bits
-        # become one instruction for four predicates.
-        lines.append(f"and.b32 q, y, {1 << 2 * pair}; setp.ne.u32 z{pair}, q, 0; @z{pair} ld.shared.b32 w{pair}, [w{pair}];")
-        lines.append(f"prmt.b32 q, s{kind}, t{kind}, {64 + 17 * at}; prmt.b32 ${pair}, w{pair}, 0, q;")
-    lines.append(f"dp4a.u32.u32 ${words}, a, {(1 << 4 * words) // 255}, b;")
-    registers = "e, o, y, a, b, q, xe, xo, se, so, te, to"
+        before = place if pair < 4 else "w3"
+        lines.append(f"dp4a.u32.u32 w{pair}, p{pair % 4}, {4 << 8 * (2 * half + pair // 4)}, {before};")
+    lines.append(f"mov.b32 ${words}, w{words - 1};")
+    for pair in range(words):
+        byte, at = 2 * half + pair // 4, 2 * (pair % 4)
+        # Signs of bytes become masks. Tests of single bits become one instruction for four predicates.
+        lines.append(f"and.b32 q, y, {1 << 16 * half + 2 * pair}; setp.ne.u32 z{pair}, q, 0;")
+        lines.append(f"@z{pair} ld.shared.b32 w{pair}, [w{pair}];")
+        lines.append(
+            f"prmt.b32 q, x{7 - at}, x{6 - at}, {0x1100 * (12 + byte) + 0x11 * (8 + byte)}; and.b32 ${pair}, w{pair}, q;"
+        )
+    registers = "u, s, v, y, q, x<8>, p<4>"
     return f"{{ .reg .b32 w<{words}>, {registers}; .reg .pred z<{words}>; {' '.join(lines)} }}"

@@ -159,10 +159,10 @@ class Warp:
     def store_half(self, to, x, offset):
         self.stores.append((to.each + offset, np.ascontiguousarray((x.each & 0xFFFF).astype(np.uint16)[:, None])))
 
-    def unpack(self, bits, place, channels):
+    def unpack(self, word, place, half, channels, two):
         """Run the program of `warps.unpack`, see `computed`."""
-        operands = [bits.each, place.each]
-        return [Number(x) for x in computed(warps.unpacking(channels), operands, channels // 2 + 1, self.memory)]
+        operands, text = [word.each & 0xFFFFFFFF, place.each], warps.unpacking(half, channels, two)
+        return [Number(x) for x in computed(text, operands, channels // 2 + 1, self.memory)]
 
     @staticmethod
     def multiply(sums, left, right, dtype):
@@ -189,13 +189,15 @@ def computed(text, operands, results, memory):
 
     def permuted(low, high, order):
         chosen = np.broadcast_to(order, LANES) >> 4 * np.arange(4)[:, None] & 15
-        assert (chosen < 8).all()
-        return sum(x << 8 * i for i, x in enumerate(np.take_along_axis(bytes_of(low, high), chosen, axis=0)))
+        found = np.take_along_axis(bytes_of(low, high), chosen & 7, axis=0)
+        return sum(x << 8 * i for i, x in enumerate(np.where(chosen < 8, found, (found >> 7) * 255)))
 
     meanings = {
         "mov": lambda x: x,
         "and": np.bitwise_and,
         "shr": np.right_shift,
+        "shl": np.left_shift,
+        "sub": np.subtract,
         "add": np.add,
         "or": np.bitwise_or,
         "setp": np.not_equal,

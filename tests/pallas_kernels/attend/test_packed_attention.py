@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels._mosaic_gpu import packed
-from pallas_kernels.attend.mosaickv.packed_attention import packed_attention
+from pallas_kernels.attend.mosaickv.packed_attention import packed_attention, pallas_mosaic_gpu
 from pallas_kernels.formats.packed_vectors import split_terms, words_of
 from pallas_kernels.query.mosaickv.project_query import project_query
 from pallas_kernels.score.mosaickv.packed_score import packed_score
+from pallas_kernels.score.mosaickv.packed_score import pallas_mosaic_gpu as scores
 from tests.pallas_kernels.cases import TOLERANCE, compiled, every_body_and_dtype, on_gpu, on_mosaic_alone, thorough
 from tests.pallas_kernels.warp import Number, Warp
 
@@ -109,6 +110,9 @@ def want_attention(x):
 
 SHAPES = [
     {"dim": 32, "rank": 8, "blocks": 20, "listed": 8},
+    pytest.param(  # programs share lists
+        {"dim": 32, "rank": 8, "blocks": 440, "listed": 70, "granule": 4, "rows": 3, "group": 1}, marks=thorough
+    ),
     {"table": True, "granule": 5, "blocks": 20, "rows": 1, "group": 3, "dim": 32, "rank": 8},
     pytest.param({"listed": 8}, marks=thorough),
     pytest.param(
@@ -128,8 +132,10 @@ def run_attention(run, inputs, parts, span=None, granule=None):
 
 @every_body_and_dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_projection_scores_and_attention_equal_float64(name, dtype, shape):
+def test_projection_scores_and_attention_equal_float64(name, dtype, shape, monkeypatch):
     """A float32 query meets bfloat16 vectors without rounding, so scores are as good as in float32."""
+    for module in (pallas_mosaic_gpu, scores):
+        monkeypatch.setattr(module, "PROGRAMS", 1)
     inputs, exact = problem(len(str(shape)), dtype=dtype, **shape)
     parts = compiled(PROJECT[name], dtype=dtype)(inputs["query"], inputs["basis_key"])
     projected = np.einsum("bhgd,bhmed->bhmge", exact["query"], exact["basis_key"])

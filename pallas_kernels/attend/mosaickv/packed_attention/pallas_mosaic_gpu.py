@@ -32,7 +32,7 @@ from pallas_kernels._mosaic_gpu.packed import (
     over_rows,
     placed,
     quad,
-    steps_of,
+    shares_of,
     unpacked,
     warp,
     weighed,
@@ -169,7 +169,7 @@ def _write(n, refs, shared, edges, at, segment):
 
 def _body(
     parts_ref, key_ref, key_words_ref, value_ref, value_words_ref, blocks_ref, count_ref, last_ref, query_ref, *refs,
-    n, heads, slots, segments, granule, span, scale, share, steps, splits, groups,
+    n, heads, slots, segments, granule, span, scale, steps, size, splits, groups,
 ):  # fmt: skip
     # parts [L * M * G * N, D]; keys and values [L * S, r], their words [L * S, W]; blocks [L, K]; count [L]; last [B]; query
     # [L * G, D], bases [L, M * D * D], raw key and value [L * R, D], position [L, R]; owner [B, P] if given; then out
@@ -178,63 +178,74 @@ def _body(
     basis_ref, raw_key_ref, raw_value_ref, position_ref, *owner_ref, out_ref, lse_ref, segment_ref, shared, edges = refs
     written = out_ref, lse_ref, segment_ref
     group, listed, lists = lax.axis_index("group"), blocks_ref.shape[1], blocks_ref.shape[0]
-    number = lax.axis_index("x") * groups + group
-    real, shared, edges = number < lists * splits, shared.at[group], edges.at[group]
-    line, j = jnp.minimum(lax.div(number, splits), lists - 1), lax.rem(number, splits)
-    b, count, partials = lax.div(line, heads), arrays.scalar(count_ref, line), segment_ref.shape[1]
-    first = j * share
-    stop = jnp.minimum(first + share, count)
-    last = arrays.scalar(last_ref, b)
+    number, partials = lax.axis_index("x") * groups + group, segment_ref.shape[1]
+    low, shared, edges = number * steps, shared.at[group], edges.at[group]
     # Two tokens of each thread: its lane's rows of a step.
     index = arrays.counted(2 * t.THREADS)
     thread, second = index & (t.THREADS - 1), lax.shift_right_logical(index, 7)
     row = lax.shift_right_logical(thread, 5) * VECTORS + lax.div(thread & (w.LANES - 1), 4) + second * (VECTORS // 2)
 
-    def owner_of(block, load):
-        if not owner_ref:
-            return jnp.minimum(lax.div(block, span), last)
-        return load(owner_ref[0], b * owner_ref[0].shape[1] + jnp.clip(block, 0, owner_ref[0].shape[1] - 1))
+    def of_list(line, carry):
+        begin, end = jnp.maximum(low - line * size, 0), jnp.minimum(low + steps - line * size, size)
+        b, count, j = lax.div(line, heads), arrays.scalar(count_ref, line), number - lax.div(line * size, steps)
+        first, behind = (lax.div(x * TOKENS, granule) for x in (begin, end))
+        stop, last = jnp.minimum(behind, count), arrays.scalar(last_ref, b)
 
-    def owner_at(entry):  # behind the list this is the last segment, so that the last rows get written too
-        block = arrays.scalar(blocks_ref, line * listed + jnp.minimum(entry, listed - 1))
-        return jnp.where(entry < count, owner_of(jnp.where(entry < count, block, 0), arrays.scalar), segments - 1)
+        def owner_of(block, load):
+            if not owner_ref:
+                return jnp.minimum(lax.div(block, span), last)
+            return load(owner_ref[0], b * owner_ref[0].shape[1] + jnp.clip(block, 0, owner_ref[0].shape[1] - 1))
 
-    def of_segment(s, carry):
-        def rows_of(step):
-            """Return the rows of a step's tokens, -1 for those of other segments and behind the list."""
-            token = step * TOKENS + row
-            entry = first + lax.div(token, granule)
-            block = arrays.load(blocks_ref, jnp.where(entry < stop, line * listed + entry, -1))
-            mine = (entry < stop) & (owner_of(block, arrays.load) == s)
-            return jnp.where(mine, line * slots + block * granule + lax.rem(token, granule), -1)
+        def owner_at(entry):  # behind the list this is the last segment, so that the last rows get written too
+            block = arrays.scalar(blocks_ref, line * listed + jnp.minimum(entry, listed - 1))
+            return jnp.where(entry < count, owner_of(jnp.where(entry < count, block, 0), arrays.scalar), segments - 1)
 
-        query = load_queries(n, parts_ref, (line * segments + s) * (n.group * n.stored))
-        used = jnp.clip(lax.div((stop - first) * granule + (TOKENS - 1), TOKENS), 0, steps)
-        stored = (key_ref, key_words_ref), (value_ref, value_words_ref)
-        _attend(step_functions(n, scale, packed=True), *stored, query, rows_of, used, shared, edges, ahead=True)
-        _write(n, written, shared, edges, line * partials + j + s, s)
+        def of_segment(s, carry):
+            real = jnp.minimum(s, segments - 1)
+
+            def rows_of(step):
+                """Return the rows of a step's tokens, -1 for those of other segments and behind the list."""
+                token = step * TOKENS + row
+                entry = first + lax.div(token, granule)
+                block = arrays.load(blocks_ref, jnp.where(entry < stop, line * listed + entry, -1))
+                mine = (entry < stop) & (owner_of(block, arrays.load) == s)
+                return jnp.where(mine, line * slots + block * granule + lax.rem(token, granule), -1)
+
+            query = load_queries(n, parts_ref, (line * segments + real) * (n.group * n.stored))
+            used = lax.div(jnp.where(s < segments, stop - first, 0) * granule + (TOKENS - 1), TOKENS)
+            used = jnp.clip(used, 0, -(-listed * granule // TOKENS))
+            stored = (key_ref, key_words_ref), (value_ref, value_words_ref)
+            _attend(step_functions(n, scale, packed=True), *stored, query, rows_of, used, shared, edges, ahead=True)
+            _write(n, written, shared, edges, line * partials + j + s, real)
+            return carry
+
+        # Two neighbours may share a segment, but they write it to different rows. The last one writes all rows that are left.
+        least = jnp.where(j == 0, 0, owner_at(first))
+        most = jnp.where(end == size, segments - 1 + (splits - 1 - j), owner_at(behind))
+        lax.fori_loop(least, most + 1, of_segment, 0)
+
+        @pl.when(end == size)  # it has the fewest blocks
+        def _():
+            _prefetch(basis_ref, line)
+            slots, plain = position_ref.shape[1], dataclasses.replace(n, stored=1)
+
+            def rows_of(step):
+                slot = step * TOKENS + row
+                seen = arrays.load(position_ref, jnp.where(slot < slots, line * slots + slot, -1), -1) >= 0
+                return jnp.where(seen, line * slots + slot, -1)
+
+            query, functions = load_queries(plain, query_ref, line * n.group), step_functions(plain, scale, packed=False)
+            whole = (raw_key_ref,), (raw_value_ref,)
+            _attend(functions, *whole, query, rows_of, -(-slots // TOKENS), shared, edges, ahead=False)
+            _write(n, written, shared, edges, (line + 1) * partials - 1, jnp.int32(-1))
+
         return carry
 
-    @pl.when(real)
-    def _():
-        # Two neighbours may share a segment, but they write it to different rows.
-        low, high = jnp.where(j == 0, 0, owner_at(first)), jnp.where(j == splits - 1, segments - 1, owner_at(first + share))
-        lax.fori_loop(low, high + 1, of_segment, 0)
-
-    @pl.when(real & (j == splits - 1))  # it has the fewest blocks
-    def _():
-        _prefetch(basis_ref, line)
-        size, plain = position_ref.shape[1], dataclasses.replace(n, stored=1)
-
-        def rows_of(step):
-            slot = step * TOKENS + row
-            seen = arrays.load(position_ref, jnp.where(slot < size, line * size + slot, -1), -1) >= 0
-            return jnp.where(seen, line * size + slot, -1)
-
-        query, functions = load_queries(plain, query_ref, line * n.group), step_functions(plain, scale, packed=False)
-        whole = (raw_key_ref,), (raw_value_ref,)
-        _attend(functions, *whole, query, rows_of, -(-size // TOKENS), shared, edges, ahead=False)
-        _write(n, written, shared, edges, (line + 1) * partials - 1, jnp.int32(-1))
+    first_list = lax.div(low, size)
+    if size % steps:
+        lax.fori_loop(first_list, jnp.minimum(lax.div(low + (steps - 1), size) + 1, lists), of_list, 0)
+    else:
+        pl.when(first_list < lists)(lambda: of_list(first_list, None))
 
 
 def _prefetch(basis_ref, line):
@@ -321,13 +332,12 @@ def packed_attention(parts, query, key, value, basis, blocks, count, last, recen
     lists, listed, slots = rows * heads, blocks.shape[2], key[0].shape[2]
     n = Vectors(dim=dim, rank=key[0].shape[3], group=group, stored=terms, terms=TERMS, dtype=key[0].dtype)
     groups = GROUPS if dim < 256 else 2  # of more registers
-    steps = max(steps_of(lists, -(-listed * granule // TOKENS) + BUFFER, PROGRAMS * groups), -(-granule // TOKENS))
-    share = steps * TOKENS // granule
-    splits = -(-listed // share)
+    steps, size = shares_of(lists, -(-listed * granule // TOKENS) + BUFFER, PROGRAMS * groups)
+    splits = -(-size // steps) + (size % steps > 0)  # most programs of a list
     partials = splits + segments
     body = functools.partial(
-        _body, n=n, heads=heads, slots=slots, segments=segments, granule=granule, span=span, scale=scale, share=share,
-        steps=steps, splits=splits, groups=groups,
+        _body, n=n, heads=heads, slots=slots, segments=segments, granule=granule, span=span, scale=scale, steps=steps,
+        size=size, splits=splits, groups=groups,
     )  # fmt: skip
     shapes = (
         ((lists, partials, group, dim), jnp.float32),
@@ -343,7 +353,7 @@ def packed_attention(parts, query, key, value, basis, blocks, count, last, recen
         recent[2].reshape(lists, -1),
     ]
     partial = arrays.program(
-        body, [jax.ShapeDtypeStruct(*x) for x in shapes], grid=(-(-lists * splits // groups),),
+        body, [jax.ShapeDtypeStruct(*x) for x in shapes], grid=(-(-lists * size // (steps * groups)),),
         scratch=[plgpu.SMEM(x, jnp.float32) for x in scratch],
         groups=groups,
     )(

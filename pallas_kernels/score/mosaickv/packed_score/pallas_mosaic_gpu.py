@@ -21,11 +21,11 @@ from pallas_kernels._mosaic_gpu.packed import (
     multiplied,
     placed,
     quad,
-    steps_of,
+    shares_of,
     unpacked,
     warp,
 )
-from pallas_kernels._mosaic_gpu.pallas import plgpu
+from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
 from pallas_kernels._mosaic_gpu.steps import numbers, scalar
 
 WARPS = t.THREADS // w.LANES
@@ -95,48 +95,58 @@ def _body(
     span,
     unit,
     steps,
+    size,
     reduce,
     groups,
 ):
     # parts [L * M * G * N, D]; values [L * P, r]; words [L * P, W]; count and last [B]; owner [B, P] if given; score [L, P],
     # or [L, G, P]. In shared memory the vectors of each warp.
     *owner_ref, score_ref, shared = refs
-    line, shared = lax.axis_index("x"), shared.at[lax.axis_index("group")]
-    begin = (lax.axis_index("y") * groups + lax.axis_index("group")) * (steps * WARPS * VECTORS)
-    b = lax.div(line, heads)
-    count, last = lax.div(arrays.scalar(count_ref, b), unit), arrays.scalar(last_ref, b)
+    group, tile = lax.axis_index("group"), WARPS * VECTORS
+    low, lists, shared = (lax.axis_index("x") * groups + group) * steps, score_ref.shape[0], shared.at[group]
     load, score = step_functions(n, blocks, reduce)
-
-    def owner_of(row, load):
-        row = jnp.clip(jnp.minimum(row, count - 1), 0, blocks - 1)
-        if owner_ref:
-            return load(owner_ref[0], b * blocks + row)
-        return jnp.minimum(lax.div(row, span), last)
-
     # Two vectors of each thread: its lane's rows of a step.
     entry = arrays.counted(2 * t.THREADS)
     thread, second = entry & (t.THREADS - 1), lax.shift_right_logical(entry, 7)
     row = lax.shift_right_logical(thread, 5) * VECTORS + lax.div(thread & (w.LANES - 1), 4) + second * (VECTORS // 2)
-    end = begin + steps * (WARPS * VECTORS)
+    refs = values_ref, words_ref
 
-    def of_segment(s, carry):
-        query = load_queries(n, parts_ref, (line * segments + s) * (n.group * n.stored))
-        refs = values_ref, words_ref
+    def of_list(line, carry):
+        begin, end = (x * tile for x in (jnp.maximum(low - line * size, 0), jnp.minimum(low + steps - line * size, size)))
+        b = lax.div(line, heads)
+        count, last = lax.div(arrays.scalar(count_ref, b), unit), arrays.scalar(last_ref, b)
+        held = jnp.minimum(count, end)
 
-        def follow(step, carry):
-            loaded, *others = carry
-            now = begin + step * (WARPS * VECTORS)
-            later = load(refs, (line, now + AHEAD * WARPS * VECTORS, jnp.minimum(count, end)))
-            at = now + row
-            mine = ((owner_of(at, arrays.load) == s) & (at < blocks)).astype(jnp.int32)
-            score(score_ref, shared, loaded, query, mine, (line, now, count))
-            return *others, later
+        def owner_of(row, load):
+            row = jnp.clip(jnp.minimum(row, count - 1), 0, blocks - 1)
+            if owner_ref:
+                return load(owner_ref[0], b * blocks + row)
+            return jnp.minimum(lax.div(row, span), last)
 
-        first = [load(refs, (line, begin + i * WARPS * VECTORS, jnp.minimum(count, end))) for i in range(AHEAD)]
-        lax.fori_loop(0, steps, follow, tuple(first))
+        def of_segment(s, carry):
+            query = load_queries(n, parts_ref, (line * segments + s) * (n.group * n.stored))
+
+            def follow(step, carry):
+                loaded, *others = carry
+                now = begin + step * tile
+                later = load(refs, (line, now + AHEAD * tile, held))
+                at = now + row
+                mine = ((owner_of(at, arrays.load) == s) & (at < blocks)).astype(jnp.int32)
+                score(score_ref, shared, loaded, query, mine, (line, now, count))
+                return *others, later
+
+            first = [load(refs, (line, begin + i * tile, held)) for i in range(AHEAD)]
+            lax.fori_loop(0, lax.div(end - begin, tile), follow, tuple(first))
+            return carry
+
+        lax.fori_loop(owner_of(begin, arrays.scalar), owner_of(end - 1, arrays.scalar) + 1, of_segment, 0)
         return carry
 
-    lax.fori_loop(owner_of(begin, arrays.scalar), owner_of(end - 1, arrays.scalar) + 1, of_segment, 0)
+    first_list = lax.div(low, size)
+    if size % steps:
+        lax.fori_loop(first_list, jnp.minimum(lax.div(low + (steps - 1), size) + 1, lists), of_list, 0)
+    else:
+        pl.when(first_list < lists)(lambda: of_list(first_list, None))
 
 
 def packed_score(parts, values, bitmap, count, last, *, span, unit, owner, reduce):
@@ -146,7 +156,7 @@ def packed_score(parts, values, bitmap, count, last, *, span, unit, owner, reduc
     n = Vectors(dim=dim, rank=values.shape[3], group=group, stored=terms, terms=terms, dtype=values.dtype)
     tiles = -(-blocks // (WARPS * VECTORS))
     groups = GROUPS if dim < 256 else 2  # of more registers
-    steps = steps_of(lists, tiles, PROGRAMS * groups)
+    steps, size = shares_of(lists, tiles, PROGRAMS * groups)
     operands = [parts.reshape(-1, dim), *(x.reshape(lists * blocks, -1) for x in (values, bitmap)), count, last]
     body = functools.partial(
         _body,
@@ -157,6 +167,7 @@ def packed_score(parts, values, bitmap, count, last, *, span, unit, owner, reduc
         span=span,
         unit=unit,
         steps=steps,
+        size=size,
         reduce=reduce,
         groups=groups,
     )
@@ -164,7 +175,7 @@ def packed_score(parts, values, bitmap, count, last, *, span, unit, owner, reduc
     (score,) = arrays.program(
         body,
         [jax.ShapeDtypeStruct((lists, *shape), jnp.float32)],
-        grid=(lists, -(-tiles // (steps * groups))),
+        grid=(-(-lists * size // (steps * groups)),),
         scratch=[plgpu.SMEM((groups, WARPS * n.room // 4), jnp.int32)],
         groups=groups,
     )(*operands, *([] if owner is None else [owner]))

@@ -1,4 +1,4 @@
-"""Packs one token of a buffer, and the mean of its block, into a store of packed vectors (MosaicKV)."""
+"""Packs one token of a buffer, and the mean of a block that it fills, into a store of packed vectors (MosaicKV)."""
 
 from typing import Annotated
 
@@ -27,7 +27,7 @@ def pack_token(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[Array, ...]:
-    """Pack one token of a buffer, and the mean of the keys of its block, into a store; in place where the caller gives it up.
+    """Pack one token of a buffer, and the mean of a block that it fills, into a store; in place where the caller gives it up.
 
     The r channels of the largest size are kept, and of equal channels the lower one.
 

@@ -1,4 +1,4 @@
-"""One token and the mean of its block, packed through Mosaic GPU in place: three programs for each list.
+"""One token and the mean of a block that it fills, packed through Mosaic GPU in place: three programs for each list.
 
 A thread has a channel. It counts the channels that rank before its own in shared memory, and the truth values of a warp are
 a word of the bitmap.
@@ -97,13 +97,13 @@ def _body(
     def _():
         write(load(value_ref, at, True), basis_value_ref, *store[2:4], place)
 
-    @pl.when(real & (kind == 2))
+    @pl.when(real & (kind == 2) & (lax.rem(place, granule) == granule - 1))
     def _():
         write(mean(), basis_key_ref, *store[4:], lax.div(place, granule))
 
 
 def pack_token(key, value, stored, place, packed, last, basis_key, basis_value, store, *, granule):
-    """Pack one token of a buffer and the mean of its block into a store."""
+    """Pack one token of a buffer, and the mean of a block that it fills, into a store."""
     (rows, heads, buffer, dim), segments = key.shape, basis_key.shape[2]
     lists = rows * heads
     flat = [x.reshape(-1, dim) for x in (key, value)], [x.reshape(-1, dim) for x in (basis_key, basis_value)]

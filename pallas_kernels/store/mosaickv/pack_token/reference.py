@@ -7,7 +7,7 @@ from pallas_kernels.formats.packed_vectors import pack_channels, words_of
 
 
 def pack_token(key, value, stored, place, packed, last, basis_key, basis_value, store, *, granule):
-    """Pack one token of a buffer and the mean of its block into a store, in plain JAX."""
+    """Pack one token of a buffer, and the mean of a block that it fills, into a store, in plain JAX."""
     rank = store[0].shape[-1]
     at, number = jnp.maximum(place - packed, 0), jnp.arange(place.shape[0])
     first = at // granule * granule
@@ -22,8 +22,8 @@ def pack_token(key, value, stored, place, packed, last, basis_key, basis_value, 
         score = jnp.abs(projected)  # not squared: the squares of small numbers would become 0 and tie
         values, bitmap = pack_channels(projected, score, rank, store[0].dtype)
         new += [values, words_of(bitmap)]
-    places = [place] * 4 + [place // granule] * 2
+    whole = jnp.where((place + 1) % granule == 0, place // granule, -1)
     return tuple(
-        old.at[number, :, jnp.where(place >= 0, index, old.shape[2])].set(x[:, :, 0], mode="drop")
-        for old, x, index in zip(store, new, places, strict=True)
+        old.at[number, :, jnp.where(index >= 0, index, old.shape[2])].set(x[:, :, 0], mode="drop")
+        for old, x, index in zip(store, new, [place] * 4 + [whole] * 2, strict=True)
     )
