@@ -15,7 +15,7 @@ SIZES = {  # of kernels that take no smaller ones
     ("collision", "pallas_triton"): {"D": 32, "M": 4},
     ("add_norm", cases.MOSAIC): {"D": 256},
     ("rerank", "pallas_triton"): {"D": 32, "C": 16, "M": 4},
-    ("choice", cases.MOSAIC): {"D": 32, "C": 16, "M": 4},
+    **{("choice", back_end): {"D": 32, "C": 16, "M": 4} for back_end in ("pallas_triton", cases.MOSAIC)},
     ("low_rank_attention", "pallas_triton"): {"D": 32},
     ("pack_token", cases.MOSAIC): {"D": 64},
     **{(name, cases.MOSAIC): {"D": 32} for name in ("packed_attention", "packed_score", "project_query")},

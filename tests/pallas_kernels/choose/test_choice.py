@@ -7,11 +7,11 @@ import pytest
 from pallas_kernels.choose.pariskv.choice import choice
 from pallas_kernels.choose.pariskv.choice import pallas_mosaic_gpu as kernel
 from pallas_kernels.formats.key_codes import rows as rows_of
-from tests.pallas_kernels.cases import MOSAIC, compiled, every_body, on_mosaic_alone, thorough
+from tests.pallas_kernels.cases import MOSAIC, compiled, every_body, implementations, on_hopper, thorough
 from tests.pallas_kernels.choose import test_collision as votes
 from tests.pallas_kernels.choose import test_rerank as best
 
-RUN = on_mosaic_alone(choice)
+RUN = implementations("choice") | on_hopper(choice)
 FIRST, ENOUGH, CAPACITY = best.REGIONS.sinks, 60, 40
 
 

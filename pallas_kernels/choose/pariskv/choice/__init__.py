@@ -4,14 +4,14 @@ from typing import Annotated
 
 from jax import Array
 
-from pallas_kernels.choose.pariskv.choice import pallas_mosaic_gpu, reference
+from pallas_kernels.choose.pariskv.choice import pallas_mosaic_gpu, pallas_triton, reference
 from pallas_kernels.choose.pariskv.rerank import Regions
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.signature import INTEGERS, declared, forward
 
 __all__ = ["CHOICE", "choice"]
 
-CHOICE = Operation.of("choice", pallas_mosaic_gpu, reference)
+CHOICE = Operation.of("choice", pallas_triton, pallas_mosaic_gpu, reference)
 
 
 @declared(CHOICE, derivative=INTEGERS)

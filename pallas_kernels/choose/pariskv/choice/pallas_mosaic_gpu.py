@@ -16,6 +16,7 @@ from pallas_kernels.choose.pariskv.choice import best as stage_two
 from pallas_kernels.choose.pariskv.choice import vote as stage_one
 from pallas_kernels.choose.pariskv.choice.lookup import room_for, width_of
 from pallas_kernels.formats.key_codes import SLICE
+from pallas_kernels.machine import current_machine
 
 MOST = 8 * stage_one.MOST_KEYS
 TAKES = f"{arrays.HOPPER}, D of 32, 64 or 128, lists of up to {MOST} slots"
@@ -97,3 +98,10 @@ def check(
         raise NotImplementedError(f"got {slots} slots and room for {capacity}, expected 1 to {MOST} and to {most}")
     if not regions.size <= slots:
         raise NotImplementedError(f"got {regions}, expected a list of at most {slots}")
+
+
+def first(query, signs, counts, ids, *_, **__):
+    """Tell whether lists of one program or two fill the multiprocessors: then Triton's five kernels take longer."""
+    batch, heads, slots, _ = ids.shape
+    lists = 2 * batch * heads
+    return current_machine().capability == (9, 0) and lists >= bins.BLOCKS - 4 and slots <= stage_one.MOST_KEYS
