@@ -38,7 +38,8 @@ def choice(
     """List the slots that a decode step attends to: sinks, the best candidates of `collision` by `rerank`, the tail.
 
     Args:
-        query: as in `collision`, like signs, counts, ids, position, stop, shares, first and capacity.
-        rows: as in `rerank`, like all other arguments and the results.
+        query: as in `collision`, like all arguments that it has.
+        rows: as in `rerank`, like all others and the results.
+        scale: see `pallas_kernels.store.pariskv.encode.encode`.
     """
     return forward()

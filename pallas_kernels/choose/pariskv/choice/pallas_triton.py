@@ -6,8 +6,6 @@ import jax.numpy as jnp
 from pallas_kernels.choose.pariskv.collision import pallas_triton as stage_one
 from pallas_kernels.choose.pariskv.rerank import pallas_triton as stage_two
 
-TAKES = "what both kernels take"
-
 
 def choice(
     query, signs, counts, ids, rows, position, cursor, stop, shares, budget, enough, *, first, capacity, regions, scale,
