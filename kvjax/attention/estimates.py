@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.scipy.special import rel_entr
 
-from pallas_kernels.numerics import finite_or_zero, product_precision
-from pallas_kernels.soft_cap import capped
+from pallas_kernels.numerics import product_precision
 
 _ENTRIES = 1 << 24  # the most logits, or sums of them, of `antidiagonal_scores` that are in memory at once
 
@@ -85,43 +84,6 @@ def divergence(logits: Array, weight: Array) -> Array:
     truth = weight / jnp.where(total > 0, total, 1)
     middle = (estimate + truth) / 2
     return jnp.sqrt(jnp.maximum((rel_entr(estimate, middle) + rel_entr(truth, middle)).sum(axis=-1) / 2, 0))
-
-
-def not_skipped(query: Array, key: Array, start: Array, total: Array, block: int, factor: Array) -> Array:
-    """Mark the blocks of keys that BLASST does not skip for a block of queries.
-
-    Blocks of keys are read from the first one on. A block is skipped if all queries of the block have in it no logit above
-    their largest one so far, less the log of ``total / factor``; a factor above the total counts as the total.
-
-    Args:
-        query: [B, H, G, T, D], rotated.
-        key: [B, H, S, D], rotated.
-        start: int32 scalar, the slot of the first query, a multiple of ``block``.
-        total: int32 [B], real tokens in the cache; keys past them, and the queries of such slots, may be anything.
-        factor: float32 [1, H, G], or [1, 1, 1].
-
-    Returns:
-        bool [B, H, G, N, P] for N = ceil(T / block) and P = ceil(S / block).
-    """
-    (*shape, tokens, dim), slots = query.shape, key.shape[2]
-    blocks, key_blocks = -(-tokens // block), -(-slots // block)
-    query = jnp.pad(query, [(0, 0)] * 3 + [(0, blocks * block - tokens), (0, 0)])
-    key = jnp.pad(key, [(0, 0)] * 2 + [(0, key_blocks * block - slots), (0, 0)])
-    slot = jnp.arange(key_blocks * block, dtype=jnp.int32)[None, None]
-    least = jnp.log(jnp.minimum(factor / total[:, None, None].astype(jnp.float32), 1))[..., None, None]
-
-    def one(step: Array) -> Array:
-        asking = lax.dynamic_slice_in_dim(query, step * block, block, 3)
-        at = start + step * block + jnp.arange(block, dtype=jnp.int32)[None, :, None]
-        seen = (slot <= at) & (slot < total[:, None, None]) & (at < total[:, None, None])
-        logits = jnp.einsum(
-            "bhgtd,bhsd->bhgts", asking, key, precision=product_precision(query.dtype), preferred_element_type=jnp.float32
-        )
-        logits = jnp.where(seen[:, None, None], capped(logits / math.sqrt(dim)), -jnp.inf)
-        largest = logits.reshape(*shape, block, key_blocks, block).max(axis=5)
-        return (largest - finite_or_zero(lax.cummax(largest, axis=4)) >= least).any(axis=3)
-
-    return jnp.moveaxis(lax.map(one, jnp.arange(blocks, dtype=jnp.int32)), 0, 3)
 
 
 def antidiagonal_scores(query: Array, key: Array, start: Array, total: Array, block: int, stride: int) -> Array:

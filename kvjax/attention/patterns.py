@@ -76,7 +76,7 @@ class Pattern:
             case "xattention":
                 return self.share >= 1 or 2 * block >= slots  # the first and the own block are attended for certain
             case "blasst":
-                return 2 * block >= slots
+                return slots <= 384  # as above, in the blocks of `prefix_attention`
             case "flexprefill":
                 return self.share >= 1 or self.min_budget >= slots
         return max(self.columns, self.diagonals) >= slots

@@ -7,6 +7,7 @@ for a few queries at a time.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.attention.estimates import antidiagonal_scores, block_means, divergence, kept_by_share, mean_logits, not_skipped
-from kvjax.attention.patterns import Pattern
+from kvjax.attention.estimates import antidiagonal_scores, block_means, divergence, kept_by_share, mean_logits
+from kvjax.attention.patterns import KINDS, Pattern
 from kvjax.protocol.typing import pytree
 from kvjax.selection import among_best
 from pallas_kernels import axes
+from pallas_kernels.attend.prefix_attention import prefix_attention
 from pallas_kernels.attend.sparse_attention import sparse_attention
 from pallas_kernels.choose.compact import compact
 from pallas_kernels.numerics import finite_or_zero, product_precision
@@ -83,17 +85,28 @@ class SparsePrompt:
                 f"Prefill: prompt chunks must be whole blocks of {self.block} tokens, got chunks of {query.shape[3]} tokens, "
                 "which another layer needs"
             )
-        lists = self.lists(query, key, start, length)
-        return sparse_attention(
-            query,
-            key,
-            value,
-            **vars(lists),
-            start=start,
-            length=length,
-            block=self.block,
-            scale=1 / math.sqrt(query.shape[-1]),
-        )
+        given = {"start": start, "length": length, "scale": 1 / math.sqrt(query.shape[-1])}
+        each, found = functools.partial(self._each, query.shape), None
+        if self._has("blasst"):
+            total = (start + length).astype(jnp.float32)[:, None, None]
+            threshold = jnp.log(jnp.maximum(total / each(lambda x: x.factor).astype(jnp.float32), 1))
+            filled = (jnp.pad(x, [(0, 0)] * 2 + [(0, -x.shape[2] % 8), (0, 0)]) for x in (key, value))  # as kernels want it
+            found = prefix_attention(query, *filled, **given, threshold=jnp.broadcast_to(threshold, query.shape[:3]))
+            if not self._has(*KINDS.keys() - {"blasst"}):
+                return found
+        listed = sparse_attention(query, key, value, **vars(self.lists(query, key, start, length)), **given, block=self.block)
+        if found is None:
+            return listed
+        mine = each(lambda x: x.kind == "blasst")[..., None]
+        return jnp.where(mine[..., None], found[0], listed[0]), jnp.where(mine, found[1], listed[1])
+
+    def _each(self, shape: tuple[int, ...], read: Callable[[Pattern], Any]) -> Array:
+        """Read a value of each pattern, for this device's heads in queries of a shape: [1, H, G], or [1, 1, 1] for one."""
+        made, (_, heads, group, *_) = jnp.asarray([read(pattern) for pattern in self.heads]), shape
+        if len(self.heads) > 1:
+            made = lax.dynamic_slice_in_dim(made, axes.index(axes.MODEL) * heads * group, heads * group)
+            return made.reshape(1, heads, group)
+        return made.reshape(1, 1, 1)
 
     def lists(self, query: Array, key: Array, start: Array | int, length: Array) -> Lists:
         """Build the lists of a prompt chunk; arguments as for `attend`.
@@ -108,19 +121,12 @@ class SparsePrompt:
         slot = jnp.arange(slots, dtype=jnp.int32).reshape(1, 1, 1, -1)
         here = slot < total[:, None, None, None]
 
-        def each(read: Callable[[Pattern], Any]) -> Array:
-            """Read a value of each pattern, for the heads of this device: [1, H, G], or [1, 1, 1] for one pattern."""
-            made = jnp.asarray([read(pattern) for pattern in self.heads])
-            if len(self.heads) > 1:
-                made = lax.dynamic_slice_in_dim(made, axes.index(axes.MODEL) * heads * group, heads * group)
-                return made.reshape(1, heads, group)
-            return made.reshape(1, 1, 1)
-
+        each = functools.partial(self._each, query.shape)
         votes = jnp.zeros((2, batch, heads, group, slots), jnp.float32)
         if self._has("vertical_slash", "flexprefill"):
             votes = jnp.stack(self._votes(query, key, start, length))
         by_block, by_share = (
-            each(lambda x: x.kind in ("block_sparse", "xattention", "blasst")),
+            each(lambda x: x.kind in ("block_sparse", "xattention")),
             each(lambda x: x.kind == "flexprefill"),
         )
         if self._has("flexprefill"):
@@ -160,7 +166,7 @@ class SparsePrompt:
         distances, _ = compact(passed, key_blocks)
         count = lax.dynamic_slice_in_dim(jnp.cumsum(passed, axis=3, dtype=jnp.int32), own, blocks, 3)
         first = jnp.zeros_like(count)
-        if self._has("block_sparse", "xattention", "flexprefill", "blasst"):
+        if self._has("block_sparse", "xattention", "flexprefill"):
             marks, most_blocks = self._best_blocks(query, key, own, total, each)
             at = own + jnp.arange(blocks, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
             flat = (at - compact(marks, most_blocks)[0]).reshape(batch, heads, group, -1)
@@ -279,7 +285,7 @@ class SparsePrompt:
                     return min(-(-pattern.min_budget // size), key_blocks)
             return 0
 
-        most = key_blocks if self._has("xattention", "flexprefill", "blasst") else max(map(least, self.heads))
+        most = key_blocks if self._has("xattention", "flexprefill") else max(map(least, self.heads))
         share = each(lambda x: x.share)
         if self._has("block_sparse", "flexprefill"):
             slot = jnp.arange(max(tokens, slots), dtype=jnp.int32)[None]
@@ -299,9 +305,6 @@ class SparsePrompt:
             found = antidiagonal_scores(query, key, own * size, total, size, self.stride)
             enough = kept_by_share(found, certain, share[..., None])
             marks = marks | (each(lambda x: x.kind == "xattention")[..., None, None] & enough)
-        if self._has("blasst"):
-            heavy = not_skipped(query, key, own * size, total, size, each(lambda x: x.factor)) | certain
-            marks = marks | (each(lambda x: x.kind == "blasst")[..., None, None] & heavy)
         return marks & (back > 0), most
 
 

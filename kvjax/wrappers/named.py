@@ -28,7 +28,7 @@ PATTERNS: Mapping[str, tuple[Mapping[str, Any], str]] = types.MappingProxyType(
     {
         "minference": ({}, "arXiv:2407.02490, vertical and slash lines in blocks of 64 tokens"),
         "xattention": ({"block": 128, "pattern": {"kind": "xattention"}}, "arXiv:2503.16428, blocks by antidiagonals"),
-        "blasst": ({"block": 128, "pattern": {"kind": "blasst"}}, "arXiv:2512.12087, blocks above a threshold"),
+        "blasst": ({"pattern": {"kind": "blasst"}}, "arXiv:2512.12087, blocks above a threshold"),
         "flexprefill": (
             {"block": 128, "window": 128, "pattern": {"kind": "flexprefill"}},
             "arXiv:2502.20766, each head by lines or by blocks",

@@ -36,15 +36,16 @@ class Prefill(Around):
       the best by the softmax of the product of means. The best are as many as have ``share`` of the sum over all blocks of
       queries of the chunk, and at least ``min_budget`` tokens for each block of queries.
 
-    * "blasst": for each block of queries the first block, its own, and the blocks of keys that flash attention may not skip:
-      a block is skipped if each query's largest logit in it is below its largest in the blocks up to there by more than the
-      log of the text's tokens over ``factor``.
+    * "blasst": for each 64 queries their own block of 192 keys, the first, and those that flash attention may not skip: read
+      from the last one back, a block is skipped if each query's largest logit in it is below its largest one so far by more
+      than the log of the text's tokens over ``factor``.
 
-    The work of the last three patterns depends on the text: the kernel's time does, but its lists have room for everything.
-    The lists take 4 * N * P bytes per query head, N blocks of queries in a chunk and P of keys in the cache. In blocks of 128
-    tokens this is 8 MiB for 32 query heads and a prompt of 128K tokens in chunks of 8192, and 32 MiB in chunks of 32768. The
-    scores are as large. "xattention" also holds up to 64 MiB of sums and as much of logits, "flexprefill" lists of 128K
-    columns, 16 MiB.
+    The work of the last three patterns depends on the text: the kernel's time does, but the lists of the first two have
+    room for everything. "blasst" has no lists; only a Hopper GPU skips its blocks, elsewhere it takes longer than a dense
+    prompt. Lists take 4 * N * P bytes per query head, N blocks of queries in a chunk and P of keys in the cache. In blocks
+    of 128 tokens this is 8 MiB for 32 query heads and a prompt of 128K tokens in chunks of 8192, and 32 MiB in chunks of
+    32768. The scores are as large. "xattention" also holds up to 64 MiB of sums and as much of logits, "flexprefill" lists
+    of 128K columns, 16 MiB.
 
     One pattern serves all heads, or each query head of each layer has its own: `patterns` reads them from a file, and
     ``python -m experiments.heads.patterns`` measures which pattern suits which head of a model. A prompt that fits into
@@ -73,9 +74,9 @@ class Prefill(Around):
     choose for the whole prompt; here the last queries of each chunk choose for their chunk. Where a chunk is shorter than the
     window all of its queries vote.
 
-    BLASST skips softmax and values within the kernel, which has the logits. Here plain JAX computes them once to list the
-    blocks, and the kernel again: it shows what BLASST's prompts lose and skip, and takes longer than a dense prompt (2.7
-    times, docs/notebook/reachable.md). On Qwen2.5-Coder-1.5B a factor of about 70 loses 1 % of the attention, 1000 more.
+    BLASST's blocks are those of the kernel that skips them, whatever ``block`` is, and it reads them from the last one back;
+    the first block is never skipped. Beside heads of other patterns it computes for all heads. On Qwen2.5-Coder-1.5B a factor
+    of about 70 lost 1 % of the attention in blocks of 64, read from the first one on (docs/notebook/reachable.md).
 
     Of equally heavy entries that a share needs, all are taken. XAttention's code has one ``share`` for each head of
     Llama-3.1-8B, by its dynamic programme; here `Pattern` takes one for each head, and nothing finds them.

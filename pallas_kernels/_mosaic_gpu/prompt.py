@@ -9,6 +9,9 @@ the last token, where values that belong to no token are overwritten with zeros.
 **Source**: FlashAttention-3 (arXiv:2407.08608), section 3.
 **Departures**: warpgroups do not wait for turns at the tensor cores, and the product with keys is issued second. Both were
 slower here. A program attends for 128 queries and ends.
+
+With a threshold it skips blocks as BLASST does (arXiv:2512.12087): where the largest logits of a warpgroup's 64 queries in a
+block are all too far below those in the blocks before, it computes no weights and no product with the values.
 """
 
 import dataclasses
@@ -86,7 +89,7 @@ def _tiled():
 
 
 def attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, bounds: jax.Array, scale: float
+    query: jax.Array, key: jax.Array, value: jax.Array, *, bounds: jax.Array, scale: float, threshold: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with query [B, H, G, T, D] to key and value [B, H, S, D].
 
@@ -97,6 +100,7 @@ def attend(
         bounds: int32 [B, 3]: how many slots the first query sees, at least one, where each later query sees one more; how
             many slots hold tokens, beyond which none sees; how many queries are tokens.
         scale: factor of the logits, positive.
+        threshold: float32 [B, H, G], as for `prefix_attention`.
 
     Returns:
         out [B, H, G, T, D] and lse float32 [B, H, G, T]; 0 and -inf where a query is no token.
@@ -110,8 +114,9 @@ def attend(
         plgpu.Barrier(num_barriers=n.stages),
         plgpu.ClusterBarrier(collective_axes=("member",), num_barriers=n.stages, num_arrivals=TEAMS),
     )
+    gaps = [] if threshold is None else [threshold.reshape(lists) / scale]
     out, lse = plgpu.kernel(
-        functools.partial(_run, n),
+        functools.partial(_run, n, *[] if gaps else [None]),
         out_type=[
             jax.ShapeDtypeStruct((lists, n.tokens, dim), query.dtype),
             jax.ShapeDtypeStruct((lists, padded), jnp.float32),
@@ -131,12 +136,12 @@ def attend(
         num_threads=TEAMS + 1,
         thread_name="team",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )(bounds, query.reshape(lists, n.tokens, dim), *(x.reshape(-1, dim) for x in (key, value)))
+    )(*gaps, bounds, query.reshape(lists, n.tokens, dim), *(x.reshape(-1, dim) for x in (key, value)))
     out, lse = out[:, :tokens], lse[:, :tokens]
     return out.reshape(batch, heads, group, tokens, dim), lse.reshape(batch, heads, group, tokens)
 
 
-def _run(n, bounds_ref, query_ref, key_ref, value_ref, out_ref, lse_ref, queries, keys, values, asked, *barriers):
+def _run(n, gap_ref, bounds_ref, query_ref, key_ref, value_ref, out_ref, lse_ref, queries, keys, values, asked, *barriers):
     """Attend for two strips of a cluster's four; clusters with the most keys come first."""
     cluster, member, team = (lax.axis_index(name) for name in ("cluster", "member", "team"))
     base, number = lax.div(cluster, n.clusters), n.clusters - 1 - lax.rem(cluster, n.clusters)
@@ -162,7 +167,8 @@ def _run(n, bounds_ref, query_ref, key_ref, value_ref, out_ref, lse_ref, queries
 
         @pl.when(steps > 0)
         def _():
-            run = functools.partial(_strip, n, tile, begin + token, end, real - token, steps, ring)
+            gap = None if gap_ref is None else gap_ref[head]
+            run = functools.partial(_strip, n, tile, begin + token, end, real - token, steps, ring, gap)
             write(*pl.run_scoped(run, plgpu.ACC((ROWS, n.dim), jnp.float32)))
 
         pl.when(steps == 0)(lambda: write(_filled((ROWS, n.dim), 0), _filled((ROWS,), -jnp.inf)))
@@ -184,53 +190,83 @@ def _filled(shape, number):
     return plgpu.layout_cast(jnp.full(shape, number, jnp.float32), layout)
 
 
-def _strip(n, tile, begin, end, real, steps, ring, sums):
-    """Attend for the 64 queries of a tile, of which the first one sees ``begin`` slots: out [64, D], lse [64]."""
+def _strip(n, tile, begin, end, real, steps, ring, gap, sums):
+    """Attend for the 64 queries of a tile, of which the first one sees ``begin`` slots: out [64, D], lse [64].
+
+    With a ``gap``, blocks that all queries see whole are skipped where all their logits are further below.
+    """
     keys, values, key_full, value_full, key_free, value_free, _ = ring
 
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
 
-    def softmax(logits, maximum, step, masked):
-        """Return the new maximum, what earlier sums are multiplied by, and weights."""
-        if masked:
-            logits = _hide(logits, jnp.minimum(row + begin, end) - (steps - 1 - step) * BLOCK)
-        risen = jnp.maximum(maximum, logits.max(axis=1))
+    def hide(logits, step):
+        return _hide(logits, jnp.minimum(row + begin, end) - (steps - 1 - step) * BLOCK)
+
+    def weigh(logits, maximum, risen, masked):
+        """Return what earlier sums are multiplied by, and weights."""
         scaled = risen * n.scale
         if masked:  # a row that sees nothing yet
             scaled = jnp.where(risen == -jnp.inf, 0.0, scaled)
         weights = jnp.exp2(logits * n.scale - lax.broadcast_in_dim(scaled, logits.shape, [0]))
-        return risen, jnp.exp2(maximum * n.scale - scaled), weights
+        return jnp.exp2(maximum * n.scale - scaled), weights
 
     def score(at, scores):
         plgpu.wgmma(scores, tile, keys.at[at].transpose((1, 0)))
         return plgpu.wgmma_accumulator_load(scores)
 
-    def add(step, carry, masked):
-        maximum, total, weights = carry
+    def add(masked, step, maximum, total, weights):
         now, before = lax.rem(step, n.stages), lax.rem(step - 1, n.stages)
         plgpu.barrier_wait(key_full.at[now])
         plgpu.barrier_wait(value_full.at[before])
 
         def multiply(scores):
             plgpu.wgmma(sums, weights, values.at[before])
-            logits = score(now, scores)
-            plgpu.barrier_arrive(value_free.at[before])
+            return score(now, scores)
+
+        logits = pl.run_scoped(multiply, room)
+        plgpu.barrier_arrive(value_free.at[before])
+        plgpu.barrier_arrive(key_free.at[now])
+        if gap is not None and not masked:
+            step, logits = pass_by(step, logits, maximum)
+        logits = hide(logits, step) if masked else logits
+        risen = jnp.maximum(maximum, logits.max(axis=1))
+        held = plgpu.wgmma_accumulator_load(sums, wait_n=None)
+        decay, heavy = weigh(logits, maximum, risen, masked)
+        sums[...] = held * lax.broadcast_in_dim(decay, held.shape, [0])
+        return step + 1, risen, total * decay + heavy.sum(axis=1), heavy.astype(n.dtype)
+
+    def add_blocks(first, last, masked, carry):
+        return lax.while_loop(lambda x: x[0] < last, lambda x: add(masked, *x), (first, *carry))[1:]
+
+    def pass_by(step, logits, maximum):
+        """Go on to the first block that is not skipped; no block that is skipped raises the maximum."""
+
+        def skipped(carry):
+            high = (row < real) & (carry[1].max(axis=1) >= maximum - gap)
+            return (carry[0] < steps - 1) & (_any(jnp.where(high, 1, 0)) == 0)
+
+        def go_on(carry):
+            at, now = lax.rem(carry[0], n.stages), lax.rem(carry[0] + 1, n.stages)
+            plgpu.barrier_wait(key_full.at[now])
+            plgpu.barrier_wait(value_full.at[at])
+            plgpu.barrier_arrive(value_free.at[at])
+            logits = pl.run_scoped(functools.partial(score, now), room)
             plgpu.barrier_arrive(key_free.at[now])
-            held = plgpu.wgmma_accumulator_load(sums, wait_n=None)
-            risen, decay, heavy = softmax(logits, maximum, step, masked)
-            sums[...] = held * lax.broadcast_in_dim(decay, held.shape, [0])
-            return risen, total * decay + heavy.sum(axis=1), heavy.astype(n.dtype)
+            return carry[0] + 1, logits
 
-        return pl.run_scoped(multiply, plgpu.ACC((ROWS, BLOCK), jnp.float32))
+        return lax.while_loop(skipped, go_on, (step, logits))
 
+    room = plgpu.ACC((ROWS, BLOCK), jnp.float32)
     plgpu.barrier_wait(key_full.at[0])
-    logits = pl.run_scoped(functools.partial(score, 0), plgpu.ACC((ROWS, BLOCK), jnp.float32))
+    logits = pl.run_scoped(functools.partial(score, 0), room)
     plgpu.barrier_arrive(key_free.at[0])
-    maximum, _, weights = softmax(logits, _filled((ROWS,), -jnp.inf), 0, True)
+    logits, lowest = hide(logits, 0), _filled((ROWS,), -jnp.inf)
+    maximum = jnp.maximum(lowest, logits.max(axis=1))
+    _, weights = weigh(logits, lowest, maximum, True)
     carry = maximum, weights.sum(axis=1), weights.astype(n.dtype)
     clear = jnp.maximum(steps - lax.div(jnp.minimum(begin, end), BLOCK), 1)  # from this step on all queries see all keys
-    carry = lax.fori_loop(1, clear, functools.partial(add, masked=True), carry)
-    maximum, total, weights = lax.fori_loop(clear, steps, functools.partial(add, masked=False), carry)
+    carry = add_blocks(jnp.int32(1), clear, True, carry)
+    maximum, total, weights = add_blocks(clear, steps, False, carry)
     at = lax.rem(steps - 1, n.stages)
     plgpu.barrier_wait(value_full.at[at])
     plgpu.wgmma(sums, weights, values.at[at])
@@ -259,6 +295,22 @@ def _hide(logits, count):
         return mgpu.FragmentedArray(_registers=registers, _layout=logits.layout, _is_signed=None)
 
     return run(logits, count)
+
+
+def _any(flags):
+    """Tell whether an int32 of the rows of a warpgroup is not 0, by a barrier of its threads: int32."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA.reduce(1),),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
+    )
+    def run(ctx, flags):
+        both, number = t.numbers_of(flags), mgpu.utils.warpgroup_barrier_idx(sync=False)
+        text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; bar.red.or.pred p, $2, 128, p; selp.b32 $0, 1, 0, p; "
+        text += "shfl.sync.idx.b32 $0, $0, 0, 31, -1; }"  # so that the assembler knows it is the same in a warp
+        return t.number(t.ptx(text, both[0] | both[1], number, result=t.i32()))
+
+    return run(flags)
 
 
 def _copy(n, steps, end, base, stored, ring):

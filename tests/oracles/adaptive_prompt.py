@@ -50,18 +50,18 @@ def xattention_blocks(q, k, share, block, stride):
     return [fewest({j: scores[i, j] for j in range(i + 1)}, {0, i}, share) for i in range(blocks)]
 
 
-def blasst_blocks(q, k, factor, block, start):
-    """The blocks of keys of each block of queries of the chunk from ``start`` on, of rotated q and k up to its end."""
-    least, found = np.log(min(1.0, factor / len(q))), {}
-    for i in range(start // block, -(-len(q) // block)):
-        found[i] = {0, i}
-        for t in range(i * block, min(len(q), (i + 1) * block)):
-            running = -np.inf
-            for j in range(i + 1):
-                largest = max(float(q[t] @ k[s]) / np.sqrt(q.shape[1]) for s in range(j * block, min(t + 1, (j + 1) * block)))
+def blasst_blocks(q, k, threshold, start, rows=64, block=192):
+    """The blocks of keys of each ``rows`` queries of the chunk from ``start`` on, of rotated q and k up to its end: sets."""
+    found = []
+    for first in range(start, len(q), rows):
+        found.append({0})
+        for t in range(first, min(first + rows, len(q))):
+            running, logits = -np.inf, k[: t + 1] @ q[t] / np.sqrt(q.shape[1])
+            for j in reversed(range(t // block + 1)):
+                largest = max(logits[j * block : (j + 1) * block])
                 running = max(running, largest)
-                if largest - running >= least:
-                    found[i].add(j)
+                if largest >= running - threshold:
+                    found[-1].add(j)
     return found
 
 

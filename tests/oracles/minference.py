@@ -31,8 +31,8 @@ def seen_keys(q, k, pattern, window, num_sink, num_recent, block, chunk, stride)
             seen += [_of_blocks(q[:stop], k, t, num_blocks, block, start) for t in range(start, stop)]
             continue
         if kind == "blasst":
-            blocks = adaptive_prompt.blasst_blocks(q[:stop], k, factor, block, start)
-            seen += [{i for i in range(t + 1) if i // block in blocks[t // block]} for t in range(start, stop)]
+            blocks = adaptive_prompt.blasst_blocks(q[:stop], k[:stop], max(0.0, np.log(stop / factor)), start)
+            seen += [{i for i in range(t + 1) if i // 192 in blocks[(t - start) // 64]} for t in range(start, stop)]
             continue
         if kind == "flexprefill" and adaptive_prompt.estimate_error(q[:stop], k, window, block, start) < tau:
             blocks = adaptive_prompt.flexprefill_blocks(q[:stop], k, share, -(-min_budget // block), block, start)

@@ -135,6 +135,7 @@ UNREAD = {
     ("column_mass", "pallas_triton"): {"limit", "block"},  # they save plain JAX work
     ("dense_attention", "cudnn"): {"limit", "block"},
     ("coded_product", "jax_triton"): {"_"},  # refused by its check
+    ("prefix_attention", "cudnn"): {"threshold"},  # refused by its check
     ("gather_attention", "jax_triton"): {"_"},  # refused by its check
     ("collision", "pallas_mosaic_gpu"): {"part"},  # refused by its check
     ("gather_attention", "pallas_mosaic_gpu"): {"_"},  # refused by its check

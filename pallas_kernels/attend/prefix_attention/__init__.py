@@ -20,6 +20,7 @@ def prefix_attention(
     start: Annotated[Array | int, "int32 [] or B"],
     length: Annotated[Array | None, "int32 B"] = None,
     scale: float,
+    threshold: Annotated[Array | None, "float32 B H G"] = None,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[Array, Array]:
@@ -34,6 +35,9 @@ def prefix_attention(
             cache; if it is [B], all real ones do. The Python int 0 leaves out the pass over earlier slots.
         length: how many tokens of the chunk are real; padding may hold anything, NaN included. None means that all T are
             real.
+        threshold: at least 0. Each 64 queries of a head, counted from the chunk's start, read blocks of 192 slots, the last
+            one first, but skip one in which each query's largest logit is further below its largest one so far. The first
+            block is always read. None and infinity skip nothing.
         implementation: "pallas_mosaic_gpu" and "cudnn" are flash attention, for bfloat16 or float16; the first on a Hopper
             GPU, for D of 64 or 128 and S a multiple of 8.
 

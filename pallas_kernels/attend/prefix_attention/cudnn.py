@@ -7,12 +7,19 @@ causal attention over its own keys.
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._cudnn import check as check
+from pallas_kernels import _cudnn
 from pallas_kernels._cudnn import fused_attention
 from pallas_kernels.numerics import merge_pair
 
 
-def prefix_attention(query, key, value, *, start, length, scale):
+def check(query, key, value, *, threshold, **_):
+    """Raise ``NotImplementedError`` for a threshold, and for what cuDNN does not take."""
+    if threshold is not None:
+        raise NotImplementedError("got a threshold, expected none")
+    _cudnn.check(query, key, value)
+
+
+def prefix_attention(query, key, value, *, start, length, scale, threshold):
     """Attend to a chunk's own tokens causally, and to all slots before them, by cuDNN."""
     batch, heads, group, tokens, dim = query.shape
     flat = query.reshape(batch, heads * group, tokens, dim)

@@ -24,42 +24,21 @@ def kth_select(score, budget, capacity, lse=None):
         return jax.ShapeDtypeStruct((lists, *sizes), dtype)
 
     (node,) = launch(
-        jax_triton_body.maxima,
-        (flat,),
-        (whole(config.nodes),),
-        grid=(lists, config.nodes // width),
-        num_warps=config.warps[0],
-        SLOTS=slots,
-        NODES=config.nodes,
-        WIDTH=width,
+        jax_triton_body.maxima, (flat,), (whole(config.nodes),), grid=(lists, config.nodes // width),
+        num_warps=config.warps[0], SLOTS=slots, NODES=config.nodes, WIDTH=width,
         DEPTH=min(config.depth, pl.next_power_of_2(pl.cdiv(slots, config.nodes))),
-    )
+    )  # fmt: skip
     stretch = steps * config.tile
     listed = whole(segments, stretch)
     candidates = launch(
-        jax_triton_body.filter,
-        (flat, node, budget),
-        (whole(segments), whole(2), listed, listed),
-        grid=(lists, segments),
-        num_warps=config.warps[1],
-        SLOTS=slots,
-        NODES=config.nodes,
-        STEPS=steps,
-        TILE=config.tile,
-        MOST=most,
-    )
+        jax_triton_body.filter, (flat, node, budget), (whole(segments), whole(2), listed, listed), grid=(lists, segments),
+        num_warps=config.warps[1], SLOTS=slots, NODES=config.nodes, STEPS=steps, TILE=config.tile, MOST=most,
+    )  # fmt: skip
     outs = launch(
-        jax_triton_body.choose,
-        (*candidates, budget),
-        (whole(capacity), whole(capacity, dtype=jnp.bool_), whole(), listed, listed),
-        grid=(lists,),
-        num_warps=config.warps[2],
-        K=capacity,
-        SEGMENTS=segments,
-        STRETCH=stretch,
-        TILE=config.hold,
-        MOST=most,
-    )
+        jax_triton_body.choose, (*candidates, budget),
+        (whole(capacity), whole(capacity, dtype=jnp.bool_), whole(), listed, listed), grid=(lists,),
+        num_warps=config.warps[2], K=capacity, SEGMENTS=segments, STRETCH=stretch, TILE=config.hold, MOST=most,
+    )  # fmt: skip
     return tuple(x.reshape(*shape, *x.shape[1:]) for x in outs[:3])
 
 

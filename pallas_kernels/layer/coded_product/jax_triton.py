@@ -25,21 +25,10 @@ def coded_product(x, matrix, *, dtype, **_):
     (made,) = launch(
         jax_triton_body.product,
         tuple(x[None] for x in (rows, flat.codes, flat.scales, flat.scales if flat.minima is None else flat.minima)),
-        (jax.ShapeDtypeStruct((1, len(rows), count), dtype),),
-        grid=(1, pl.cdiv(count, _BLOCK)),
-        num_warps=4,
-        num_stages=4,
-        VECTORS=len(rows),
-        FILLED=_VECTORS,
-        WIDTH=matrix.width,
-        COUNT=count,
-        GROUPS=flat.scales.shape[1],
-        HAS_MINIMA=flat.minima is not None,
-        HALVES=8 // flat.bits,
-        BLOCK=_BLOCK,
-        SPAN=span,
-        SPANS=spans,
-    )
+        (jax.ShapeDtypeStruct((1, len(rows), count), dtype),), grid=(1, pl.cdiv(count, _BLOCK)), num_warps=4, num_stages=4,
+        VECTORS=len(rows), FILLED=_VECTORS, WIDTH=matrix.width, COUNT=count, GROUPS=flat.scales.shape[1],
+        HAS_MINIMA=flat.minima is not None, HALVES=8 // flat.bits, BLOCK=_BLOCK, SPAN=span, SPANS=spans,
+    )  # fmt: skip
     return made.reshape(*x.shape[:-1], *matrix.lead)
 
 
