@@ -74,6 +74,11 @@ def meet_all(parts: int) -> None:
     assembly.run(list(MEET_CLUSTER) if parts > 1 else ["barrier.sync 0;"])
 
 
+def meet_memory(parts: int) -> None:
+    """Wait as `meet_all`, and see what all these threads wrote to global memory."""
+    assembly.run([f"barrier.cluster.{x}.aligned;" for x in ("arrive", "wait")] if parts > 1 else ["barrier.sync 0;"])
+
+
 def arrive(parts: int) -> None:
     """Say that this program has read all that it reads of others; the next barrier of the cluster has to be `wait`."""
     assembly.run([MEET_CLUSTER[1]] * (parts > 1))

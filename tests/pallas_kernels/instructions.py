@@ -14,6 +14,11 @@ _LANE = np.arange(THREADS) % 32
 _WARP = np.arange(THREADS) - _LANE
 
 
+def _whole(shown):
+    """Tell whether all threads of a warp, or none, are shown."""
+    return (shown == shown[_WARP]).all()
+
+
 def _bits(x):
     x = np.asarray(x)
     return x.view(np.uint32).astype(np.uint64) if x.dtype == np.float32 else x.astype(np.int64).view(np.uint64)
@@ -99,7 +104,8 @@ class Threads:
                 continue
             elif name[0] == "mov" and args[0][0] == "{":
                 for half, shift in zip(args[0][1:-1].split(", "), (0, 32), strict=True):
-                    self.held[half] = self.held[args[1]] >> np.uint64(shift) & np.uint64(2**32 - 1)
+                    x = self.held[args[1]] >> np.uint64(shift) & np.uint64(2**32 - 1)
+                    self.held[half] = np.where(shown, x, self.held.get(half, x))
             elif name[0] in ("ld", "st", "red"):
                 with self.lock:
                     self._access(*name, target=args[name[0] == "ld"], data=args[name[0] != "ld"], shown=shown)
@@ -135,12 +141,12 @@ class Threads:
             case ["cvt", _, to, kind]:
                 return self._value(args[1], kind).astype(np.float32 if to == "f32" else np.int64)
             case ["redux", _, fold, kind]:
-                assert shown.all()
+                assert _whole(shown)
                 return np.repeat(
                     getattr(np, {"add": "sum"}.get(fold, fold))(self._value(args[1], kind).reshape(-1, 32), axis=1), 32
                 )
             case ["shfl", _, way, _]:
-                assert shown.all()
+                assert _whole(shown)
                 x, by = (self._value(x) for x in args[1:3])
                 lane = {"idx": by & 31, "up": _LANE - by, "down": _LANE + by, "bfly": _LANE ^ by}[way]
                 return x[_WARP + np.where((lane < 0) | (lane > 31), _LANE, lane)]

@@ -373,8 +373,9 @@ def attention_step(n, scale, packed):
 
 def address(ref):
     """Return where memory is: an int for the program's own shared memory, or a larger one for an array of all programs."""
-    kinds = ((HERE.memory[HERE.axes["part"]], 20), (HERE.refs, 40))
-    return next((1 + i) << bits for held, bits in kinds for i, x in enumerate(held) if x is ref)
+    kinds, begin = ((HERE.memory[HERE.axes["part"]], 20), (HERE.refs, 40)), ref.x.ctypes.data
+    places = ((i, begin - x.x.ctypes.data, x.x.nbytes, bits) for held, bits in kinds for i, x in enumerate(held))
+    return next(((1 + i) << bits) + at for i, at, size, bits in places if 0 <= at < max(size, 1))
 
 
 def _memory(place, shared):
@@ -418,7 +419,7 @@ def emulated():
         },
         plgpu: {"load": lambda ref, **_: ref[...]},
         module: {"run": assembly},
-        bins: {"meet_all": lambda parts: (HERE.cluster if parts > 1 else HERE.block).wait()},
+        bins: dict.fromkeys(("meet_all", "meet_memory"), lambda parts: (HERE.cluster if parts > 1 else HERE.block).wait()),
         Team: TEAM,
         team: {"order": order},
         products.Products: {x: here[x] for x in ("queries", "chunks", "multiply", "largest")},

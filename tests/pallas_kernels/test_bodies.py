@@ -14,7 +14,8 @@ SIZES = {  # of kernels that take no smaller ones
     ("gather_attention", "pallas_tpu"): {"P": 16},
     ("collision", "pallas_triton"): {"D": 32, "M": 4},
     ("add_norm", cases.MOSAIC): {"D": 256},
-    **{("rerank", back_end): {"D": 32, "C": 16, "M": 4} for back_end in ("pallas_triton", cases.MOSAIC)},
+    ("rerank", "pallas_triton"): {"D": 32, "C": 16, "M": 4},
+    **{("choice", back_end): {"D": 32, "C": 16, "M": 4} for back_end in ("pallas_triton", cases.MOSAIC)},
     ("low_rank_attention", "pallas_triton"): {"D": 32},
     ("pack_token", cases.MOSAIC): {"D": 64},
     **{(name, cases.MOSAIC): {"D": 32} for name in ("packed_attention", "packed_score", "project_query")},
@@ -26,7 +27,7 @@ QUICK = {"gather_attention", "merge_splits", "store_token", "widen_page"}
 NUMBERS = {
     "bucket_score": ["temperature"], "cluster_rank": ["best", "considered"], "evict_alike": ["budget"],
     "evict_token": ["budget"], "kth_select": ["budget"], "newest_repeat": ["threshold"], "partial_score": ["alpha"],
-    "partial_select": ["alpha", "budget"], "rerank": ["budget"], "sentence_cut": ["budget"],
+    "partial_select": ["alpha", "budget"], "rerank": ["budget"], "choice": ["budget"], "sentence_cut": ["budget"],
     "step_query": ["budget", "theta"], "token_list": ["budget"],
 }  # fmt: skip
 

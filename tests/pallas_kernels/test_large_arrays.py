@@ -44,6 +44,7 @@ TABLES = {"ids": full("B H N R", 0, jnp.uint8), "planes": normal("60 4 D", jnp.f
 CASES = [
     ("bucket_score", SLOTS),
     ("causal_attention", {"T": 4096}),
+    ("choice", SLOTS),
     ("cluster_estimate", SLOTS),
     ("cluster_rank", FEW),
     ("code_select", {"S": 2**20}),

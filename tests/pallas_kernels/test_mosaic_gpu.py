@@ -20,7 +20,7 @@ from tests.pallas_kernels.registers import emulated
 # Sizes in which the shapes of a test differ from the small shapes, and how many kernels a call launches.
 OPERATIONS = {
     "add_norm": ({"D": 1024}, 1),
-    "collision": ({"S": 5000}, 1),
+    "choice": ({"D": 128, "S": 5000}, 1),
     "compact": ({"S": 20_000, "K": 3000}, 1),
     "encode": ({}, 1),
     "evict_token": ({"D": 128, "S": 300}, 1),
@@ -30,7 +30,6 @@ OPERATIONS = {
     "packed_score": ({}, 1),
     "page_score": ({}, 1),
     "project_query": ({}, 1),
-    "rerank": ({"S": 20_000}, 1),
     "rotated_rows": ({"D": 128, "K": 300, "S": 600}, 1),
     "sentence_add": ({"D": 128}, 1),
     "sentence_cut": ({}, 1),

@@ -51,9 +51,9 @@ from kvjax.protocol.fields import number
 from kvjax.protocol.method import Prompt, Step
 from kvjax.protocol.slots import SlotMethod, count_all
 from kvjax.protocol.typing import pytree, static, traced
-from pallas_kernels.choose.pariskv.collision import collision
+from pallas_kernels.choose.pariskv.choice import choice
 from pallas_kernels.choose.pariskv.collision.votes import sizes
-from pallas_kernels.choose.pariskv.rerank import Regions, rerank
+from pallas_kernels.choose.pariskv.rerank import Regions
 from pallas_kernels.store.pariskv.encode import encode
 from pallas_kernels.store.pariskv.store_codes import store_codes
 
@@ -191,27 +191,20 @@ class ParisKV(SlotMethod):
                 capacity=candidates,
                 scale=scale,
             )
-        query, listed, count = collision(
+        chosen, mask = choice(
             step.query[..., 0, :],
             signs,
             aux.counts,
             aux.ids,
-            cache.position,
-            aux.stop,
-            self._shares(),
-            first=self.num_sink,
-            capacity=candidates,
-        )
-        chosen, mask = rerank(
-            query,
-            listed,
-            count,
             aux.rows,
             cache.position,
             cache.cursor,
             aux.stop,
+            self._shares(),
             self.budget,
             self._enough(),
+            first=self.num_sink,
+            capacity=candidates,
             regions=regions,
             scale=scale,
         )

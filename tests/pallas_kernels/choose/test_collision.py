@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.choose.pariskv.collision import Part, collision, pallas_triton
+from pallas_kernels.choose.pariskv.collision import Part, pallas_triton
 from pallas_kernels.choose.pariskv.collision.votes import portion
-from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, implementations, on_gpu, on_hopper, thorough
+from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, implementations, on_gpu, thorough
 
 PIECES = ((60, 0.5, 0.5), (100, 0.3, 0.25), (150, 0.25, 0.2), (None, 0.2, 0.1))  # zone below, tiers of, candidates
 TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
@@ -18,7 +18,7 @@ TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
 SMALL = pallas_triton.Config(block=64, tile=64)
 
 
-RUN = implementations("collision", config=SMALL) | on_hopper(collision)
+RUN = implementations("collision", config=SMALL)
 
 
 def run(name, **static):

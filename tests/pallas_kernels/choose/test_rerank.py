@@ -5,22 +5,19 @@ import numpy as np
 import pytest
 
 from pallas_kernels._triton.kth_best import held
-from pallas_kernels.choose.pariskv.rerank import Regions, estimates, pallas_triton, rerank
+from pallas_kernels.choose.pariskv.rerank import Regions, estimates, pallas_triton
 from pallas_kernels.formats.key_codes import LEVEL, LEVELS, parts_of_rows
 from pallas_kernels.formats.key_codes import rows as rows_of
-from tests.pallas_kernels.cases import MOSAIC, NEEDS_GPU, compiled, every_body, implementations, on_hopper, one_shape
+from tests.pallas_kernels.cases import NEEDS_GPU, compiled, every_body, implementations, one_shape
 
 REGIONS = Regions(sinks=3, best=10, tail=20, size=50)
 SCALE = 0.25
-RUN = implementations("rerank") | on_hopper(rerank)
 
 
 def run(name, config=None, regions=REGIONS):
     fixed = {"regions": regions, "scale": SCALE}
     if name == "pallas_triton" and config is not None:
         return compiled(pallas_triton.rerank, **fixed, config=config)
-    if name == MOSAIC:
-        return compiled(RUN[name], **fixed)
     table = implementations("rerank", config=config or pallas_triton.Config(part=16, parts=2))
     return compiled(table[name], **fixed)
 

@@ -4,14 +4,14 @@ from typing import Annotated
 
 from jax import Array
 
-from pallas_kernels.choose.pariskv.collision import pallas_mosaic_gpu, pallas_triton, reference
+from pallas_kernels.choose.pariskv.collision import pallas_triton, reference
 from pallas_kernels.choose.pariskv.collision.part import Part
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.signature import declared, forward
 
 __all__ = ["COLLISION", "Part", "collision"]
 
-COLLISION = Operation.of("collision", pallas_triton, pallas_mosaic_gpu, reference)
+COLLISION = Operation.of("collision", pallas_triton, reference)
 
 
 @declared(COLLISION, derivative="through ``xla``, the mean query only")

@@ -5,18 +5,17 @@ from typing import Annotated
 
 from jax import Array
 
-from pallas_kernels.choose.pariskv.rerank import pallas_mosaic_gpu, pallas_triton, reference
+from pallas_kernels.choose.pariskv.rerank import pallas_triton, reference
 from pallas_kernels.dispatch import Implementation, Operation
 from pallas_kernels.signature import INTEGERS, declared, forward
 
 __all__ = ["ESTIMATES", "RERANK", "Regions", "estimates", "rerank"]
 
-RERANK = Operation.of("rerank", pallas_triton, pallas_mosaic_gpu, reference)
+RERANK = Operation.of("rerank", pallas_triton, reference)
 ESTIMATES = Operation(
     "estimates",
     {
         "pallas_triton": Implementation(pallas_triton.estimates, ("gpu",), pallas_triton.check_estimates),
-        "pallas_mosaic_gpu": Implementation(pallas_mosaic_gpu.estimates, ("gpu",), pallas_mosaic_gpu.check_estimates),
         "xla": Implementation(reference.estimates),
     },
 )

@@ -1,4 +1,4 @@
-"""Estimates of the candidates, the best of them and the list, in one kernel for Mosaic GPU: a cluster of programs has a list.
+"""Estimates of the candidates, the best of them and the list, on Mosaic GPU: a cluster of programs has a list.
 
 1. Warps estimate their candidates, each for itself (`lookup`).
 2. The best are found digit by digit: the keys are counted by their highest seven bits, those at the cut by the next seven.
@@ -9,17 +9,14 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays, assembly, bins
 from pallas_kernels._mosaic_gpu import threads as t
-from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._triton.kth_search import NEVER, order_key
-from pallas_kernels.choose.pariskv.rerank.lookup import estimate, room_for, width_of
+from pallas_kernels.choose.pariskv.choice.lookup import estimate, room_for, width_of
 from pallas_kernels.formats.key_codes import LEVEL
-from pallas_kernels.machine import current_machine
 
 DIGIT = 7  # bits of a key that are counted together
 MANY = 2**30  # more than any list has
@@ -27,7 +24,6 @@ FEW = 128  # best candidates that programs of a cluster find alone; they have as
 MOST = 2**14  # candidates of a program of 512 threads, 32 each
 ROOM = 7 * 2**12  # words of a program's estimates, beside the codes that are on their way
 LEAST = float(jnp.finfo(jnp.float32).min)
-TAKES = f"{arrays.HOPPER}, D of 32 to 256, lists of up to 131,072 candidates, or less"
 
 
 def _count(tally, keys, low, width, shift, first, n):
@@ -55,36 +51,20 @@ def _list(refs, bits, at, entry, place, n):
     bins.for_each(bits, refs, [at, entry, place], ".reg .b64 to, mask, from, at; .reg .b32 one;", begin, step)
 
 
-def _for_each(n, sums, live, scale, write):
-    """Call ``write`` with candidates int32 [128] of the program and their estimates float32 [128], -inf from ``live`` on."""
+def _join(n, keys, dim, live, scale):
+    """Join the parts of this program's first ``live`` estimates, and put keys that sort as they do in their place."""
 
     def one(i, carry):
         number = i * n.threads + n.group() * t.THREADS + arrays.counted(t.THREADS)
-        parts = [arrays.load_shared(sums, number + at) for at in range(0, sums.shape[0], n.size)]
+        parts = [arrays.load_shared(keys, number + at) for at in range(0, dim // width_of(dim) * n.size, n.size)]
         total = functools.reduce(jnp.add, [lax.bitcast_convert_type(x, jnp.float32) for x in parts]) * (scale * LEVEL)
         total = jnp.where(total == 0, 0.0, total)
         total = jnp.where(total < LEAST, LEAST, total)  # NaN stays, and is never chosen
-        write(number, jnp.where(number < live, total, -jnp.inf))
+        arrays.store_shared(keys, number, order_key(jnp.where(number < live, total, -jnp.inf)) ^ NEVER)
         return carry
 
     lax.fori_loop(0, n.run, one, 0)
-
-
-def _live(n, slots_ref, count_ref):
-    """Count this program's candidates."""
-    count = jnp.minimum(arrays.scalar(count_ref, lax.axis_index("x")), slots_ref.shape[1])
-    return jnp.clip(count - n.begin(), 0, n.keys)
-
-
-def _body_estimates(query_ref, slots_ref, count_ref, rows_ref, out_ref, sums, codes, *, n, stored, scale):
-    # query [L, D]; slots [L, C]; count [L]; rows [L * S, D]; out [L, C]. In shared memory: parts of the estimates, codes.
-    live, most, line, begin = _live(n, slots_ref, count_ref), slots_ref.shape[1], lax.axis_index("x"), n.begin()
-    estimate(n, query_ref, slots_ref, rows_ref, sums, codes, live, stored)
-
-    def write(number, total):
-        arrays.store(out_ref, jnp.where((number < n.keys) & (begin + number < most), line * most + begin + number, -1), total)
-
-    _for_each(n, sums, live, scale, write)
+    bins.meet_all(1)
 
 
 def _search(n, keys, tally, wanted):
@@ -192,13 +172,31 @@ def _best_of_all(n, refs, keys, tally, totals, places, wanted, entry, at, most):
     return total
 
 
-def _body(
-    query_ref, slots_ref, count_ref, rows_ref, position_ref, cursor_ref, stop_ref, limits_ref, list_ref, mask_ref, keys,
-    codes, tally, totals, *places, n, regions, heads, scale,
+def best(
+    query, slots_ref, count, rows_ref, position_ref, cursor_ref, stop_ref, limits_ref, list_ref, mask_ref,
+    *scratch, n, regions, heads, scale,
 ):  # fmt: skip
-    # query [L, D]; slots [L, C]; count [L]; rows [L * S, D]; position [L, S]; cursor, stop [B]; limits: budget and enough;
-    # list and mask [L, size]. In shared memory: parts of the estimates, then keys; codes; two counts of digits; sums;
-    # maybe places of this program's best, and the best keys of all programs.
+    """List the best candidates and what is near.
+
+    Args:
+        query: float32 [128] in shared memory.
+        slots_ref: int32 [L, C], the candidates of a list.
+        count: int32, how many there are.
+        rows_ref: uint8 [L * S, D].
+        position_ref: int32 [L, S].
+        cursor_ref: int32 [B].
+        stop_ref: int32 [B].
+        limits_ref: int32 [2], the budget, and how many stored tokens are enough.
+        list_ref: int32 [L, K].
+        mask_ref: bool [L, K].
+        *scratch: in shared memory parts of the estimates, then keys; codes; two counts of digits; sums; maybe places of this
+            program's best, and the best keys of all programs.
+        n: how a list is shared.
+        regions: of the list.
+        heads: of a row.
+        scale: of the estimates.
+    """
+    keys, codes, tally, totals, *places = scratch
     line, candidates, stored = lax.axis_index("x"), slots_ref.shape[1], position_ref.shape[1]
     bins.clear(tally, 2 * bins.BINS, n.threads)
     if places:
@@ -206,10 +204,9 @@ def _body(
     cursor, stop = (arrays.scalar(ref, lax.div(line, heads)) for ref in (cursor_ref, stop_ref))
     dense = (cursor < arrays.scalar(limits_ref, line * 0 + 1)) | (stop <= regions.sinks)
     wanted = jnp.where(~dense, jnp.clip(arrays.scalar(limits_ref, line * 0), 0, regions.best), 0)
-    live = jnp.where(~dense, _live(n, slots_ref, count_ref), 0)
-    estimate(n, query_ref, slots_ref, rows_ref, keys, codes, live, stored)
-    _for_each(n, keys, live, scale, lambda number, total: arrays.store_shared(keys, number, order_key(total) ^ NEVER))
-    bins.meet_all(1)
+    live = jnp.where(~dense, jnp.clip(count - n.begin(), 0, n.keys), 0)
+    estimate(n, query, slots_ref, rows_ref, keys, codes, live, stored)
+    _join(n, keys, rows_ref.shape[1], live, scale)
     # The chosen stand behind the sinks. All programs share out the rest: sinks, the tail, entries that nothing fills. What
     # they read arrives during the search.
     share = arrays.size_of(-(-regions.size // (n.parts * n.groups)))
@@ -238,7 +235,7 @@ def _body(
     bins.wait(n.parts)
 
 
-def _most(dim):
+def most_of(dim):
     """Return how many candidates a program can have."""
     return min(MOST, ROOM * width_of(dim) // dim // 1024 * 1024)
 
@@ -247,63 +244,8 @@ def share_of(lists, candidates, dim, parts=None, groups=None):
     """Choose how a list is shared: by as many programs as the multiprocessors hold at once."""
     if parts is None:
         parts = next((n for n in (8, 4, 2) if n * lists <= bins.BLOCKS and candidates >= n * 256), 1)
-        parts = max(parts, next(n for n in (1, 2, 4, 8) if candidates <= n * _most(dim)))
+        parts = max(parts, next(n for n in (1, 2, 4, 8) if candidates <= n * most_of(dim)))
     keys = -(-candidates // parts)
     words = arrays.size_of(keys) * dim // width_of(dim) + room_for(1, dim) + 3 * bins.BINS
     groups = groups or bins.groups_of(lists * parts, words, most=2 if keys <= 1024 else 4)
     return bins.Share(parts, groups, keys, -(-keys // (groups * t.THREADS * 2)) * 2)
-
-
-def _launch(body, query, slots, count, rows, *operands, out, more=(), **options):
-    """Run a kernel of programs that share the lists."""
-    lists, dim = slots.shape[0] * slots.shape[1], rows.shape[3]
-    n = share_of(lists, slots.shape[2], dim)
-    if more and n.parts > 1 and options["regions"].best <= FEW:
-        more = *more, 4 * FEW, n.parts * FEW
-    sizes = dim // width_of(dim) * n.size, room_for(n.groups, dim), *more
-    results = arrays.program(
-        functools.partial(body, n=n, **options),
-        [jax.ShapeDtypeStruct((lists, size), dtype) for size, dtype in out],
-        grid=(lists,),
-        parts=n.parts,
-        groups=n.groups,
-        scratch=[plgpu.SMEM((x,), jnp.int32) for x in sizes],
-    )(query.reshape(lists, dim), slots.reshape(lists, -1), count.reshape(-1), rows.reshape(-1, dim), *operands)
-    return tuple(x.reshape(*slots.shape[:2], -1) for x in results)
-
-
-def estimates(query, slots, count, rows, *, scale):
-    """Estimate the product of the query with each candidate."""
-    out = [(slots.shape[2], jnp.float32)]
-    return _launch(_body_estimates, query, slots, count, rows, out=out, stored=rows.shape[2], scale=scale)[0]
-
-
-def rerank(query, slots, count, rows, position, cursor, stop, budget, enough, *, regions, scale):
-    """List the best candidates by estimate between the first and the last slots."""
-    limits, lists = jnp.stack([jnp.asarray(x, jnp.int32) for x in (budget, enough)]), slots.shape[0] * slots.shape[1]
-    operands = position.reshape(lists, -1), cursor, stop, limits
-    out, options = [(regions.size, jnp.int32), (regions.size, jnp.bool_)], {"regions": regions, "heads": slots.shape[1]}
-    more = 2 * bins.BINS, 32
-    return _launch(_body, query, slots, count, rows, *operands, out=out, more=more, scale=scale, **options)
-
-
-def check(query, slots, count, rows, position, cursor, stop, budget, enough, *, regions, scale):
-    """Raise ``NotImplementedError`` for sizes that the kernels do not take."""
-    check_estimates(query, slots, count, rows, scale=scale)
-    if not regions.size <= position.shape[2]:
-        raise NotImplementedError(f"got {regions}, expected a list of at most {position.shape[2]}")
-
-
-def check_estimates(query, slots, count, rows, *, scale):
-    """Raise ``NotImplementedError`` for sizes that the kernel of estimates does not take."""
-    arrays.check_hopper()
-    dim = query.shape[-1]
-    if dim not in (32, 64, 128, 256) or not slots.size or max(rows.size // dim, slots.size) >= 2**31:
-        raise NotImplementedError(f"got rows {rows.shape} and slots {slots.shape}, expected head_dim 32 to 256")
-    if slots.shape[2] > 8 * _most(dim):
-        raise NotImplementedError(f"got {slots.shape[2]} candidates, expected at most {8 * _most(dim)}")
-
-
-def first(query, slots, *_, **__):
-    """Tell whether the lists fill the multiprocessors: then Triton's two kernels take longer."""
-    return current_machine().capability == (9, 0) and 2 * slots.shape[0] * slots.shape[1] >= bins.BLOCKS - 4

@@ -1,4 +1,4 @@
-"""Collision votes through Mosaic GPU, in one kernel: a cluster of programs shares the keys of a list.
+"""Collision votes through Mosaic GPU: a cluster of programs shares the keys of a list.
 
 1. The programs of a list share its slices. A warp sorts the clusters of one: 128 of them, because those of opposite signs
    have opposite scores. Keys in better clusters give the votes.
@@ -10,17 +10,15 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic_gpu import arrays, assembly, bins
 from pallas_kernels._mosaic_gpu import threads as t
-from pallas_kernels._mosaic_gpu.key_codes import DIMS, rotated
-from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
+from pallas_kernels._mosaic_gpu.key_codes import rotated
+from pallas_kernels._mosaic_gpu.pallas import pl
 from pallas_kernels.choose.pariskv.collision.votes import portion
 from pallas_kernels.formats.key_codes import CLUSTERS, SLICE
-from pallas_kernels.machine import current_machine
 
 BYTES = 4  # of a word
 HALF = CLUSTERS // 2
@@ -31,7 +29,6 @@ EACH = HALF // 32  # pairs of opposite clusters of a lane
 ROOM = CLUSTERS + HALF // BYTES  # words of a warp that makes a table: keys of the clusters, votes
 MOST_KEYS = 3 * 2**14  # of a program, which counts in halves of words and has their votes in shared memory
 EACH_BYTE = 0x01010101
-TAKES = f"{arrays.HOPPER}, D of 32, 64 or 128, whole rows and lists of up to {8 * MOST_KEYS} slots"
 
 
 def _first_counts(counts_ref, line):
@@ -44,26 +41,62 @@ def _first_counts(counts_ref, line):
 
 
 def _sort(keys, orders):
-    """Sort 128 pairs of int32 without signs, four of each lane, largest first: the second ones of all, in the same form."""
+    """Sort 128 pairs of int32 without signs, four of each lane, largest first: the second ones of all, in the same form.
+
+    First 32 bits of each pair are sorted: 24 of how far its key is below the largest, and the second one, which is below 256.
+    Where two have the same 24, the warp sorts 64 bits.
+    """
     each = range(EACH)
-    lines = [".reg .pred p, upper; .reg .b64 t, a<4>, b<4>; .reg .b32 lane, x, y; mov.u32 lane, %laneid;"]
+    lines = [".reg .pred p, upper; .reg .b64 t, a<4>, b<4>; .reg .b32 lane, x, y, v<4>, w<4>; mov.u32 lane, %laneid;"]
+    lines.append(f"mov.b32 x, ${EACH};")
+    lines += [f"max.u32 x, x, ${EACH + k};" for k in each[1:]]
+    lines.append("redux.sync.max.u32 x, x, -1;")
+    for k in each:  # 16 powers of two below the largest are told apart
+        lines.append(f"sub.u32 y, x, ${EACH + k}; min.u32 y, y, 0x7ffffff; xor.b32 y, y, 0x7ffffff; shl.b32 y, y, 5;")
+        lines.append(f"and.b32 y, y, -256; or.b32 w{k}, y, ${2 * EACH + k};")
+    lines += _sorted_words()
+    lines.append("shfl.sync.down.b32 y, w0, 1, 31, -1; mov.b32 x, 0;")
+    for one, two in (("w0", "w1"), ("w1", "w2"), ("w2", "w3"), ("w3", "y")):
+        lines.append(f"xor.b32 v0, {one}, {two}; setp.lt.u32 p, v0, 256; @p add.s32 x, x, 1;")
+    lines.append("redux.sync.add.s32 x, x, -1; setp.eq.s32 p, x, 0; @p bra SORTED;")
     lines += [f"mov.b64 a{k}, {{${2 * EACH + k}, ${EACH + k}}};" for k in each]
-    for bits in range(1, 8):  # merge sorted runs: compare with the mirror place in the run of twice the length, then halve
-        for distance in (2**bits - 1, *(2**i for i in reversed(range(bits - 1)))):
-            far, near = divmod(distance, EACH)
-            if not far:
-                for k in (k for k in each if k < k ^ near):
-                    one, two = f"a{k}", f"a{k ^ near}"
-                    lines.append(f"setp.lt.u64 p, {one}, {two}; selp.b64 t, {two}, {one}, p;")
-                    lines.append(f"selp.b64 {two}, {one}, {two}, p; mov.b64 {one}, t;")
-                continue
-            for k in each:
-                lines.append(f"mov.b64 {{x, y}}, a{k ^ near}; shfl.sync.bfly.b32 x, x, {far}, 31, -1;")
-                lines.append(f"shfl.sync.bfly.b32 y, y, {far}, 31, -1; mov.b64 b{k}, {{x, y}};")
-            lines.append(f"and.b32 x, lane, {1 << (far.bit_length() - 1)}; setp.ne.s32 upper, x, 0;")
-            lines += [f"setp.gt.xor.u64 p, a{k}, b{k}, upper; selp.b64 a{k}, a{k}, b{k}, p;" for k in each]
-    lines += [f"mov.b64 {{x, y}}, a{k}; mov.b32 ${k}, x;" for k in each]
+    for far, near in _distances():
+        if not far:
+            for k in (k for k in each if k < k ^ near):
+                one, two = f"a{k}", f"a{k ^ near}"
+                lines.append(f"setp.lt.u64 p, {one}, {two}; selp.b64 t, {two}, {one}, p;")
+                lines.append(f"selp.b64 {two}, {one}, {two}, p; mov.b64 {one}, t;")
+            continue
+        for k in each:
+            lines.append(f"mov.b64 {{x, y}}, a{k ^ near}; shfl.sync.bfly.b32 x, x, {far}, 31, -1;")
+            lines.append(f"shfl.sync.bfly.b32 y, y, {far}, 31, -1; mov.b64 b{k}, {{x, y}};")
+        lines.append(f"and.b32 x, lane, {1 << (far.bit_length() - 1)}; setp.ne.s32 upper, x, 0;")
+        lines += [f"setp.gt.xor.u64 p, a{k}, b{k}, upper; selp.b64 a{k}, a{k}, b{k}, p;" for k in each]
+    lines += [f"mov.b64 {{w{k}, y}}, a{k};" for k in each]
+    lines += [f"{'SORTED: ' * (k == 0)}and.b32 ${k}, w{k}, 255;" for k in each]
     return assembly.run(lines, (), [*keys, *orders], [jnp.int32] * EACH)
+
+
+def _distances():
+    """Yield the distances of a sort, in lanes and in a lane: runs are merged with their mirror places, then halved."""
+    for bits in range(1, 8):
+        for distance in (2**bits - 1, *(2**i for i in reversed(range(bits - 1)))):
+            yield divmod(distance, EACH)
+
+
+def _sorted_words():
+    """Write PTX that sorts 128 words, ``w0`` and so on of each lane, largest first."""
+    lines = []
+    for far, near in _distances():
+        if not far:
+            for k in (k for k in range(EACH) if k < k ^ near):
+                one, two = f"w{k}", f"w{k ^ near}"
+                lines.append(f"mov.b32 x, {one}; max.u32 {one}, x, {two}; min.u32 {two}, x, {two};")
+            continue
+        lines += [f"shfl.sync.bfly.b32 v{k}, w{k ^ near}, {far}, 31, -1;" for k in range(EACH)]
+        lines.append(f"and.b32 x, lane, {1 << (far.bit_length() - 1)}; setp.ne.s32 upper, x, 0;")
+        lines += [f"@upper min.u32 w{k}, w{k}, v{k}; @!upper max.u32 w{k}, w{k}, v{k};" for k in range(EACH)]
+    return lines
 
 
 def _upto(x):
@@ -246,11 +279,10 @@ def _list(list_ref, bits, at, slot, place, n):
     assembly.run([*lines, "setp.lt.s32 p, lane, 32; @p bra LANES;"], [list_ref], [bits, at, slot, place])
 
 
-def _prepare(query_ref, counts_ref, shares_ref, signs_ref, rotated_ref, count_ref, numbers, capacity, n):
+def _prepare(query_ref, counts_ref, shares_ref, signs_ref, numbers, capacity, n):
     """Rotate the query, and return the keys of the zone and of each tier, and the number of candidates: int32 scalars."""
     (_, group, dim), (pieces, width), line = query_ref.shape, shares_ref.shape, lax.axis_index("x")
-    thread, lanes, first = arrays.counted(t.THREADS), dim // SLICE, n.part() < 1
-    channel = (thread & (lanes - 1)) * SLICE  # the first one of a slice
+    channel = (arrays.counted(t.THREADS) & (dim // SLICE - 1)) * SLICE  # the first one of a slice
     # All loads are on their way before any is waited for; the query comes first, out of the level-2 cache.
     counts = _first_counts(counts_ref, line)
     query = [arrays.load_run(query_ref, (line * group + g) * dim + channel, SLICE) for g in range(group)]
@@ -260,7 +292,6 @@ def _prepare(query_ref, counts_ref, shares_ref, signs_ref, rotated_ref, count_re
     def _():
         mean = functools.reduce(jnp.add, query) / group
         mean = rotated(mean, signs_ref[0], dim) if signs_ref else mean
-        arrays.store_run(rotated_ref, jnp.where(first & (thread < lanes), line * dim + channel, -1), mean)
         place = arrays.repeated(channel, SLICE) + lax.div(arrays.counted(SLICE * t.THREADS), t.THREADS)
         arrays.store_shared(numbers, place, mean)
 
@@ -269,15 +300,27 @@ def _prepare(query_ref, counts_ref, shares_ref, signs_ref, rotated_ref, count_re
     for (end, *_), row in zip(shares, shares[1:], strict=False):
         best = [jnp.where(zone >= end, x, y) for x, y in zip(row, best, strict=True)]
     wanted, *cutoffs = (portion(x, zone) for x in best[1:])
-    wanted = jnp.minimum(wanted, capacity)
-    arrays.put(count_ref, jnp.where(first & (n.group() < 1), line, -1), wanted)
-    return zone, cutoffs, wanted
+    return zone, cutoffs, jnp.minimum(wanted, capacity)
 
 
-def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *refs, n, heads, first):
-    # query [L, G, D]; counts [L, N * 256]; shares [P, 2 + Z]; ids [L * S, N]; position [L, S]; stop [B]; maybe signs [D];
-    # rotated [L, D]; list [L, C]; count [L]. In shared memory: query, keys of clusters, tables, counts of votes, votes, sums.
-    *signs_ref, rotated_ref, list_ref, count_ref, numbers, weights, table, tally, votes, sums = refs
+def vote(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, signs_ref, list_ref, *scratch, n, heads, first):
+    """List the candidates, and return their number.
+
+    Args:
+        query_ref: floats [L, G, D].
+        counts_ref: int32 [L, N * 256].
+        shares_ref: int32 [P, 2 + Z].
+        ids_ref: uint8 [L * S, N].
+        position_ref: int32 [L, S].
+        stop_ref: int32 [B].
+        signs_ref: a tuple of none, or of signs float32 [D].
+        list_ref: int32 [L, C].
+        *scratch: in shared memory the rotated query float32 [128], keys of clusters, tables, counts of votes, votes, sums.
+        n: how a list is shared.
+        heads: of a row.
+        first: first slot of the zone.
+    """
+    numbers, weights, table, tally, votes, sums = scratch
     most, slots, line = list_ref.shape[1], position_ref.shape[1], lax.axis_index("x")
     slices, mine = ids_ref.shape[1], -(-ids_ref.shape[1] // n.parts)
     step, begin = n.threads * TOGETHER, n.begin()
@@ -287,7 +330,7 @@ def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *r
     _prefetch(ids_ref, slices, row, row + jnp.minimum(AHEAD * step, slots - begin))  # they arrive while tables are made
     bins.clear(tally, bins.BINS, n.threads)
     stop = jnp.minimum(arrays.scalar(stop_ref, lax.div(line, heads)), slots)
-    zone, cutoffs, wanted = _prepare(query_ref, counts_ref, shares_ref, signs_ref, rotated_ref, count_ref, numbers, most, n)
+    zone, cutoffs, wanted = _prepare(query_ref, counts_ref, shares_ref, signs_ref, numbers, most, n)
     bins.meet_all(1)
     _tables(n, (counts_ref, numbers, weights, table), line, zone, cutoffs)
     low, end, holes = first - begin, jnp.minimum(stop - begin, n.keys), zone != stop - first
@@ -316,6 +359,7 @@ def _body(query_ref, counts_ref, shares_ref, ids_ref, position_ref, stop_ref, *r
     for number, bits, place in bins.places(_compare(votes, cut.bin, n), cut, sums):
         _list(list_ref, bits, line * most, begin + number, place, n)
     bins.wait(n.parts)
+    return wanted
 
 
 def share_of(lists, slots, parts=None, groups=None):
@@ -326,45 +370,3 @@ def share_of(lists, slots, parts=None, groups=None):
     keys = -(-slots // parts)
     groups = groups or bins.groups_of(lists * parts, keys // BYTES, most=2 if keys <= 3 * 2**12 else 4)
     return bins.Share(parts, groups, keys, -(-keys // (groups * t.THREADS * TOGETHER)) * TOGETHER)
-
-
-def collision(query, signs, counts, ids, position, stop, shares, *, first, capacity, part=None):
-    """List the keys of the zone with the most votes."""
-    batch, heads, slots, slices = ids.shape
-    (group, dim), lists = query.shape[2:], batch * heads
-    n = share_of(lists, slots)
-    words = ROOM * n.threads // 32, slices * HALF // BYTES + 64, bins.BINS, n.size // BYTES, 32
-    query, listed, count = arrays.program(
-        functools.partial(_body, n=n, heads=heads, first=first),
-        [jax.ShapeDtypeStruct((lists, *x), y) for *x, y in ((dim, jnp.float32), (capacity, jnp.int32), (jnp.int32,))],
-        grid=(lists,),
-        parts=n.parts,
-        groups=n.groups,
-        scratch=[plgpu.SMEM((t.THREADS,), jnp.float32), *(plgpu.SMEM((x,), jnp.int32) for x in words)],
-    )(
-        query.reshape(lists, group, dim), counts.reshape(lists, -1), shares, ids.reshape(lists * slots, slices),
-        position.reshape(lists, slots), stop, *(() if signs is None else (signs,)),
-    )  # fmt: skip
-    return query.reshape(batch, heads, dim), listed.reshape(batch, heads, capacity), count.reshape(batch, heads)
-
-
-def check(query, signs, counts, ids, position, stop, shares, *, first, capacity, part=None):
-    """Raise ``NotImplementedError`` for other GPUs, parts of a row, and sizes that the kernel does not take."""
-    arrays.check_hopper()
-    batch, heads, slots, slices = ids.shape
-    arrays.check_floats(query)
-    if part is not None or slices % BYTES or query.shape[3] not in DIMS:
-        raise NotImplementedError(
-            f"got a part of each row, or {slices} slices, expected whole rows and {BYTES} to {DIMS[-1] // SLICE} slices"
-        )
-    tiers, most = shares.shape[1] - 2, 8 * MOST_KEYS
-    if tiers > MOST_VOTES or tiers * slices > bins.BINS - 2:
-        raise NotImplementedError(f"got {tiers} tiers and {slices} slices, expected at most {bins.BINS - 2} votes")
-    if not 1 <= slots <= most or not 1 <= capacity <= most or batch * heads * slots >= 2**31:
-        raise NotImplementedError(f"got {slots} slots and room for {capacity}, expected 1 to {most}")
-
-
-def first(query, signs, counts, ids, *_, **__):
-    """Tell whether lists of one program or two fill the multiprocessors: then Triton's three kernels take longer."""
-    batch, heads, slots, _ = ids.shape
-    return current_machine().capability == (9, 0) and 2 * batch * heads >= bins.BLOCKS - 4 and slots <= MOST_KEYS

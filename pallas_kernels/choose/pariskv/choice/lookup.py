@@ -24,28 +24,31 @@ def width_of(dim: int) -> int:
     return min(dim, WIDTH)
 
 
+def stages_of(groups: int) -> int:
+    """Return for how many rounds there is room: 4 in small programs, of which four fit a multiprocessor."""
+    return 4 if groups == 1 else 3
+
+
 def room_for(groups: int, dim: int) -> int:
-    """Return the words of codes that are on their way: of 4 rounds in small programs, of which four fit a multiprocessor."""
-    return (4 if groups == 1 else 3) * width_of(dim) // BYTES * groups * t.THREADS
+    """Return the words of codes that are on their way."""
+    return stages_of(groups) * width_of(dim) // BYTES * groups * t.THREADS
 
 
-def _products(query_ref, line):
+def _products(query, dim):
     """Multiply this warp's channels of the query with the level of each code: a register for two, float32 [128]."""
-    dim = query_ref.shape[1]
     width = width_of(dim)
     count = width // 2
-    lines = [".reg .pred p; .reg .b64 at; .reg .b32 x, code, part; .reg .f32 level, y; mov.f32 level, 0f00000000;"]
+    lines = [".reg .pred p; .reg .b32 x, code, part; .reg .f32 level, y; mov.f32 level, 0f00000000;"]
     lines.append(
         f"mov.u32 code, %laneid; mov.u32 part, %tid.x; shr.u32 part, part, 5; and.b32 part, part, {dim // width - 1};"
     )
-    lines.append(f"shr.u32 x, code, 4; mad.lo.s32 x, part, {width}, x; mad.wide.s32 at, x, 4, ${count};")
-    lines.append(f"mad.wide.s32 at, ${count + 1}, {4 * dim}, at; and.b32 x, code, 7;")
+    lines.append(f"shr.u32 x, code, 4; mad.lo.s32 x, part, {width}, x; mad.lo.s32 part, x, 4, ${count}; and.b32 x, code, 7;")
     for i, level in enumerate(LEVELS):
         lines.append(f"setp.eq.s32 p, x, {i}; @p mov.f32 level, 0f{np.float32(level).view(np.uint32):08X};")
     lines.append("and.b32 x, code, 8; setp.eq.s32 p, x, 0; neg.f32 y, level; @p mov.f32 level, y;")
-    lines += [f"ld.global.nc.f32 ${i}, [at + {8 * i}];" for i in range(count)]
+    lines += [f"ld.shared.f32 ${i}, [part + {8 * i}];" for i in range(count)]
     lines += [f"mul.f32 ${i}, level, ${i};" for i in range(count)]
-    return assembly.run(lines, [query_ref], [line], [jnp.float32] * count)
+    return assembly.run(lines, [query], (), [jnp.float32] * count)
 
 
 def _copy(rows_ref, codes, row, stage):
@@ -95,12 +98,12 @@ def _estimate(products, codes, at):
     return assembly.run(lines, [codes], [*products, at], [jnp.float32])[0]
 
 
-def estimate(n, query_ref, slots_ref, rows_ref, sums, codes, live, stored):
+def estimate(n, query, slots_ref, rows_ref, sums, codes, live, stored):
     """Write the parts of the estimates of this program's first ``live`` candidates to shared memory, and meet.
 
     Args:
         n: how a list is shared.
-        query_ref: float32 [L, D].
+        query: shared memory float32 [128].
         slots_ref: int32 [L, C], the candidates.
         rows_ref: uint8 [L * S, D], the codes.
         sums: shared memory int32 [Q, N], bits of float32: a part for every `width_of` channels.
@@ -108,9 +111,9 @@ def estimate(n, query_ref, slots_ref, rows_ref, sums, codes, live, stored):
         live: int32.
         stored: slots S of a list.
     """
-    dim, candidates, line, entries = query_ref.shape[1], slots_ref.shape[1], lax.axis_index("x"), n.begin()
-    width, products = width_of(dim), _products(query_ref, line)
-    parts, stage, stages = dim // width, n.threads * width, BYTES * codes.shape[0] // (n.threads * width)
+    dim, candidates, line, entries = rows_ref.shape[1], slots_ref.shape[1], lax.axis_index("x"), n.begin()
+    width, products = width_of(dim), _products(query, dim)
+    parts, stage, stages = dim // width, n.threads * width, stages_of(n.groups)
     step, thread = n.threads // parts, n.group() * t.THREADS + arrays.counted(t.THREADS)
     warp, mine = lax.shift_right_logical(thread, 5), thread * width
     place = lax.div(warp, parts) * LANES + (thread & (LANES - 1))
