@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
 from pallas_kernels.formats.coded_matrix import CodedMatrix
+from pallas_kernels.machine import default_platform
 
 from .config import ModelConfig
 from .files import gguf as gguf_files
@@ -132,7 +133,7 @@ def load(
     gguf = locate_gguf(model, offline=offline)
     directory = checkpoint_directory(model, offline=offline) if gguf is None else _tokenizer_directory(gguf)
     if dtype is None:
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        dtype = "float32" if default_platform() == "cpu" else "bfloat16"
     params, config = from_pretrained(model, dtype=dtype, offline=offline, mesh=mesh, weight_dtype=weight_dtype)
     tokenizer = load_tokenizer(directory if gguf is None else gguf, config)  # its errors name the user's file
     if gguf is not None:

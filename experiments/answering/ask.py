@@ -230,17 +230,23 @@ def programs(
 ) -> Iterator[jax.stages.Lowered]:
     """Lower the programs that `ask_in_turn` runs, one after the other; see `kvjax.api.programs.lower_programs`.
 
+    Those of the last part come first, behind the shapes that they begin with: one program of all layers compiles longest.
     With an offloaded method no program is lowered: its arrays in host memory cannot be described before they exist.
     """
     inputs: list[Any] | None = [] if len(parts) > 1 else None
+    each = []
     for part in () if any(method.offload for method in methods) else parts or [len(methods)]:
         now, methods = methods[:part], methods[part:]
-        yield from lower_programs(
+        each.append(lower_programs(
             params, config=config, methods=now, inputs=inputs, rows=shape.rows, length=shape.length, room=shape.room,
             max_new_tokens=shape.new_tokens, num_eos=len(config.eos_token_ids), with_limits=True,
             question_length=shape.question_length if shape.questions else 0, chunk_size=shape.chunk, kv_dtype=kv_dtype,
             share_storage=True,
-        )  # fmt: skip
+        ))  # fmt: skip
+    for first in each[:1]:
+        yield next(first)
+    for part in each[-1:] + each[:-1]:
+        yield from part
 
 
 def account(stats: Sequence[tuple[int, kvjax.Stats]], rows: int) -> dict[str, Any]:

@@ -4,6 +4,8 @@ Results go to standard output, messages about them to standard error. Bad input 
 interrupt with exit code 130; neither leaves a partial file.
 """
 
+import atexit
+import gc
 import importlib
 import sys
 from collections.abc import Sequence
@@ -28,10 +30,14 @@ COMMANDS = {
     "fuzz": ("experiments.cli.fuzz", "try random cases against laws, and bad inputs against checks"),
 }
 
+_FULL = 10_000  # full collections of garbage go through a million objects of traces again and again, and find next to nothing
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code: 0, 2 for bad input, 130 when interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    gc.set_threshold(*gc.get_threshold()[:2], _FULL)
+    atexit.register(gc.freeze)  # what is left goes with the process
     return guarded(lambda: _run(argv))
 
 

@@ -2,7 +2,9 @@
 
 Tracing holds Python's lock, so a single thread traces, in the order in which the programs will be needed. XLA's compiler does
 not hold the lock, so several threads compile the traced programs. The thread that runs the methods finds the programs in
-JAX's own caches. If a program fails to compile here, the running thread compiles it again and raises the error.
+JAX's own caches. If a program fails to compile here, the running thread compiles it again and raises the error. None of these
+threads runs a program: XLA records CUDA graphs while it runs one, and what another thread does on the device then ends both
+(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, an H200, JAX 0.11.2).
 
 A method's times stay usable: XLA never tries variants of a kernel while another program is on the GPU. On a CPU, where the
 model needs all cores, nothing is compiled ahead; a method's own programs are compiled in parallel.
@@ -19,7 +21,7 @@ import jax
 from jax.stages import Lowered
 
 _MOST = 8  # threads; each holds the memory of a compilation
-_TURN = 5e-4  # seconds of Python's lock for the thread that traces, if another waits: it waits after each call of a program
+_TURN = 1e-4  # seconds of Python's lock for the thread that traces, if another waits: it waits after each call of a program
 
 
 class CompileAhead:

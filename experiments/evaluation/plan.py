@@ -122,7 +122,7 @@ class Plan:
         shared: dict[Hashable, list[list[Job]]] = {}  # the groups that other jobs of a cell may join
         for job in jobs:
             near = shared.setdefault((*job.cell.identity.values(), job.question, self._kinds(job)), [])
-            alone = self._settings.together == 1 or self._alone(job)
+            alone = self._settings.together == 1 or self.alone(job)
             group = None if alone else next((group for group in near if self._fits([*group, job])), None)
             if group is not None:
                 group.append(job)
@@ -158,6 +158,10 @@ class Plan:
             divided.setdefault((tokens, answered(job)), []).append(job)
         return [Group(jobs, *alike) for alike, jobs in divided.items()]
 
+    def alone(self, job: Job) -> bool:
+        """Tell whether a job's method shares no reading with others."""
+        return bool(job.setting.method.offload) or not shares_prefill(job.setting.method, self._model.config)
+
     def bytes_needed(self, methods: Sequence[Method], shape: Shape, copy: bool = True) -> int:
         """Compute the bytes that a batch's caches need on each device if the methods prefill the batch together.
 
@@ -181,15 +185,12 @@ class Plan:
         job, other = first.jobs[0], group.jobs[0]
         if (job.cell, job.question, first.tokens) != (other.cell, other.question, group.tokens):
             return False
-        if self._settings.together == 1 or self._model.mesh is not None or self._alone(job) or self._alone(other):
+        if self._settings.together == 1 or self._model.mesh is not None or self.alone(job) or self.alone(other):
             return False
         config = self._model.config
         tokens = max(batch.shape.rows * batch.shape.length for batch in self.batches(first))
         hidden = tokens * config.hidden_size * jnp.dtype(config.dtype).itemsize * (config.num_layers + 1)
         return self._kinds(job) and hidden <= self._bytes // 2
-
-    def _alone(self, job: Job) -> bool:
-        return bool(job.setting.method.offload) or not shares_prefill(job.setting.method, self._model.config)
 
     def _kinds(self, job: Job) -> bool:
         method = job.setting.method

@@ -169,7 +169,8 @@ class Runner:
     def _compile_first(self, ahead: CompileAhead) -> None:
         """Queue the programs of the first cell while prompts are made, and before CHESS is calibrated.
 
-        Its thresholds are traced, so any will do. The programs of methods that read alone come first: they compile soon.
+        Its thresholds are traced, so any will do. Methods that read alone come first, and before others are planned: they
+        compile soon.
         """
         if not ahead.spare:
             return
@@ -180,9 +181,10 @@ class Runner:
         if first:
             self.store.begin()
         plan = self._plan.before_prompts(first) if not any(map(self._answered, first)) else self._plan
-        for group in sorted(plan.groups(first), key=lambda group: len(group.jobs)):
-            for part in plan.alike(group, self._answered):
-                self._add(ahead, part, plan)
+        for alone in (True, False):
+            for group in plan.groups([job for job in first if plan.alone(job) is alone]):
+                for part in plan.alike(group, self._answered):
+                    self._add(ahead, part, plan)
         self._thresholds = {}
 
     def _in_order(self, jobs: Sequence[Job], ahead: CompileAhead) -> Iterator[Group]:

@@ -171,9 +171,10 @@ class SlotAttention(LayerMethod):
                 mass = mass_of(query, cache, inputs.position, lse, limit=start + query.shape[3] - cache.first)
         else:
             read = cache.resident()
-            out, lse = prefix_attention(
-                query, read.key, read.value, start=start, length=real, scale=1 / math.sqrt(query.shape[-1])
-            )
+            # A chunk of most slots is the whole prompt. As it is given, methods that store it differently attend to it once.
+            whole = 2 * query.shape[3] > cache.num_slots
+            stored = cache.read_back(key, value) if whole else (read.key, read.value)
+            out, lse = prefix_attention(query, *stored, start=start, length=real, scale=1 / math.sqrt(query.shape[-1]))
             out, lse = with_sinks(out, lse, inputs.sinks)
             if self.reads.mass:  # no query of this chunk sees slots after the chunk
                 mass = mass_of(query, cache, inputs.position, lse, limit=start + query.shape[3])

@@ -24,6 +24,7 @@ value (`pallas_kernels._triton.code_products`): then sums are exact.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +94,8 @@ def quantise(x: Array, kind: str, mixed: bool = False, grouped: bool = False) ->
 
     With ``grouped`` each of the `GROUPS` gets a scale, if D is a multiple of 4.
     """
-    wide = mix(x.astype(jnp.float32)) if mixed else x.astype(jnp.float32)
+    wide = _rounded_next(x.astype(jnp.float32))
+    wide = mix(wide) if mixed else wide
     grouped = grouped and can_group(x.shape[-1])
     most = jnp.max(jnp.abs(_in_groups(wide) if grouped else wide), axis=-2 if grouped else -1)
     scale = scale_of(most.reshape(*x.shape[:-1], GROUPS) if grouped else most, kind)
@@ -104,6 +106,20 @@ def quantise(x: Array, kind: str, mixed: bool = False, grouped: bool = False) ->
         of=str(x.dtype),
         packed=packed,
         mixed=mixed,
+    )
+
+
+@jax.custom_jvp
+def _rounded_next(x: Array) -> Array:
+    """Return ``x``, which is rounded next: a derivative of codes would be 0 without a word, or have 8 bits."""
+    return x
+
+
+@_rounded_next.defjvp
+def _refuse(*_: Any) -> Any:
+    raise NotImplementedError(
+        "keys and values that are stored as codes have no derivative: differentiate with kv_dtype=None, got a cache in 8 or "
+        "4 bits"
     )
 
 

@@ -351,7 +351,7 @@ class Sized(plan.Plan):
         self._settings, self._bytes = types.SimpleNamespace(together=most, batch_tokens=tokens), limit
         self._model = types.SimpleNamespace(mesh="any")  # on which groups stay apart
 
-    def _alone(self, job):
+    def alone(self, job):
         return job.label == "x"
 
     def _kinds(self, job):

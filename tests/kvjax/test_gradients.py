@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cache.quantised import KV_DTYPES
 from kvjax.rope import inverse_frequencies
 from kvjax.testing.model import TinyModel
 from pallas_kernels.machine import assume_machine
@@ -101,3 +102,17 @@ def test_a_kernel_says_in_one_sentence_that_it_has_no_derivative():
         with kvjax.default_implementation("xla"):
             made = jax.eval_shape(grad, params)
     assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, params)
+
+
+@pytest.mark.parametrize("kind", KV_DTYPES)
+def test_a_cache_of_codes_says_that_it_has_no_derivative(kind):
+    """By what keys come from; the derivative by the head, behind all layers, is that of the rounded values."""
+    params = MODEL.random_params(3)
+
+    def of(part, name):
+        cache = kvjax.prefill({**params, name: part}, TOKENS[None, :8], config=MODEL, max_new_tokens=4, kv_dtype=kind)
+        return kvjax.decode_step({**params, name: part}, cache, [1]).logits.sum()
+
+    with pytest.raises(NotImplementedError, match="stored as codes have no derivative: differentiate with kv_dtype=None"):
+        jax.eval_shape(jax.grad(functools.partial(of, name="embed")), params["embed"])
+    assert jax.eval_shape(jax.grad(functools.partial(of, name="head")), params["head"]).shape == params["head"].shape

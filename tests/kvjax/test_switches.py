@@ -207,6 +207,7 @@ def test_plain_jax_runs_for_parameters_on_the_cpu_beside_a_gpu(monkeypatch):
         tokens(params)
     with jax.default_device(cpu):
         np.testing.assert_array_equal(tokens(params), want)
+        assert kvjax.models.load("builtin").config.dtype == "float32"
     np.testing.assert_array_equal(tokens(jax.device_put(params, cpu)), want)
 
 

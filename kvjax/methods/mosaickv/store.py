@@ -1,8 +1,7 @@
 """MosaicKV's storage besides its buffer: packed tokens, block means and segments, and how tokens get into it.
 
-Every token is packed when it arrives, at the slot of its position, and the mean of a block with its last token; they become
-visible when the buffer is full. So the work of packing a full buffer is spread over steps, without a branch: `jax.vmap` would
-compute both sides of a branch.
+Every token is packed when it arrives, at the slot of its position, and becomes visible when the buffer is full. So the work
+of packing a full buffer is spread evenly over steps, without a branch: `jax.vmap` would compute both sides of a branch.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from kvjax.cache import LayerCache, LayerStorage, PlainCache
-from kvjax.methods.mosaickv.strategy import Layout, Packed, Segment, fit, pick, prune, put, stack
+from kvjax.methods.mosaickv.strategy import Layout, Packed, Segment, basis, fit, moments, pick, prune, put, stack
 from kvjax.protocol.typing import EMPTY, not_none, pytree
 from kvjax.selection import page_slots
 from pallas_kernels import axes
@@ -89,10 +88,11 @@ def build(
     """
     size = layout.buffer
     packed = raw.cursor // size * size
-    # One row at a time: packing works on float32 copies of a segment.
+    # One row at a time: packing works on float32 copies of a segment. The decompositions of all rows take as long as one.
+    bases = basis(_by_row(functools.partial(_moments, layout), raw.key, raw.value, packed))
     store = _by_row(
         functools.partial(_pack_prompt, layout, max_new_tokens=max_new_tokens, max_loss=max_loss, max_variance=max_variance),
-        raw.key, raw.value, packed,
+        raw.key, raw.value, packed, bases,
     )  # fmt: skip
     slot = packed[:, None] + jnp.arange(2 * size, dtype=jnp.int32)[None]
     shape, keep = (*raw.key.shape[:2], 2 * size), slot < raw.cursor[:, None]
@@ -102,26 +102,47 @@ def build(
     return cache, write(layout, cache, store, cache.key[:, :, :size], cache.value[:, :, :size], waiting)
 
 
+def _segment(layout: Layout, key: Array, value: Array, packed: Array, first: int) -> tuple[Array, Array, Array]:
+    """Cut the segment from slot ``first`` on out of key and value: whole buffers, zero from ``packed`` on; and its mask."""
+    given = key.shape[2]
+    stop = min(first + layout.segment, _ceil(given, layout.buffer))
+    valid = jnp.arange(first, stop)[None] < packed[:, None]
+    behind = ((0, 0), (0, 0), (0, max(stop - given, 0)), (0, 0))
+    k, v = (jnp.where(valid[:, None, :, None], jnp.pad(x[:, :, first:stop], behind), 0) for x in (key, value))
+    return k, v, valid
+
+
+def _moments(layout: Layout, key: Array, value: Array, packed: Array) -> Array:
+    """Compute the `moments` of each segment of prompts: float32 [B, N, 2, H, D, D]."""
+    made = []
+    for first in layout.segments(key.shape[2]):
+        k, v, _ = _segment(layout, key, value, packed, first)
+        made.append(moments(k.astype(jnp.float32), v.astype(jnp.float32)))
+        key, value, made[-1] = lax.optimization_barrier((key, value, made[-1]))  # float32 copies of one segment at a time
+    return jnp.stack(made, axis=1)
+
+
 def _pack_prompt(
     layout: Layout,
     key: Array,
     value: Array,
     packed: Array,
+    bases: Array,
     max_new_tokens: int,
     max_loss: float | Array,
     max_variance: float | Array,
 ) -> Store:
-    """Pack the first ``packed`` int32 [B] tokens of prompts with raw key and value [B, H, S, D] into a store."""
+    """Pack the first ``packed`` int32 [B] tokens of prompts with raw key and value [B, H, S, D] into a store.
+
+    Its ``bases`` float32 [B, N, 2, H, D, D] are those of the segments.
+    """
     size, dtype, given = layout.buffer, key.dtype, key.shape[2]
     prompt, room = _ceil(given, size), _ceil(max_new_tokens, size)
     segments, rows, loss = [], [], jnp.zeros(packed.shape, jnp.float32)
-    for first in range(0, max(given // size * size, 1), layout.segment):
-        stop = min(first + layout.segment, prompt)
-        valid = jnp.arange(first, stop)[None] < packed[:, None]
-        behind = ((0, 0), (0, 0), (0, max(stop - given, 0)), (0, 0))
-        k, v = (jnp.pad(x[:, :, first:stop], behind) for x in (key, value))
-        k, v = (jnp.where(valid[:, None, :, None], x, 0) for x in (k, v))
-        segment = fit(layout, k.astype(jnp.float32), v.astype(jnp.float32), valid, max_loss, max_variance)
+    for at, first in enumerate(layout.segments(given)):
+        k, v, valid = _segment(layout, key, value, packed, first)
+        wide = k.astype(jnp.float32), v.astype(jnp.float32)
+        segment = fit(layout, bases[:, at], *wide, valid, max_loss, max_variance)
         pruned, lost = _pruned(layout, segment, k, v)
         segments.append(segment)
         rows.append(pruned)
@@ -287,7 +308,7 @@ def refit(layout: Layout, store: Store, when: Array, max_loss: float | Array, ma
     valid = (slot >= output.begin[:, None]) & (slot < store.packed[:, None])
     exact = to_device(output.key), to_device(output.value)
     key, value = (jnp.where(valid[:, None, :, None], x, 0).astype(jnp.float32) for x in exact)
-    segment = fit(layout, key, value, valid, max_loss, max_variance)
+    segment = fit(layout, basis(moments(key, value)), key, value, valid, max_loss, max_variance)
     packed_key, packed_value, mean, _ = prune(layout, segment, key, value, key)
     write_slot = jnp.where(valid & when[:, None], slot, slots)
     first = write_slot[:, :: layout.granule]

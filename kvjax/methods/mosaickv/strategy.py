@@ -31,6 +31,10 @@ class Layout:
     segment: int  # prompt tokens that share a pruning; a multiple of the buffer
     dynamic: bool  # True: rate, element group and block size are chosen per row, KV head and segment
 
+    def segments(self, slots: int) -> range:
+        """Return the first slots of the segments of a prompt of ``slots`` slots."""
+        return range(0, max(slots // self.buffer * self.buffer, 1), self.segment)
+
 
 @pytree
 class Packed:
@@ -60,18 +64,19 @@ class Segment:
 
 
 def fit(
-    layout: Layout, key: Array, value: Array, valid: Array, max_loss: float | Array, max_variance: float | Array
+    layout: Layout, bases: Array, key: Array, value: Array, valid: Array, max_loss: float | Array, max_variance: float | Array
 ) -> Segment:
     """Fit the pruning for the tokens of one segment.
 
     Args:
         layout: static sizes.
+        bases: float32 [B, 2, H, D, D], the `basis` of their `moments`.
         key: float32 [B, H, S, D], rotated by position; zero for tokens that are not valid.
         value: float32 [B, H, S, D]; zero for tokens that are not valid.
         valid: bool [B, S], whole windows; S is a multiple of the window.
         max_loss: the largest mean loss (share of pruned energy) of a rate.
     """
-    basis_key, basis_value = (_basis(layout, x) for x in (key, value))
+    basis_key, basis_value = bases[:, 0], bases[:, 1]
     rotated = to_basis(basis_key, key), to_basis(basis_value, value)
     rank = group = block = None
     if layout.dynamic:
@@ -174,30 +179,37 @@ def _lost(kept: Array, total: Array) -> Array:
     return jnp.where(total > 0, 1 - kept / jnp.where(total > 0, total, 1), 0)
 
 
-def _basis(layout: Layout, x: Array) -> Array:
-    """Compute the eigenvectors, as rows, of the uncentred second moment of x float32 [B, H, S, D], by decreasing eigenvalue.
+def moments(key: Array, value: Array) -> Array:
+    """Compute the uncentred second moments of keys and of values float32 [B, H, S, D]: float32 [B, 2, H, D, D]."""
+    return jnp.stack([product("bhsd,bhse->bhde", x, x) for x in (key, value)], axis=1)
+
+
+def basis(moment: Array) -> Array:
+    """Compute the eigenvectors of moments float32 [..., D, D], as rows, by decreasing eigenvalue.
 
     With fewer tokens than channels, or with equal tokens, some directions have no energy. Later tokens are packed in these
     directions too, so they must not depend on rounding, or a row would differ from itself in a larger batch. They are the
     eigenvectors of a fixed diagonal matrix within that space. Without any token the basis is then the identity.
     """
-    identity = jnp.broadcast_to(jnp.eye(layout.dim, dtype=jnp.float32), (*x.shape[:2], layout.dim, layout.dim))
-    values, rows = _eigenrows(product("bhsd,bhse->bhde", x, x))
-    known = values > layout.dim * jnp.finfo(jnp.float32).eps * values[..., :1]
+    dim = moment.shape[-1]
+    values, rows = _eigenrows(moment)
+    known = values > dim * jnp.finfo(jnp.float32).eps * values[..., :1]
     # On a GPU the decompositions take most of a prompt's extra time, and a segment nearly always has energy everywhere.
-    return lax.cond(jnp.all(known), lambda: rows, lambda: _completed(layout, identity, rows, known))
+    return lax.cond(jnp.all(known), lambda: rows, lambda: _completed(rows, known))
 
 
-def _completed(layout: Layout, identity: Array, rows: Array, known: Array) -> Array:
+def _completed(rows: Array, known: Array) -> Array:
     """Complete the ``known`` eigenvectors by a basis of the space without energy, which depends on that space alone."""
+    dim = rows.shape[-1]
+    identity = jnp.broadcast_to(jnp.eye(dim, dtype=jnp.float32), rows.shape)
     spanned = jnp.where(known[..., None], rows, 0)
-    rest = identity - product("bhnd,bhne->bhde", spanned, spanned)
-    scale = jnp.linspace(2, 1, layout.dim, dtype=jnp.float32)  # well above the zeros of the known directions
-    _, others = _eigenrows(product("bhde,e,bhef->bhdf", rest, scale, rest))
-    order = jnp.arange(layout.dim)[None, None]
+    rest = identity - product("...nd,...ne->...de", spanned, spanned)
+    scale = jnp.linspace(2, 1, dim, dtype=jnp.float32)  # well above the zeros of the known directions
+    _, others = _eigenrows(product("...de,e,...ef->...df", rest, scale, rest))
+    order = lax.broadcasted_iota(jnp.int32, known.shape, known.ndim - 1)
     count = jnp.sum(known, axis=-1, keepdims=True)
-    index = jnp.where(order < count, order, layout.dim + order - count)
-    return jnp.take_along_axis(jnp.concatenate([rows, others], axis=2), index[..., None], axis=2)
+    index = jnp.where(order < count, order, dim + order - count)
+    return jnp.take_along_axis(jnp.concatenate([rows, others], axis=-2), index[..., None], axis=-2)
 
 
 def _eigenrows(matrix: Array) -> tuple[Array, Array]:

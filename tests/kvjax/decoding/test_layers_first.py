@@ -143,17 +143,25 @@ def test_other_methods_begin_with_the_hidden_states_of_the_first(names, chunk):
         read(methods, None, share_storage=True, inputs=[inputs[0].at[0, 0].add(1), *inputs[1:]], chunk_size=chunk)
 
 
+def flops_of_a_layer(model, inputs, *names):
+    sizes = {"rows": 3, "length": 64, "room": 8, "max_new_tokens": 8, "num_eos": 0, "chunk_size": 128, "pad_multiple": 8}
+    given = {"config": model, "methods": [example(name) for name in names], "share_storage": True, "inputs": inputs}
+    lowered = list(programs.lower_programs(param_shapes(model), **given, **sizes))
+    layers = [one for one in lowered if "jit_read" in one.as_text()[:200]]
+    return sum(one.compile().cost_analysis()["flops"] for one in layers) / len(layers)
+
+
 @pytest.mark.slow
 def test_methods_behind_others_compute_a_tenth_of_the_products():
-    wide, work = dataclasses.replace(KINDS["cap"], intermediate_size=4096), []
-    sizes = {"rows": 3, "length": 16, "room": 8, "max_new_tokens": 8, "num_eos": 0, "chunk_size": 32, "pad_multiple": 8}
-    inputs = []
-    for name in ("full", "quest"):
-        given = {"config": wide, "methods": [example(name)], "share_storage": True, "inputs": inputs, **sizes}
-        lowered = list(programs.lower_programs(param_shapes(wide), **given))
-        layers = [one for one in lowered if "jit_read" in one.as_text()[:200]]
-        work.append(sum(one.compile().cost_analysis()["flops"] for one in layers) / len(layers))
-    assert work[1] < work[0] / 10
+    wide, inputs = dataclasses.replace(KINDS["cap"], intermediate_size=4096), []
+    assert flops_of_a_layer(wide, inputs, "full") > 10 * flops_of_a_layer(wide, inputs, "quest")
+
+
+@pytest.mark.slow
+def test_methods_that_store_a_prompt_differently_attend_to_it_once():
+    """H2O, which evicts, and Full, which does not, have other numbers of slots."""
+    model = KINDS["cap"]
+    assert flops_of_a_layer(model, None, "full", "h2o") < 1.1 * flops_of_a_layer(model, None, "h2o")
 
 
 def test_callers_keep_their_arrays():

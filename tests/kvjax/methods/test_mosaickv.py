@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -67,13 +68,21 @@ def test_a_prompt_may_be_sorted_in_pieces(strategy, monkeypatch):
     _, key, value = random_tokens(7, 2, 2, 2, 48, 16)
 
     def packed():
+        given = jnp.asarray(key), jnp.asarray(value), jnp.array([32, 48])
         run = functools.partial(store._pack_prompt, layout, max_new_tokens=8, max_loss=0.1, max_variance=0.5)
-        return jax.jit(run)(jnp.asarray(key), jnp.asarray(value), jnp.array([32, 48]))
+        return jax.jit(run)(*given, store.basis(store._moments(layout, *given)))
 
     whole = packed()
     monkeypatch.setattr(store, "_SORTED", 1)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), packed(), whole)
     assert (whole.key.values[:, :, :32] != 0).any(axis=-1).all()
+
+
+def test_the_moments_of_all_rows_and_segments_are_decomposed_in_one_call():
+    spec = LayerSpec(batch=3, num_kv_heads=2, group_size=4, head_dim=16, dtype="bfloat16", prompt_slots=48, max_new_tokens=8)
+    method = small(MosaicKV, **mosaickv.KNOBS)
+    text = str(jax.make_jaxpr(lambda state: method.finish(state, spec))(method.init(spec)))
+    assert set(re.findall(r"f32\[([\d,]+)\] \w+:f32\[[\d,]+\] = eigh\[", text)) == {"3,3,2,2,16,16"}
 
 
 @pytest.mark.thorough
