@@ -56,16 +56,10 @@ def fused_attention(
         raise NotImplementedError(f"got {error}, expected JAX's call into cuDNN") from error
     try:
         return dot_product_attention(
-            query,
-            key,
-            value,
-            bias,
-            scale=scale,
+            query, key, value, bias, scale=scale,
             mask_type=MaskType.NO_MASK if bias is not None else MaskType.CAUSAL if causal else MaskType.PADDING,
-            qkv_layout="BNTH",
-            return_residual=True,
-            **lengths,
-        )
+            qkv_layout="BNTH", return_residual=True, **lengths,
+        )  # fmt: skip
     except RuntimeError as error:  # raised while tracing where the cuDNN library is missing
         if "cuDNN" not in str(error):
             raise

@@ -63,17 +63,10 @@ def attend_selected(query: Array, cache: LayerStorage, chosen: Selection) -> tup
     devices.
     """
     out, lse = gather_attention(
-        query,
-        *cache.stored,
-        chosen.slots,
-        chosen.mask,
-        scale=1 / math.sqrt(query.shape[-1]),
-        bias=chosen.bias,
-        page_size=chosen.page_size,
-        position=cache.position if chosen.page_size > 1 else None,
-        rows=cache.rows,
+        query, *cache.stored, chosen.slots, chosen.mask, scale=1 / math.sqrt(query.shape[-1]), bias=chosen.bias,
+        page_size=chosen.page_size, position=cache.position if chosen.page_size > 1 else None, rows=cache.rows,
         partials=chosen.partials,
-    )
+    )  # fmt: skip
     return merged(out, lse, cache)
 
 
@@ -114,16 +107,10 @@ def attend_slots(
         The output in the shape of the query, and lse float32 without the last axis.
     """
     return dense_decode(
-        query,
-        *cache.stored,
-        position=cache.position,
-        limit=cache.here,
-        scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
-        gap=gap,
-        query_position=position,
-        parts=parts,
+        query, *cache.stored, position=cache.position, limit=cache.here,
+        scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale, gap=gap, query_position=position, parts=parts,
         mass=mass,
-    )
+    )  # fmt: skip
 
 
 def _attend_thin(query: Array, cache: ThinCache) -> tuple[Array, Array]:

@@ -299,17 +299,9 @@ def stored_token(
     """
     cache_key, cache_value = cache.stored
     return store_token(
-        key[:, :, 0],
-        value[:, :, 0],
-        position[:, 0],
-        cache_key=cache_key,
-        cache_value=cache_value,
-        cache_position=cache.position,
-        cursor=cache.cursor,
-        query=query,
-        inv_freq=inv_freq,
-        rows=cache.rows,
-    )
+        key[:, :, 0], value[:, :, 0], position[:, 0], cache_key=cache_key, cache_value=cache_value,
+        cache_position=cache.position, cursor=cache.cursor, query=query, inv_freq=inv_freq, rows=cache.rows,
+    )  # fmt: skip
 
 
 def next_slots(cache: LayerStorage, position: Array) -> tuple[Array, Array]:

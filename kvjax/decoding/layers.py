@@ -190,13 +190,7 @@ def blank_cache(
     specs = layer_specs(methods, model, 1, 1, 1, 1 if plan is None else plan.parts, kv_dtype)
     cache = Cache(
         layers=tuple(m.finish(m.init(spec), spec) for m, spec in zip(methods, specs, strict=True)),
-        shared=init_shared(method, model, specs),
-        method=method,
-        length=jnp.zeros((1,), jnp.int32),
-        logits=jnp.zeros((1, model.vocab_size), jnp.float32),
-        model=model,
-        weights=weights,
-        plan=plan,
-        kv_dtype=kv_dtype,
-    )
+        shared=init_shared(method, model, specs), method=method, length=jnp.zeros((1,), jnp.int32),
+        logits=jnp.zeros((1, model.vocab_size), jnp.float32), model=model, weights=weights, plan=plan, kv_dtype=kv_dtype,
+    )  # fmt: skip
     return observe(cache, decoding=False)

@@ -235,16 +235,10 @@ class InfLLM(LayerMethod):
         used = jnp.concatenate([places.far_used, places.near_used], axis=1)
         every = jnp.concatenate([jnp.zeros(places.far.shape[1:], jnp.int32), jnp.arange(self.num_local, dtype=jnp.int32)])
         out, lse, logits = gather_attention(
-            places.query[..., 0, :],
-            *cache.stored,
-            jnp.concatenate([places.far, places.near], axis=1)[:, None],
-            used[:, None],
-            scale=1 / math.sqrt(inputs.query.shape[-1]),
-            place=jnp.broadcast_to(every, used.shape)[:, None],
-            inv_freq=inputs.inv_freq,
-            rows=cache.rows,
-            logits=True,
-        )
+            places.query[..., 0, :], *cache.stored, jnp.concatenate([places.far, places.near], axis=1)[:, None],
+            used[:, None], scale=1 / math.sqrt(inputs.query.shape[-1]), place=jnp.broadcast_to(every, used.shape)[:, None],
+            inv_freq=inputs.inv_freq, rows=cache.rows, logits=True,
+        )  # fmt: skip
         out, lse = with_sinks(out, lse, inputs.sinks)
         return out[..., None, :], lse, logits[..., places.far.shape[1] :]
 

@@ -53,15 +53,9 @@ def drive(
     if inv_freq is None:
         inv_freq = frequencies(q.shape[-1])
     out = _drive(
-        method,
-        *(jnp.asarray(x, jnp.float32) for x in (q, k, v)),
-        jnp.asarray(lengths, jnp.int32),
-        jnp.asarray(inv_freq, jnp.float32),
-        jnp.asarray(poison),
-        prompt=prompt,
-        chunk=chunk or prompt,
-        kv_dtype=kv_dtype,
-    )
+        method, *(jnp.asarray(x, jnp.float32) for x in (q, k, v)), jnp.asarray(lengths, jnp.int32),
+        jnp.asarray(inv_freq, jnp.float32), jnp.asarray(poison), prompt=prompt, chunk=chunk or prompt, kv_dtype=kv_dtype,
+    )  # fmt: skip
     return Drive(*jax.tree.map(np.asarray, out[:5]), state=out[5])
 
 

@@ -259,18 +259,13 @@ class Chess(Method):
         at = jnp.where(ready, count - 1, pages.active.shape[1])
         blank = jnp.zeros_like(pages.mean)
         pages = dataclasses.replace(
-            pages,
-            nodes=page_tree.put_page(pages.tree, page, added, ready),
-            active=pages.active.at[row, at].set(page, mode="drop"),
-            count=count,
-            complete=complete,
-            tokens=jnp.where(ready, 0, pages.tokens),
-            mean=jnp.where(ready, blank, pages.mean),
-            square=jnp.where(ready, blank, pages.square),
-            since=jnp.where(triggered, 0, since),
+            pages, nodes=page_tree.put_page(pages.tree, page, added, ready),
+            active=pages.active.at[row, at].set(page, mode="drop"), count=count, complete=complete,
+            tokens=jnp.where(ready, 0, pages.tokens), mean=jnp.where(ready, blank, pages.mean),
+            square=jnp.where(ready, blank, pages.square), since=jnp.where(triggered, 0, since),
             generated=pages.generated + (ready & decoding).astype(jnp.int32),
             reconstructions=pages.reconstructions + triggered.astype(jnp.int32),
-        )
+        )  # fmt: skip
         if self.trigger == "never":
             return pages
         active, count = lax.cond(

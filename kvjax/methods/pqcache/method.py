@@ -117,16 +117,9 @@ class PQCache(ScanRetrieval):
     def find(self, cache: LayerStorage, aux: Codebooks, step: Step, regions: Regions) -> Selection:
         # Slots are filled without a hole, so the count of tokens says which slots hold one.
         slots, mask = code_select(
-            step.query[..., 0, :],
-            aux.centroids,
-            aux.ids,
-            regions.near,
-            cache.cursor,
-            jnp.asarray(regions.wanted)[:, 0],
-            first=self.num_sink,
-            capacity=max(min(regions.most_wanted, cache.num_slots), 1),
-            room=regions.most_near,
-        )
+            step.query[..., 0, :], aux.centroids, aux.ids, regions.near, cache.cursor, jnp.asarray(regions.wanted)[:, 0],
+            first=self.num_sink, capacity=max(min(regions.most_wanted, cache.num_slots), 1), room=regions.most_near,
+        )  # fmt: skip
         return shortest(slots, mask, cache.num_slots)
 
     def scan_bytes(self, cache: LayerStorage, aux: Codebooks, searched: Array) -> Array:

@@ -161,16 +161,10 @@ class RetroInfer(SlotMethod):
         most = max(math.ceil(aux.size.shape[2] * self.capacity), 1)  # clusters that are attended exactly
         room = _ROOM * most * self.cluster_size
         logits, listed, ends, considered, exact = cluster_rank(
-            query,
-            aux.centroid,
-            aux.size,
-            aux.used,
-            jnp.asarray(self.fraction, jnp.float32),
-            jnp.asarray(self.fraction + self.estimated, jnp.float32),
-            scale=1 / math.sqrt(query.shape[-1]),
-            capacity=most,
+            query, aux.centroid, aux.size, aux.used, jnp.asarray(self.fraction, jnp.float32),
+            jnp.asarray(self.fraction + self.estimated, jnp.float32), scale=1 / math.sqrt(query.shape[-1]), capacity=most,
             room=room,
-        )
+        )  # fmt: skip
         slots, mask = cluster_tokens(
             listed, ends, aux.start, aux.order, aux.end, cache.cursor, first=self.num_sink, most=min(room, cache.num_slots),
             newest=self.num_local + self.buffer,
@@ -251,15 +245,11 @@ class RetroInfer(SlotMethod):
             return _put_each(old, new, jnp.broadcast_to(place[:, None], new.shape[:3]))
 
         return dataclasses.replace(
-            aux,
-            centroid=put(aux.centroid, centroid, aux.used),
-            value_sum=put(aux.value_sum, value_sum, aux.used),
-            size=put(aux.size, size, aux.used),
-            start=put(aux.start, start + clustered[:, None, None], aux.used),
-            order=put(aux.order, order + aux.end[:, None, None], clustered),
-            end=aux.end + jnp.where(full, self.buffer, 0),
+            aux, centroid=put(aux.centroid, centroid, aux.used), value_sum=put(aux.value_sum, value_sum, aux.used),
+            size=put(aux.size, size, aux.used), start=put(aux.start, start + clustered[:, None, None], aux.used),
+            order=put(aux.order, order + aux.end[:, None, None], clustered), end=aux.end + jnp.where(full, self.buffer, 0),
             used=aux.used + jnp.where(full, size.shape[2], 0),
-        )
+        )  # fmt: skip
 
 
 def _put_each(old: Array, new: Array, place: Array) -> Array:

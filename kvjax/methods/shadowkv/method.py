@@ -118,17 +118,9 @@ class ShadowKV(LayerMethod):
         chunks, listed = self._chosen(shadow, query)
         near, near_lse = attend_slots(query, cache, parts=True)
         out, lse = low_rank_attention(
-            query,
-            shadow.left,
-            shadow.right,
-            shadow.value,
-            chunks,
-            listed,
-            page_size=self.chunk_size,
-            inv_freq=jnp.asarray(inputs.inv_freq),
-            scale=1 / math.sqrt(query.shape[-1]),
-            partials=(near, near_lse),
-        )
+            query, shadow.left, shadow.right, shadow.value, chunks, listed, page_size=self.chunk_size,
+            inv_freq=jnp.asarray(inputs.inv_freq), scale=1 / math.sqrt(query.shape[-1]), partials=(near, near_lse),
+        )  # fmt: skip
         return with_sinks(out, lse, inputs.sinks)[0][..., None, :], dataclasses.replace(state, cache=cache)
 
     def finish(self, state: ShadowState, spec: LayerSpec) -> ShadowState:

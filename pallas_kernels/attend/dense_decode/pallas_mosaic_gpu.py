@@ -59,20 +59,10 @@ def dense_decode(
         position, inv_freq = None, rotation.inv_freq
     flat = (batch, heads, group)
     out, lse, *logits = attend(
-        query.reshape(*flat, dim),
-        key,
-        value,
-        lists,
-        entries=slots,
-        scale=scale,
-        position=position,
-        query_position=query_position,
-        beside=partials and (partials[0].reshape(*flat, dim), partials[1].reshape(flat)),
-        parts=parts,
-        programs=programs,
-        inv_freq=inv_freq,
-        logits=mass,
-    )
+        query.reshape(*flat, dim), key, value, lists, entries=slots, scale=scale, position=position,
+        query_position=query_position, beside=partials and (partials[0].reshape(*flat, dim), partials[1].reshape(flat)),
+        parts=parts, programs=programs, inv_freq=inv_freq, logits=mass,
+    )  # fmt: skip
     lead = out.shape[: 2 + parts]
     found = out.reshape(*lead, *members, dim), lse.reshape(*lead, *members)
     if not mass:

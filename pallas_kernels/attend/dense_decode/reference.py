@@ -36,15 +36,9 @@ def dense_decode(query, key, value, *, position, limit, scale, query_position=No
     if rotation is not None:
         block = even_block(slot.size, ROTATED_BLOCK)
     out, lse = dense_attention(
-        query if several else query[..., None, :],
-        whole(key),
-        whole(value),
+        query if several else query[..., None, :], whole(key), whole(value),
         query_position=(query_position if several else jnp.full((query.shape[0], 1), jnp.iinfo(jnp.int32).max, jnp.int32)),
-        key_position=jnp.where(slot[None, None] < limit[:, None, None], position, -1),
-        query_first=None,
-        scale=scale,
-        limit=None,
-        block=block,
-        turn=None if rotation is None else (places(position, rotation), rotation.inv_freq),
-    )
+        key_position=jnp.where(slot[None, None] < limit[:, None, None], position, -1), query_first=None, scale=scale,
+        limit=None, block=block, turn=None if rotation is None else (places(position, rotation), rotation.inv_freq),
+    )  # fmt: skip
     return (out, lse) if several else (out[..., 0, :], lse[..., 0])

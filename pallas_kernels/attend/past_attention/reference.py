@@ -11,13 +11,7 @@ def past_attention(query, key, value, *, count, scale):
     slot = jnp.arange(key.shape[2], dtype=jnp.int32)[None]
     seen = jnp.where(slot < count[:, None], 0, -1)
     return dense_attention(
-        query,
-        key,
-        value,
-        query_position=jnp.zeros((batch, tokens), jnp.int32),
-        key_position=jnp.broadcast_to(seen[:, None], (batch, heads, key.shape[2])),
-        scale=scale,
-        limit=jnp.max(count),
-        block=max(256, (1 << 21) // tokens) if tokens > 1024 else 1024,
-        implementation="xla",
-    )
+        query, key, value, query_position=jnp.zeros((batch, tokens), jnp.int32),
+        key_position=jnp.broadcast_to(seen[:, None], (batch, heads, key.shape[2])), scale=scale, limit=jnp.max(count),
+        block=max(256, (1 << 21) // tokens) if tokens > 1024 else 1024, implementation="xla",
+    )  # fmt: skip

@@ -164,17 +164,9 @@ def sparse_attention(
         num_stages=config.num_stages,
         interpret=interpret,
     )(
-        query.reshape(lists, tokens, dim),
-        *(x.reshape(batch * heads, slots, dim) for x in (key, value)),
-        distances,
-        first,
-        count,
-        columns,
-        before,
-        covered,
-        (start // block).reshape(1),
-        (start + length).astype(jnp.int32),
-    )
+        query.reshape(lists, tokens, dim), *(x.reshape(batch * heads, slots, dim) for x in (key, value)), distances, first,
+        count, columns, before, covered, (start // block).reshape(1), (start + length).astype(jnp.int32),
+    )  # fmt: skip
     return out.reshape(query.shape), lse.reshape(query.shape[:4])
 
 

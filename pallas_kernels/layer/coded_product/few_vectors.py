@@ -223,16 +223,9 @@ def coded_product(
     vectors = [lax.bitcast_convert_type(a.reshape(*a.shape[:-1], -1, 2), jnp.int32) for a in (x, scale) if a is not None]
     operands = [*vectors, words, *parts, *([] if residual is None else [residual])]
     kernel = functools.partial(
-        _kernel,
-        bits=bits,
-        block=block,
-        span=math.gcd(span, words.shape[1]),
-        by_row=matrix.by_row,
-        eps=eps,
-        gated=gated,
-        residual=residual is not None,
-        interpret=interpret,
-    )
+        _kernel, bits=bits, block=block, span=math.gcd(span, words.shape[1]), by_row=matrix.by_row, eps=eps, gated=gated,
+        residual=residual is not None, interpret=interpret,
+    )  # fmt: skip
     return triton_call(
         kernel,
         grid=(pl.cdiv(count, block),),

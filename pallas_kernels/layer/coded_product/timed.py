@@ -21,12 +21,7 @@ def matrix(d: Drawing) -> CodedMatrix:
 
 
 TIMED = Timed(
-    label=lambda n: f"{n.bits} bits, {n.V} vector{'s' * (n.V > 1)}",
-    sizes={"N": 28672, "K": 4096},
-    shapes=tuple({"bits": bits, "V": vectors} for bits in (8, 4) for vectors in (1, 16)),
-    tiny={"N": 40, "K": 128},
-    arrays={"x": normal("V K"), "matrix": matrix},
-    reads=("matrix",),
-    chained="x",
-    float32=False,
-)
+    label=lambda n: f"{n.bits} bits, {n.V} vector{'s' * (n.V > 1)}", sizes={"N": 28672, "K": 4096},
+    shapes=tuple({"bits": bits, "V": vectors} for bits in (8, 4) for vectors in (1, 16)), tiny={"N": 40, "K": 128},
+    arrays={"x": normal("V K"), "matrix": matrix}, reads=("matrix",), chained="x", float32=False,
+)  # fmt: skip

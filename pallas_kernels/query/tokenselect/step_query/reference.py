@@ -30,13 +30,8 @@ def step_query(
         return rotate_halves(now, (place.astype(jnp.float32) * inv_freq[None])[:, None, None])
 
     return StepQuery(
-        mean=rotated_at(scored),
-        rotated=rotated_at(asked).astype(query.dtype),
-        last=jnp.where(miss[:, None, None, None], now, last),
-        ready=ready | miss,
-        hits=hits + hit.astype(jnp.int32),
-        refreshes=refreshes + miss.astype(jnp.int32),
-        miss=miss,
-        stop=jnp.where(miss, cursor - num_local, 0),
+        mean=rotated_at(scored), rotated=rotated_at(asked).astype(query.dtype),
+        last=jnp.where(miss[:, None, None, None], now, last), ready=ready | miss, hits=hits + hit.astype(jnp.int32),
+        refreshes=refreshes + miss.astype(jnp.int32), miss=miss, stop=jnp.where(miss, cursor - num_local, 0),
         wanted=jnp.where(miss, budget, 0),
-    )
+    )  # fmt: skip
