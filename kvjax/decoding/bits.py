@@ -43,7 +43,7 @@ def _platform_of(tree: Any) -> contextlib.AbstractContextManager[Any]:
     """Make the device of the arrays that a caller has placed the default of a context, if it is of another platform."""
     arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, Tracer))
     placed = next((x for x in arrays if x.committed), None)
-    device = None if placed is None else min(placed.sharding.addressable_devices, key=lambda x: x.id)
+    device = None if placed is None else min(placed.sharding.addressable_devices, key=lambda x: x.id, default=None)
     same = device is None or device.platform == default_platform()
     return contextlib.nullcontext() if same else jax.default_device(device)
 
