@@ -103,8 +103,6 @@ def load(folders: Sequence[pathlib.Path]) -> list[Entry]:
 
 
 def _entry(folder: pathlib.Path, row: dict[str, Any], lines: Sequence[Mapping[str, Any]]) -> Entry:
-    if not lines:
-        raise ValueError(f"{folder / row['predictions']} lacks predictions: got none")
     return Entry(folder, named(row), dict(zip(numbered(line["key"] for line in lines), lines, strict=True)))
 
 

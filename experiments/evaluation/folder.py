@@ -141,7 +141,7 @@ def read_examples(folder: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> li
     The examples come from the predictions or, if the predictions are missing, from examples.npz.
 
     Raises:
-        ValueError: neither file has a row's examples, or a file is damaged.
+        ValueError: the files lack a row or some of its examples, or one is damaged.
     """
     kept = examples.unpacked(folder / examples.FILE)
 
@@ -150,7 +150,11 @@ def read_examples(folder: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> li
         if name in kept and not (folder / name).is_file():
             return kept[name]
         lines = [examples.brief(line) for line in read_predictions(folder, row)]
-        missing = row.get("examples", 0) - len(lines)  # the row has got more samples since
-        return kept.get(name, [])[:missing] + lines if missing > 0 else lines
+        expected = row.get("examples", 1)
+        missing = max(expected - len(lines), 0)  # the row has got more samples since
+        before = kept.get(name, [])[:missing]
+        if len(before) < missing:
+            raise ValueError(f"{folder} has {len(before + lines)} examples of {name}, its row says {expected}")
+        return before + lines
 
     return [(row, of(row)) for row in rows]

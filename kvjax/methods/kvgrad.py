@@ -13,9 +13,9 @@ the residual stream a in every layer. Score of token i of a chunk for KV head h 
 where p_t,g is KVzip's softmax, and W_g the output projection of query head g. The slots with the best scores of all heads and
 layers stay, and the first ``num_sink`` tokens; with ``layerwise``, each layer keeps the best of its own heads.
 
-A second reading and its reverse cost three times the first reading or more. The reverse needs what every layer has computed
-on a chunk, about eight times the MLP's width for each token and layer: with the default chunk 3.5 GiB for each row of an 8B
-model in 16 bits. A smaller ``chunk`` needs less.
+A second reading and its reverse take seven times as long as the first (1.5B, 16K, H200). The reverse needs what every layer
+has computed on a chunk, about eight times the MLP's width for each token and layer: with the default chunk 3.5 GiB for each
+row of an 8B model in 16 bits. A smaller ``chunk`` needs less.
 
 **Source**: "KVgrad" (openreview.net/forum?id=cg1wTCJjjk), read in the code of NVIDIA/kvpress 0.5.5, KVgradPress; it builds on
 Kim et al., "KVzip" (arXiv:2505.23416).

@@ -76,7 +76,7 @@ class Prefill(Around):
 
     BLASST's blocks are those of the kernel that skips them, whatever ``block`` is, and it reads them from the last one back;
     the first block is never skipped. Beside heads of other patterns it computes for all heads. On Qwen2.5-Coder-1.5B a factor
-    of 1000 lost 3 % of the attention at 4K and no points at 16K; 220 lost 1 % (docs/notebook/reachable.md).
+    of 200 lost 1 % of the attention at 2K to 16K, 1000 lost 3 to 4 % and no points (docs/notebook/reachable.md).
 
     Of equally heavy entries that a share needs, all are taken. XAttention's code has one ``share`` for each head of
     Llama-3.1-8B, by its dynamic programme; here `Pattern` takes one for each head, and nothing finds them.

@@ -89,7 +89,7 @@ def test_any_value_anywhere_is_compared_or_refused_by_a_sentence(results):
         ("metrics.json", json.dumps({**RECORD, "versions": {}}), "KeyError: 'jax'"),
         ("metrics.json", json.dumps({**RECORD, "metrics": [row("full", value="x")]}), "expected what its experiment writes"),
         ("predictions/quest.jsonl", '{"key": "k0", "gro', r"quest\.jsonl: Unterminated"),
-        ("predictions/quest.jsonl", "", r"quest\.jsonl lacks predictions"),
+        ("predictions/quest.jsonl", "", r"has 0 examples of predictions/quest\.jsonl, its row says"),
         ("predictions/quest.jsonl", '{"key": "k0"}', "KeyError: 'prediction'"),
         ("examples.npz", "PK", r"examples\.npz is damaged"),
     ],
@@ -155,3 +155,7 @@ def test_predictions_go_before_what_was_kept(tmp_path):
     assert before == kept["b.jsonl"]
     with pytest.raises(ValueError, match=r"lacks c\.jsonl, which its metrics\.json names"):
         folder.read_examples(tmp_path, [{"predictions": "c.jsonl"}])
+    grown = {"predictions": "a.jsonl", "examples": 2}
+    assert folder.read_examples(tmp_path, [grown]) == [(grown, kept["a.jsonl"] + again)]
+    with pytest.raises(ValueError, match=r"has 2 examples of a\.jsonl, its row says 3"):
+        folder.read_examples(tmp_path, [{**grown, "examples": 3}])

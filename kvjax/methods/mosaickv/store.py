@@ -1,7 +1,8 @@
 """MosaicKV's storage besides its buffer: packed tokens, block means and segments, and how tokens get into it.
 
-Every token is packed when it arrives, at the slot of its position, and becomes visible when the buffer is full. So the work
-of packing a full buffer is spread evenly over steps, without a branch: `jax.vmap` would compute both sides of a branch.
+Every token is packed when it arrives, at the slot of its position, and the mean of a block with its last token; they become
+visible when the buffer is full. So the work of packing a full buffer is spread over steps, without a branch: `jax.vmap` would
+compute both sides of a branch.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ from pallas_kernels._mosaic_gpu.packed import (
 )
 from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
 from pallas_kernels._mosaic_gpu.steps import numbers
+from pallas_kernels.machine import current_machine
 from pallas_kernels.numerics import LOG2_E, finite_or_zero
 
 WARPS = t.THREADS // w.LANES
@@ -253,7 +254,7 @@ def _prefetch(basis_ref, line):
     size = basis_ref.shape[1] * 4
     lines = [".reg .pred p; .reg .b64 at; .reg .b32 x; mov.u32 x, %tid.x; and.b32 x, x, 127; setp.eq.s32 p, x, 0;"]
     lines.append(f"mad.wide.s32 at, $1, {size}, $0; @p cp.async.bulk.prefetch.L2.global [at], {size};")
-    if basis_ref.shape[0] * size <= AHEAD:
+    if basis_ref.shape[0] * size <= AHEAD and (current_machine().capability or (0,)) >= (9, 0):  # it came with Hopper
         assembly.run(lines, [basis_ref], [line])
 
 
