@@ -1,9 +1,9 @@
 """Decode attention over packed blocks through Mosaic GPU; the last program of a list attends to its buffer of raw tokens too.
 
-A program takes a share of one list of blocks, goes through its segments, and writes one partial for each, in
-the segment's basis: program j writes that of segment s to row ``j + s``. Each of its warps takes 16 tokens at a time, see
-`packed`, and keeps its sums in registers until a segment ends. A second kernel adds up the partials of each segment, and
-turns the sums into the model's basis.
+Programs share the lists of blocks evenly, or have one list each. In each list of its share a program goes through the
+segments and writes one partial for each, in its basis: the list's program j writes that of segment s to row ``j + s``. Each
+of its warps takes 16 tokens at a time, see `packed`, and keeps its sums in registers until a segment ends. A second kernel
+adds up the partials of each segment, and turns the sums into the model's basis.
 """
 
 import dataclasses
@@ -40,6 +40,7 @@ from pallas_kernels._mosaic_gpu.packed import (
 )
 from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
 from pallas_kernels._mosaic_gpu.steps import numbers
+from pallas_kernels.machine import current_machine
 from pallas_kernels.numerics import LOG2_E, finite_or_zero
 
 WARPS = t.THREADS // w.LANES
@@ -253,7 +254,7 @@ def _prefetch(basis_ref, line):
     size = basis_ref.shape[1] * 4
     lines = [".reg .pred p; .reg .b64 at; .reg .b32 x; mov.u32 x, %tid.x; and.b32 x, x, 127; setp.eq.s32 p, x, 0;"]
     lines.append(f"mad.wide.s32 at, $1, {size}, $0; @p cp.async.bulk.prefetch.L2.global [at], {size};")
-    if basis_ref.shape[0] * size <= AHEAD:
+    if basis_ref.shape[0] * size <= AHEAD and (current_machine().capability or (0,)) >= (9, 0):  # it came with Hopper
         assembly.run(lines, [basis_ref], [line])
 
 
