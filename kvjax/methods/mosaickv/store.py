@@ -117,9 +117,8 @@ def _moments(layout: Layout, key: Array, value: Array, packed: Array) -> Array:
     """Compute the `moments` of each segment of prompts: float32 [B, N, 2, H, D, D]."""
     found = []
     for first in layout.segments(key.shape[2]):
-        k, v, _ = _segment(layout, key, value, packed, first)
-        both = moments(k.astype(jnp.float32), v.astype(jnp.float32))
-        key, value, both = lax.optimization_barrier((key, value, both))  # float32 copies of one segment at a time
+        k, v = (x.astype(jnp.float32) for x in _segment(layout, key, value, packed, first)[:2])  # one segment's at a time
+        key, value, both = lax.optimization_barrier((key, value, moments(k, v)))
         found.append(both)
     return jnp.stack(found, axis=1)
 
