@@ -280,8 +280,8 @@ class Operation:
 
         Args:
             *args: positional arguments of the operation.
-            implementation: a name in the table. None takes the name that `default_implementation` sets, or else the first
-                that runs.
+            implementation: a name in the table; under "xla" the operations that its code calls are plain JAX, too. None
+                takes the name that `default_implementation` sets, or else the first that runs.
             platform: "cpu", "gpu" or "tpu"; None takes the machine of `assume_machine`, or else the devices of this process,
                 when the call is traced. "gpu" stands for any GPU that kernels run on.
             **kwargs: keyword arguments of the operation.
@@ -295,7 +295,8 @@ class Operation:
         def action(entry: Implementation) -> Any:
             # The platforms of plain JAX are not named. It is traced fast, and stays in the text of the program that calls it.
             if not entry.platforms:
-                out = entry.run(*args, **kwargs)
+                with default_implementation(XLA) if implementation == XLA else contextlib.nullcontext():
+                    out = entry.run(*args, **kwargs)
                 # On a CPU, XLA would fuse a write into what reads the array next, and then write a second time, into a copy.
                 return jax.lax.optimization_barrier(out) if self.in_place else out
             names = [name for name, other in self.implementations.items() if other is entry and name in _NEEDS]

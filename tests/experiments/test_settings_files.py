@@ -53,7 +53,7 @@ def test_settings_load_and_their_methods_can_be_made(file):
             made.append(setting.method)
             if isinstance(choice.knobs.get("budget"), str):  # a share of the length
                 top, bottom = choice.knobs["budget"].split("/")
-                assert setting.method.budget == length * int(top) // int(bottom)
+                assert setting.method.budget == round(length * int(top) / int(bottom))
         assert {type(method).__name__.lower() for method in made} == {choice.name}
 
 

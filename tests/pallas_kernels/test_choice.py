@@ -31,7 +31,7 @@ from pallas_kernels.layer.coded_product import MOST_VECTORS
 from pallas_kernels.machine import PALLAS_TRITON, assume_machine
 from pallas_kernels.store.evict_token import pallas_triton as evict_kernel
 from pallas_kernels.store.store_token import STORE_TOKEN
-from tests.pallas_kernels.operations import PLACES, choose, chooser, every_operation, named, table
+from tests.pallas_kernels.operations import PLACES, arguments, choose, chooser, every_operation, named, public, small, table
 
 TRITON, LANGUAGE, TPU, CUDNN = "pallas_triton", "jax_triton", "pallas_tpu", "cudnn"
 MOSAIC = "pallas_mosaic_gpu"
@@ -200,6 +200,17 @@ def test_a_kernel_comes_first_where_it_is_faster():
         found += [choose("dense_decode", D=64, S=64, B=64, rotation=x) for x in (None, rotation)]
         found += [choose("choice", B=rows, S=2**15) for rows in (1, 64)]
     assert found == [TRITON, MOSAIC, *(MOSAIC, TRITON) * 2, *(TRITON, MOSAIC) * 2]
+
+
+@pytest.mark.parametrize("name", ["choice", "low_rank_attention", "store_codes"])
+def test_plain_jax_that_is_named_calls_no_kernel(name):
+    """Its code calls other operations, and unnamed it may take their kernels."""
+    shape = small(name)
+    with assume_machine("gpu", (9, 0)):
+        for implementation in (None, XLA):
+            run = functools.partial(public(name), **shape.options, implementation=implementation)
+            traced = str(jax.make_jaxpr(run)(**arguments(shape)))
+            assert ("pallas_call" in traced) == (implementation is None)
 
 
 def test_a_named_platform_goes_before_an_assumed_machine():

@@ -55,7 +55,12 @@ CASES = [
     ("cluster_rank", {"S": N}, {"size": hide(0), "centroid": ANY}),
     ("cluster_tokens", {"S": N, "K": 32}, {"ends": hide(0)}),
     ("code_select", {"S": N, "C": 8, "first": N // 2, "K": N // 8}, {}),
-    ("collision", {"S": N, "first": N // 2, "N": N // 4, "stop": full("B", 3 * N // 4)}, {}),
+    (
+        "choice",
+        {"S": N, "first": N // 2, "N": N // 4, "stop": full("B", 3 * N // 4), "dtype": "bfloat16"}
+        | {"regions": Regions(sinks=16, best=8, tail=8, size=32)},
+        {"position": hide(-1), "rows": hide(255)},  # weights that are NaN
+    ),
     ("column_mass", {"S": N}, SEEN),
     ("compact", {"S": LONG, "K": 16}, {"mask": hide(False)}),
     ("dense_decode", {"S": N}, HELD),
@@ -79,11 +84,6 @@ CASES = [
     ("page_score", {"N": N}, {"low": ANY, "high": ANY}),
     ("partial_score", {"S": LONG, "C": 4}, {"position": hide(-1), "key": hide(None, 3)}),
     ("partial_select", {"S": LONG, "C": 4, "K": 16}, {"position": hide(-1), "key": hide(None, 3)}),
-    (
-        "rerank",
-        {"S": N, "dtype": "bfloat16", "regions": Regions(sinks=16, best=8, tail=8, size=32)},
-        {"position": hide(-1), "slots": lambda slots: N // 2 + slots // 2},  # candidates hold a token
-    ),
     ("sampled_bias", {"S": N, "K": N // 2}, {"own": hide(False, 3)}),
     ("sentence_cut", {"S": N}, {"sentence": hide(-1), "position": hide(-1)}),
     ("sentence_cut", {"S": N}, {"score": ANY}),

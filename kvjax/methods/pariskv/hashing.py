@@ -6,7 +6,7 @@ rotated without the factor 1/sqrt(D) and not divided by their norm. So sums of i
 do too.
 
 This module has the parts in plain JAX. A decode step runs operations that combine these parts and have kernels:
-`pallas_kernels.store.pariskv.encode`, `pallas_kernels.choose.pariskv.collision` and `pallas_kernels.choose.pariskv.rerank`.
+`pallas_kernels.store.pariskv.encode` and `pallas_kernels.choose.pariskv.choice`.
 """
 
 import math

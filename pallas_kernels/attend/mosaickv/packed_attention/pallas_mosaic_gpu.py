@@ -1,9 +1,9 @@
 """Decode attention over packed blocks through Mosaic GPU; the last program of a list attends to its buffer of raw tokens too.
 
-A program takes a share of one list of blocks, goes through its segments, and writes one partial for each, in
-the segment's basis: program j writes that of segment s to row ``j + s``. Each of its warps takes 16 tokens at a time, see
-`packed`, and keeps its sums in registers until a segment ends. A second kernel adds up the partials of each segment, and
-turns the sums into the model's basis.
+Programs share the lists of blocks evenly, or have one list each. In each list of its share a program goes through the
+segments and writes one partial for each, in its basis: the list's program j writes that of segment s to row ``j + s``. Each
+of its warps takes 16 tokens at a time, see `packed`, and keeps its sums in registers until a segment ends. A second kernel
+adds up the partials of each segment, and turns the sums into the model's basis.
 """
 
 import dataclasses

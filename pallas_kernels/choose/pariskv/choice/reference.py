@@ -1,4 +1,4 @@
-"""Both stages of ParisKV's choice, one after the other, each by the first of its implementations that can."""
+"""Both stages of ParisKV's choice, one after the other, each by the first of its implementations that can, if not named."""
 
 from pallas_kernels.choose.pariskv.collision import collision
 from pallas_kernels.choose.pariskv.rerank import rerank
