@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from pallas_kernels.soft_cap import get_soft_cap, soft_cap
+
 LOG2_E = math.log2(math.e)
 
 
@@ -75,7 +77,6 @@ def rotate_halves(x: jax.Array, angle: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def bounded_loop(body: Callable[..., Any], most: int, count: jax.Array, carry: Any, operands: Any) -> Any:
     """Run ``carry = body(index, carry, operands)`` for each index below ``count``: a loop whose length is known at run time.
 
@@ -89,10 +90,26 @@ def bounded_loop(body: Callable[..., Any], most: int, count: jax.Array, carry: A
         carry: a pytree.
         operands: a pytree.
     """
+    return _bounded_loop(_under_cap(body), most, count, carry, operands)
+
+
+def _under_cap(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``body`` under the soft cap of now: JAX traces the rule of a derivative when the context has ended."""
+    cap = get_soft_cap()
+
+    def run(*args: Any) -> Any:
+        with soft_cap(cap):
+            return body(*args)
+
+    return run
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _bounded_loop(body: Callable[..., Any], most: int, count: jax.Array, carry: Any, operands: Any) -> Any:
     return jax.lax.fori_loop(0, count, lambda index, carry: body(index, carry, operands), carry)
 
 
-@bounded_loop.defjvp
+@_bounded_loop.defjvp
 def _(body: Callable[..., Any], most: int, primals: tuple, tangents: tuple) -> tuple:
     def run(count: jax.Array, carry: Any, operands: Any) -> Any:
         def step(carry: Any, index: jax.Array) -> tuple[Any, None]:
@@ -171,19 +188,23 @@ def _pieces(block: int, lists: tuple[jax.Array | None, ...]) -> Any:
     return None if count <= block else jax.tree.map(cut, lists)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def run_if(body: Callable[..., Any], wanted: jax.Array, carry: Any, operands: Any) -> Any:
     """Return ``body(carry, operands)`` if ``wanted`` bool is true, else ``carry``; the body closes over no traced array.
 
     It is a loop of at most one round, because a branch of `jax.lax.cond` that does nothing copies ``carry``. JAX does not
     differentiate such a loop in reverse, so if an argument is differentiated it is a `jax.lax.cond`.
     """
+    return _run_if(_under_cap(body), wanted, carry, operands)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _run_if(body: Callable[..., Any], wanted: jax.Array, carry: Any, operands: Any) -> Any:
     return jax.lax.while_loop(
         lambda state: state[1], lambda state: (body(state[0], operands), jnp.zeros((), bool)), (carry, wanted)
     )[0]
 
 
-@run_if.defjvp
+@_run_if.defjvp
 def _(body: Callable[..., Any], primals: tuple, tangents: tuple) -> tuple:
     def run(wanted: jax.Array, carry: Any, operands: Any) -> Any:
         return jax.lax.cond(wanted, body, lambda carry, operands: carry, carry, operands)

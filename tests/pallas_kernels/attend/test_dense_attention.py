@@ -11,6 +11,7 @@ from pallas_kernels import _cudnn
 from pallas_kernels.attend.dense_attention import cudnn, dense_attention
 from pallas_kernels.numerics import merge_partials
 from pallas_kernels.score.column_mass import column_mass
+from pallas_kernels.soft_cap import soft_cap
 from tests.pallas_kernels import cases
 
 
@@ -107,3 +108,24 @@ def test_a_mapped_bias_equals_calls_one_by_one(on_cpu):
 def test_parts_of_other_shapes_are_refused():
     with pytest.raises(ValueError, match="merge_partials"):
         merge_partials(jnp.zeros((2, 3, 4)), jnp.zeros((2, 4)))
+
+
+def test_the_derivative_is_that_of_capped_logits():
+    """Of a compiled function: JAX traces the loop's rule when the context of the cap has ended."""
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(3 * rng.normal(size=(1, 2, *shape, 8)), jnp.float32) for shape in ((1, 5), (5,), (5,)))
+    position = jnp.arange(5, dtype=jnp.int32)[None]
+    places = {"query_position": position, "key_position": position[:, None].repeat(2, axis=1)}
+
+    @jax.jit
+    def looped(query):
+        with soft_cap(0.7):
+            out, _ = dense_attention(query, key, value, **places, scale=0.5, implementation="xla")
+        return out.sum()
+
+    def plain(query):
+        logits = 0.7 * jnp.tanh(jnp.einsum("bhgtd,bhsd->bhgts", query, key) * 0.5 / 0.7)
+        weight = jax.nn.softmax(jnp.where(jnp.tri(5, dtype=bool)[None, None, None], logits, -jnp.inf), axis=-1)
+        return jnp.einsum("bhgts,bhsd->bhgtd", weight, value).sum()
+
+    np.testing.assert_allclose(jax.grad(looped)(query), jax.grad(plain)(query), atol=1e-5)
