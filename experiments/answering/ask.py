@@ -230,7 +230,8 @@ def programs(
 ) -> Iterator[jax.stages.Lowered]:
     """Lower the programs that `ask_in_turn` runs, one after the other; see `kvjax.api.programs.lower_programs`.
 
-    Those of the last part come first, behind the shapes that they begin with: one program of all layers compiles longest.
+    Those of the last part come first, since one program of all layers compiles longest; but the first part's first program
+    precedes them, since to lower it finds the shapes of ``inputs``.
     With an offloaded method no program is lowered: its arrays in host memory cannot be described before they exist.
     """
     inputs: list[Any] | None = [] if len(parts) > 1 else None

@@ -102,11 +102,12 @@ class SparsePrompt:
 
     def _each(self, shape: tuple[int, ...], read: Callable[[Pattern], Any]) -> Array:
         """Read a value of each pattern, for this device's heads in queries of a shape: [1, H, G], or [1, 1, 1] for one."""
-        made, (_, heads, group, *_) = jnp.asarray([read(pattern) for pattern in self.heads]), shape
+        _, heads, group, *_ = shape
+        values = jnp.asarray([read(pattern) for pattern in self.heads])
         if len(self.heads) > 1:
-            made = lax.dynamic_slice_in_dim(made, axes.index(axes.MODEL) * heads * group, heads * group)
-            return made.reshape(1, heads, group)
-        return made.reshape(1, 1, 1)
+            values = lax.dynamic_slice_in_dim(values, axes.index(axes.MODEL) * heads * group, heads * group)
+            return values.reshape(1, heads, group)
+        return values.reshape(1, 1, 1)
 
     def lists(self, query: Array, key: Array, start: Array | int, length: Array) -> Lists:
         """Build the lists of a prompt chunk; arguments as for `attend`.

@@ -16,10 +16,11 @@ import operator
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels._mosaic_gpu import threads as t
 from pallas_kernels._mosaic_gpu import warps as w
-from pallas_kernels._mosaic_gpu.pallas import plgpu
+from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
 from pallas_kernels._mosaic_gpu.steps import numbers, scalar
 from pallas_kernels.machine import current_machine
 from pallas_kernels.numerics import LOG2_E
@@ -96,16 +97,26 @@ class Vectors:
 def shares_of(lists: int, steps: int, programs: int) -> tuple[int, int]:
     """Choose how many steps a program takes, and how many each list has, so that all end soonest if ``programs`` run at once.
 
-    A list has at least ``steps``. Programs share lists evenly, whole lists if that is sooner.
+    A list has at least ``steps``. Programs share all lists evenly, or each takes a part of one list if that is sooner.
     """
 
-    def end(some):
-        return -(-lists * -(-steps // some) // programs) * (some + START)
+    def end(part):
+        return -(-lists * -(-steps // part) // programs) * (part + START)
 
-    some, even = min(range(1, steps + 1), key=lambda some: (end(some), some)), -(-lists * steps // programs)
-    if even + START * (-(-even // steps) + 1) < end(some):
+    part = min(range(1, steps + 1), key=lambda x: (end(x), x))
+    even = -(-lists * steps // programs)
+    if even + START * (-(-even // steps) + 1) < end(part):  # it starts in each list of its share
         return even, steps
-    return some, -(-steps // some) * some
+    return part, -(-steps // part) * part
+
+
+def for_each_list(low, steps: int, size: int, lists: int, run) -> None:
+    """Call ``run(list, None)`` for each list, of ``size`` steps, that has some of the ``steps`` from ``low`` on."""
+    first = lax.div(low, size)
+    if size % steps:
+        lax.fori_loop(first, jnp.minimum(lax.div(low + (steps - 1), size) + 1, lists), run, None)
+    else:  # of one list
+        pl.when(first < lists)(lambda: run(first, None))
 
 
 def warp():

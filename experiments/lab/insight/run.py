@@ -71,9 +71,8 @@ class InsightSettings(answering.ModelSettings):
 
 def method_settings(settings: InsightSettings, model: answering.LoadedModel, results: Results) -> list[answering.Setting]:
     """Make the methods in the order of the settings; calibrate CHESS unless its knobs make that needless."""
-    calibration = answering.Calibration(
-        (settings.task,), settings.length, 4, 128, settings.seed
-    )  # prompts, and tokens after each
+    prompts, tokens = 4, 128
+    calibration = answering.Calibration((settings.task,), settings.length, prompts, tokens, settings.seed)
     knobs, methods = answering.knobs_by_method(settings.knobs), []
     for name in settings.names:
         chosen = dict(knobs.get(name, {}))

@@ -115,12 +115,12 @@ def _segment(layout: Layout, key: Array, value: Array, packed: Array, first: int
 
 def _moments(layout: Layout, key: Array, value: Array, packed: Array) -> Array:
     """Compute the `moments` of each segment of prompts: float32 [B, N, 2, H, D, D]."""
-    made = []
+    found = []
     for first in layout.segments(key.shape[2]):
-        k, v, _ = _segment(layout, key, value, packed, first)
-        made.append(moments(k.astype(jnp.float32), v.astype(jnp.float32)))
-        key, value, made[-1] = lax.optimization_barrier((key, value, made[-1]))  # float32 copies of one segment at a time
-    return jnp.stack(made, axis=1)
+        k, v = (x.astype(jnp.float32) for x in _segment(layout, key, value, packed, first)[:2])  # one segment's at a time
+        key, value, both = lax.optimization_barrier((key, value, moments(k, v)))
+        found.append(both)
+    return jnp.stack(found, axis=1)
 
 
 def _pack_prompt(

@@ -1,9 +1,9 @@
 """Decode attention over packed blocks through Mosaic GPU; the last program of a list attends to its buffer of raw tokens too.
 
-Programs share the lists of blocks evenly, or have one list each. In each list of its share a program goes through the
-segments and writes one partial for each, in its basis: the list's program j writes that of segment s to row ``j + s``. Each
-of its warps takes 16 tokens at a time, see `packed`, and keeps its sums in registers until a segment ends. A second kernel
-adds up the partials of each segment, and turns the sums into the model's basis.
+Programs share all lists of blocks evenly, or each has a part of one list. In each list of its share a program goes through
+the segments and writes one partial for each, in its basis: the list's program j writes that of segment s to row ``j + s``.
+Each of its warps takes 16 tokens at a time, see `packed`, and keeps its sums in registers until a segment ends. A second
+kernel adds up the partials of each segment, and turns the sums into the model's basis.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from pallas_kernels._mosaic_gpu.packed import (
     Vectors,
     added,
     eighth,
+    for_each_list,
     in_columns,
     in_rows,
     load_queries,
@@ -242,11 +243,7 @@ def _body(
 
         return carry
 
-    first_list = lax.div(low, size)
-    if size % steps:
-        lax.fori_loop(first_list, jnp.minimum(lax.div(low + (steps - 1), size) + 1, lists), of_list, 0)
-    else:
-        pl.when(first_list < lists)(lambda: of_list(first_list, None))
+    for_each_list(low, steps, size, lists, of_list)
 
 
 def _prefetch(basis_ref, line):

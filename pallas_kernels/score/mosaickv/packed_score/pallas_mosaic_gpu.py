@@ -15,6 +15,7 @@ from pallas_kernels._mosaic_gpu.packed import (
     SIZES,
     VECTORS,
     Vectors,
+    for_each_list,
     in_rows,
     load_queries,
     load_vectors,
@@ -25,7 +26,7 @@ from pallas_kernels._mosaic_gpu.packed import (
     unpacked,
     warp,
 )
-from pallas_kernels._mosaic_gpu.pallas import pl, plgpu
+from pallas_kernels._mosaic_gpu.pallas import plgpu
 from pallas_kernels._mosaic_gpu.steps import numbers, scalar
 
 WARPS = t.THREADS // w.LANES
@@ -142,11 +143,7 @@ def _body(
         lax.fori_loop(owner_of(begin, arrays.scalar), owner_of(end - 1, arrays.scalar) + 1, of_segment, 0)
         return carry
 
-    first_list = lax.div(low, size)
-    if size % steps:
-        lax.fori_loop(first_list, jnp.minimum(lax.div(low + (steps - 1), size) + 1, lists), of_list, 0)
-    else:
-        pl.when(first_list < lists)(lambda: of_list(first_list, None))
+    for_each_list(low, steps, size, lists, of_list)
 
 
 def packed_score(parts, values, bitmap, count, last, *, span, unit, owner, reduce):
