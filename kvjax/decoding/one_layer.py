@@ -154,9 +154,9 @@ def read_by_layer(
     plan = _planned(structure, shapes, model, batch, padded, sizes, chunk_size, order)
     if plan is None:
         return None
-    known, fills = list(inputs or ())[1:], inputs is not None and not inputs
-    if fills:
-        inputs.append(tokens)
+    known, fills = list(inputs or ())[1:], inputs if inputs == [] else None
+    if fills is not None:
+        fills.append(tokens)
     tokens, hidden, length = call(begin, params, tokens, length, model=model, slots=plan.order.slots)
     shared, every = (
         tuple(map(init_shared, methods, (model,) * len(methods), of_rows(plan.specs, rows)))
@@ -165,13 +165,13 @@ def read_by_layer(
     whole = []
     known = known if known and known[0].shape == hidden.shape else []
     for at, own in enumerate(zip(*each, strict=True)):
-        if fills:
-            inputs.append(hidden)
+        if fills is not None:
+            fills.append(hidden)
         given = alone(params, at)[1], known[at] if known else hidden, tokens, length, own, shared
         hidden, made = call(read, *given, layer=plan.layers[at], onward=not known)
         whole.append(plan.kept[at].restore_layer(0, made))
-    if fills:
-        inputs.append(hidden)
+    if fills is not None:
+        fills.append(hidden)
     logits = call(last_logits, params, known[-1] if known else hidden, length, model=model)
     caches = []
     for at, method in enumerate(methods):

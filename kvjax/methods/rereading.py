@@ -104,7 +104,7 @@ class Rereading(AppendOnly):
         if rest <= self.chunk:
             return read(0, size, carry)
         longest = axes.most(jnp.max(reading.length), axes.DATA)
-        count, most = (-((self.num_sink - tokens) // size) for tokens in (longest, rest + self.num_sink))
+        count, most = -((self.num_sink - longest) // size), -(-rest // size)
         if not self.packs:  # scores choose, and a choice has no slope
             return lax.fori_loop(0, count, lambda index, given: read(index, size, given), carry)
         # A loop with a derivative closes over no traced array, so what `read` closes over becomes an argument.
