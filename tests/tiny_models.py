@@ -8,11 +8,13 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 import models
 from kvjax import rope
 from kvjax.protocol.typing import layer_recurrence, layer_ropes
 from models import ModelConfig, RopeScaling, param_shapes
+from models.files import adapter
 from pallas_kernels.attend.causal_attention import causal_attention
 from pallas_kernels.soft_cap import capped, soft_cap
 
@@ -97,3 +99,14 @@ def write_model(directory: pathlib.Path, config: ModelConfig) -> pathlib.Path:
     models.save_pretrained(directory, vivid_params(config), config)
     shutil.copy(BUILTIN / "tokenizer.json", directory)
     return directory
+
+
+def factors_of(params, rank=3):
+    """The factors of an adapter that changes every kernel."""
+    rng, layer = np.random.default_rng(0), flatten_dict(params["layers_0"], sep="/")
+    factors, layers = {}, sum(name.startswith("layers_") for name in params)
+    for path in adapter.KERNELS:
+        rows, columns, name = len(layer[path]), layer[path].size // len(layer[path]), path.removesuffix("/kernel")
+        factors[f"{name}/a"] = 0.3 * rng.normal(size=(layers, rows, rank)).astype(np.float32)
+        factors[f"{name}/b"] = rng.normal(size=(layers, rank, columns)).astype(np.float32)
+    return unflatten_dict(factors, sep="/")

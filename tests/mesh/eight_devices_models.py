@@ -28,8 +28,7 @@ from models.files import gguf as gguf_files
 from models.files.tensors import SafeTensors
 from tests.mesh.processes import refused, report
 from tests.models import test_families, test_parity
-from tests.models.test_adapter import factors_of
-from tests.tiny_models import TINY, vivid_params
+from tests.tiny_models import TINY, factors_of, vivid_params
 
 EXPERTS = models.Experts(num_experts=4, num_experts_per_tok=2, intermediate_size=16, norm_topk_prob=True, layers=(1,))
 WIDE = models.ModelConfig(**{**TINY, "num_q_heads": 8, "num_kv_heads": 8, "head_dim": 4}, qkv_bias=True)

@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 import models
 from models.files import adapter
 from tests.models.test_latent import CONFIG as WITH_LATENT
 from tests.models.test_weights import CONFIGS
-from tests.tiny_models import vivid_params
+from tests.tiny_models import factors_of, vivid_params
 
 pytestmark = pytest.mark.usefixtures("quick_compile")  # tests/models/test_parity.py compiles as users do
 
@@ -31,17 +30,6 @@ def params():
 @pytest.fixture(scope="module")
 def factors(params):
     return jax.tree.map(jnp.asarray, factors_of(params))
-
-
-def factors_of(params, rank=3):
-    """The factors of an adapter that changes every kernel."""
-    rng, layer = np.random.default_rng(0), flatten_dict(params["layers_0"], sep="/")
-    factors, layers = {}, sum(name.startswith("layers_") for name in params)
-    for path in adapter.KERNELS:
-        rows, columns, name = len(layer[path]), layer[path].size // len(layer[path]), path.removesuffix("/kernel")
-        factors[f"{name}/a"] = 0.3 * rng.normal(size=(layers, rows, rank)).astype(np.float32)
-        factors[f"{name}/b"] = rng.normal(size=(layers, rank, columns)).astype(np.float32)
-    return unflatten_dict(factors, sep="/")
 
 
 def about(params, **changed):

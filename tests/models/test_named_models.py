@@ -21,8 +21,8 @@ from models.files.directories import locate_gguf
 from models.hub import named_models, packages
 from models.hub.named_models import NAMED_MODELS, ModelFile, NamedModel, Piece
 from tests.models.hub_server import serve
-from tests.models.test_adapter import factors_of
 from tests.models.tiny_gguf import write_tiny_gguf
+from tests.tiny_models import factors_of
 
 COUNT = 2
 TEXT = "The key is 4821, said the 3rd man."

@@ -14,9 +14,8 @@ from models.files import adapter, four_bits
 from models.files.eight_bits import BLOCK, SCALE, pack, pack_file
 from models.files.tables.checkpoint import EMBEDDING, checkpoint_table
 from models.files.tensors import SafeTensors
-from tests.models.test_adapter import factors_of
 from tests.models.test_families import edges
-from tests.tiny_models import BUILTIN, vivid_params
+from tests.tiny_models import BUILTIN, factors_of, vivid_params
 
 CONFIG = models.ModelConfig(
     vocab_size=96, hidden_size=64, intermediate_size=128, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=32,
