@@ -171,7 +171,8 @@ class SlotAttention(LayerMethod):
                 mass = mass_of(query, cache, inputs.position, lse, limit=start + query.shape[3] - cache.first)
         else:
             read = cache.resident()
-            # A chunk of most slots is the whole prompt. As it is given, methods that store it differently attend to it once.
+            # Storage has room for whole chunks, so one that takes most of it is the whole prompt (`start` may be traced).
+            # As it is given, methods that store it differently attend to it once.
             whole = 2 * query.shape[3] > cache.num_slots
             stored = cache.read_back(key, value) if whole else (read.key, read.value)
             out, lse = prefix_attention(query, *stored, start=start, length=real, scale=1 / math.sqrt(query.shape[-1]))
